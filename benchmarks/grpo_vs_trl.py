@@ -3,6 +3,7 @@
     python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl            # speed and memory, three pairs
     python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl --curve    # and 60 steps of each: the reward
     python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl --probe    # find the fastest settings here
+    python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl --even-start --dtype float32 --steps 2
 
 Same in both: prompts and their order, chat template, 8 prompts x 8 answers of at most 256 tokens, rewards, advantage,
 loss, optimizer, learning rate, compute dtype, fp32 masters, threads. Each trainer has its fastest settings on this
@@ -39,6 +40,10 @@ from meshrl.train.state import load_model
 PAGED = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 1024, "max_requests_per_batch": 16}
 TRL_BEST: dict[str, Any] = {"micro_batch": 16, "num_ranks": 2, "continuous_batching": PAGED}
 MESHRL_BEST = {"num_ranks": 2}
+# Of a model whose matrix products take most of the time: a process with both threads, and plain `generate` in TRL.
+LARGE_MODEL_BYTES = 200e6
+TRL_LARGE: dict[str, Any] = {"micro_batch": 8, "num_ranks": 1, "continuous_batching": None}
+MESHRL_LARGE = {"num_ranks": 1}
 SAME_REWARD = 0.03  # difference between two seeds of one trainer after 60 steps; a right answer has reward 1
 
 
@@ -48,6 +53,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=12, help="steps of a run; the first is not counted (default 12)")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="compute dtype of both")
     p.add_argument("--curve", action="store_true", help="also run 60 steps of each, for the reward curves")
+    p.add_argument("--even-start", action="store_true", help="reward answers that begin with an even character")
     p.add_argument("--probe", action="store_true", help="only try settings of each trainer, without a comparison")
     p.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python", help="TRL's environment")
     args = p.parse_args()
@@ -56,7 +62,7 @@ def main() -> None:
     if args.smoke:
         args.rounds, args.steps = 1, 3
     report = Report("grpo_vs_trl", args)
-    args.objective = objective(args.model)
+    args.objective = objective(args.model, args.even_start)
     args.model, args.data = stand_in(args.model, args.data, args.smoke)
     with tempfile.TemporaryDirectory(prefix="grpo-vs-trl-") as folder:
         if args.probe:
@@ -74,13 +80,14 @@ def compare(report: Report, args: Any, folder: Path) -> None:
         record(report, f"pair_{i}", pairs[-1], task)
     speed = report.figure("ratio_samples_per_s", ratio_of(pairs, lambda r: r.samples_per_s(samples(task))))
     report.figure("ratio_tokens_per_s", ratio_of(pairs, TrainingRun.tokens_per_s))
-    report.figure("ratio_peak_memory", ratio_of(pairs, lambda r: r.peak_pss_bytes))
+    memory = report.figure("ratio_peak_memory", ratio_of(pairs, lambda r: r.peak_pss_bytes))
     for name, side in (("meshrl", 0), ("trl", 1)):
         report.figure(f"samples_per_s_{name}", median([p[side].samples_per_s(samples(task)) for p in pairs]))
         report.figure(f"tokens_per_s_{name}", median([p[side].tokens_per_s() for p in pairs]))
         report.figure(f"peak_memory_bytes_{name}", max(p[side].peak_pss_bytes for p in pairs))
         report.figure(f"peak_rss_bytes_{name}", max(p[side].peak_rss_bytes for p in pairs))
     report.bar("ratio_samples_per_s", speed, at_least=3.0)
+    report.bar("ratio_peak_memory", memory, at_most=1.0)
     compare_lengths(report, pairs, samples(task))
     compare_first_step(report, args, folder / "first_step")
     if args.curve:
@@ -138,11 +145,13 @@ def samples(task: TrainingTask) -> int:
 
 def pair(task: TrainingTask, args: Any, folder: Path, first_trl: bool) -> tuple[TrainingRun, TrainingRun]:
     """(meshrl's run, TRL's run), in either order."""
-    settings = fitting(TRL_BEST, task)
+    is_large = sum(file.stat().st_size for file in args.model.glob("*.safetensors")) > LARGE_MODEL_BYTES
+    ours, theirs = (MESHRL_LARGE, TRL_LARGE) if is_large else (MESHRL_BEST, TRL_BEST)
+    theirs = fitting(theirs, task)
     if first_trl:
-        trl = run_trl(task, folder / "trl", args.trl_python, settings)
-        return run_meshrl(task, folder / "meshrl", **MESHRL_BEST), trl
-    return run_meshrl(task, folder / "meshrl", **MESHRL_BEST), run_trl(task, folder / "trl", args.trl_python, settings)
+        trl = run_trl(task, folder / "trl", args.trl_python, theirs)
+        return run_meshrl(task, folder / "meshrl", **ours), trl
+    return run_meshrl(task, folder / "meshrl", **ours), run_trl(task, folder / "trl", args.trl_python, theirs)
 
 
 def fitting(settings: dict[str, Any], task: TrainingTask) -> dict[str, Any]:

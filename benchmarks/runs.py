@@ -31,14 +31,15 @@ SAMPLE_EVERY_S = 0.5
 OPTIMIZER: dict[str, Any] = dict(lr=3e-5, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, clip=1.0)
 
 
-def objective(model: Path | None) -> dict[str, Any]:
-    """Rewards and optimizer of a TrainingTask: those of GSM8K, or without a model those of the stand-in.
+def objective(model: Path | None, even_start: bool = False) -> dict[str, Any]:
+    """Rewards and optimizer of a TrainingTask: those of GSM8K; without a model, or with even_start, those of the
+    stand-in.
 
     The stand-in's learning rate is so small that its policy, and so the length of its answers, does not change. At 3e-5
     the first step changed the mean length from 90 tokens to 135 with this reward, and to 9 with one for short answers
     (results/first_step_20261124-144730.json).
     """
-    if model is not None:
+    if model is not None and not even_start:
         return {"rewards": GSM8K, "optimizer": OPTIMIZER}
     return {"rewards": STAND_IN, "optimizer": {**OPTIMIZER, "lr": 1e-9}}
 

@@ -6,8 +6,9 @@ report.json of a seed has the numbers:
     eval_before, eval_after   share of right greedy answers to held-out problems, before and after the RL
     reward_curve              mean reward of each training step
     wall_s, cpu_s             of the entire script, without the installation
-    peak_rss_bytes            largest sum of resident sizes over the process tree, sampled five times a second; shared
-                              pages count in each process, so the memory in use was less
+    peak_bytes                largest sum of proportional set sizes (each shared page counts once) over the process
+                              tree, sampled once a second; of resident sizes, where the system reports no others
+    peak_rss_bytes            largest sum of resident sizes: pages that processes share count in each of them
     model                     the trained model's folder, relative to this checkout
 """
 
@@ -24,12 +25,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from meshrl.core.types import Trajectory
 from meshrl.monitor.curve import text_curve
-from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.rollout_log import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,14 +134,25 @@ def train(args: argparse.Namespace, config: Path, settings: Sequence[Any], smoke
     return result
 
 
+@dataclass
+class PeakMemory:
+    """The largest sums so far over this process and its descendants: of proportional and of resident set sizes."""
+
+    proportional: int = 0
+    resident: int = 0
+
+
 @contextmanager
-def peak_memory() -> Iterator[list[int]]:
-    """Yields [bytes]: the largest sum so far of the resident sizes of this process and its descendants."""
-    peak, done = [0], threading.Event()
+def peak_memory() -> Iterator[PeakMemory]:
+    """Measure the memory of this process and its descendants within the block, once a second."""
+    peak, done = PeakMemory(), threading.Event()
 
     def sample() -> None:
-        while not done.wait(0.2):
-            peak[0] = max(peak[0], int(next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")))
+        own = psutil.Process()
+        while not done.wait(1.0):
+            sizes = [memory_of(p) for p in (own, *own.children(recursive=True))]
+            peak.proportional = max(peak.proportional, sum(size[0] for size in sizes))
+            peak.resident = max(peak.resident, sum(size[1] for size in sizes))
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
@@ -147,6 +161,15 @@ def peak_memory() -> Iterator[list[int]]:
     finally:
         done.set()
         thread.join()
+
+
+def memory_of(process: psutil.Process) -> tuple[int, int]:
+    """Proportional and resident set size; 0 for a process that has just ended."""
+    try:
+        info = process.memory_full_info()
+    except psutil.Error:
+        return 0, 0
+    return getattr(info, "pss", info.rss), info.rss
 
 
 def show_rows(folder: Path, names: Sequence[str]) -> None:
@@ -204,9 +227,9 @@ def print_pairs(pairs: list[Pair]) -> None:
 
 
 def write_result(
-    args: argparse.Namespace, place: Path, result: dict[str, Any], pairs: list[Pair], began: float, peak: int
+    args: argparse.Namespace, place: Path, result: dict[str, Any], pairs: list[Pair], began: float, peak: PeakMemory
 ) -> float:
-    """Print what was learned, and write report.json. began: time.monotonic() of the script's start. peak: bytes.
+    """Print what was learned, and write report.json. began: time.monotonic() of the script's start.
     Returns the held-out accuracy after the training."""
     report = {
         "seed": args.seed,
@@ -214,7 +237,8 @@ def write_result(
         "eval_after": result["evals"][-1]["mean_at_k"],
         "wall_s": round(time.monotonic() - began, 1),
         "cpu_s": round(sum(os.times()[:4]), 1),
-        "peak_rss_bytes": peak,
+        "peak_bytes": peak.proportional,
+        "peak_rss_bytes": peak.resident,
         "steps": result["steps"],
         "reward_curve": result["reward_curve"],
         "model": result["model"],
@@ -225,7 +249,7 @@ def write_result(
     print_pairs(pairs)
     print(f"\nheld-out accuracy      {report['eval_before']:.3f} before, {report['eval_after']:.3f} after")
     print(f"took                   {report['wall_s']:.0f} s, {report['cpu_s']:.0f} s of CPU")
-    print(f"peak memory            {report['peak_rss_bytes'] / 1e9:.1f} GB in all processes together")
+    print(f"peak memory            {report['peak_bytes'] / 1e9:.1f} GB in all processes together")
     print(f"model                  {report['model']}")
     print(f"reward curve           {grpo / 'reward.png'}")
     (place / "report.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -75,7 +75,7 @@ def main() -> int:
         print_greedy_answers(result["model"], pairs, max_new_tokens=8)
 
     print_heading("5/5", "The result.")
-    accuracy = write_result(args, place, result, pairs, began, memory[0])
+    accuracy = write_result(args, place, result, pairs, began, memory)
     return exit_code(args, accuracy, MIN_ACCURACY, MAX_CONTROL_ACCURACY, grpo)
 
 

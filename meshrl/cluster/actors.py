@@ -44,8 +44,7 @@ from meshrl.model.load import DTYPES
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.recorder import TRACED, recorder
 from meshrl.monitor.trace import PROFILE_FILE, write_rank
-from meshrl.parallel.gather import all_gather_json
-from meshrl.parallel.mesh import build_mesh, num_peers, resolve_shape
+from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.parallel.timing import settle
 from meshrl.process.family import own_memory
 from meshrl.rollout.base import EngineStats, RolloutEngine
@@ -161,7 +160,7 @@ class RankWorker:
             scored = {i for micro in message.micro_batches[: message.num_scored] for i in micro}
             of_row = engine.flops.of_row
             flops = sum(of_row(len(row), int(row.mask.sum()), i not in scored) for i, row in rows.items())
-            self._flops += flops / num_peers(self.spec.train.mesh)
+            self._flops += flops / engine.coordinates.num_peers
             result.metrics.append(Metric(name="train/model_flops", sum=flops, reduce="sum", unit="FLOP"))
         return UpdateReport(metrics=result.metrics, mismatch=mismatch, values=of_tokens)
 
@@ -203,9 +202,6 @@ class RankWorker:
         return self.engines["policy"].state_bytes()
 
     def _batches(self, message: RowsMessage, rows: Rows) -> list[Batch]:
-        hashes = all_gather_json(message.plan_hash)
-        if len(set(hashes)) > 1:
-            raise ValueError(f"ranks have different batch plans; their hashes: {hashes}")
         with recorder.span("pack", "host"):
             return [
                 pack([rows[i] for i in micro], micro, self.device, self.spec.train.share_prompts)
@@ -220,8 +216,8 @@ class RankWorker:
         trainer, cfg = self.engines["policy"], self.spec.rollout
         held = trainer.weights(merged=cfg is not None and not takes_adapters(cfg))
         return HeldBoxes(
-            sender=trainer.mesh["dp_shard"].get_local_rank(),
-            replica=trainer.mesh["dp_replicate"].get_local_rank(),
+            sender=trainer.coordinates.sender,
+            replica=trainer.coordinates.replica,
             tensors=held.tensors,
             boxes=held.boxes(),
             tied=held.tied,

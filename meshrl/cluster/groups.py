@@ -24,7 +24,7 @@ from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
 from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric, Request, Sample, Turn
-from meshrl.parallel.mesh import data_index, num_peers
+from meshrl.parallel.mesh import coordinates, resolve_shape
 from meshrl.rollout.build import takes_adapters
 from meshrl.rollout.continuation import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
@@ -53,7 +53,9 @@ class TrainGroup:
         self.num_ranks = executor.specs[0].num_train_ranks
         self.cfg = executor.specs[0].train
         self.compute_dtype = executor.specs[0].model.dtype
-        self.num_data_ranks = self.num_ranks // num_peers(self.cfg.mesh)
+        shape = resolve_shape(self.cfg.mesh, self.num_ranks, self.cfg.sharding_strategy)
+        self.coordinates = [coordinates(shape, rank) for rank in range(self.num_ranks)]
+        self.num_data_ranks = self.coordinates[0].num_data
         self._budget = self.cfg.max_tokens_per_microbatch or MOST_TOKENS
         self._sent = SentRows()
         self.version = -1
@@ -165,13 +167,13 @@ class TrainGroup:
             try:
                 answers = await self._each(
                     lambda rank: self.executor.call(
-                        rank, method, messages[data_index(self.cfg.mesh, rank)], *args, **kwargs
+                        rank, method, messages[self.coordinates[rank].data_index], *args, **kwargs
                     )
                 )
             except BaseException:
                 self._sent.forget()
                 raise
-            return answers[:: num_peers(self.cfg.mesh)]
+            return [answer for answer, own in zip(answers, self.coordinates, strict=True) if own.is_first_peer]
 
     async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
         async with self.command_lock:

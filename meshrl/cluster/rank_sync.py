@@ -10,6 +10,7 @@ import torch.distributed as dist
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.device import empty_cache, transfer_device
 from meshrl.core.errors import SyncInterrupted
+from meshrl.parallel.mesh import replica_group
 from meshrl.process.connect import LOOPBACK
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import takes_adapters
@@ -42,11 +43,10 @@ class RankSync:
         self._transport: Transport | None = None  # made by the first sync that needs it
         self._running: asyncio.Task[Ack | None] | None = None
         self._cancelled = False
-        self._replica = 0 if trainer is None else trainer.mesh["dp_replicate"].get_local_rank()
+        self._replica = 0 if trainer is None else trainer.coordinates.replica
         if trainer is not None and (self._colocated or not self._replica):  # else the first replica sends
             frozen = trainer.frozen() if takes_adapters(self._cfg) else frozenset()
-            shard = trainer.mesh["dp_shard"].get_local_rank()
-            self._sender = WeightSender(layout, shard, self._cfg.sync_mode == "delta", frozen)
+            self._sender = WeightSender(layout, trainer.coordinates.sender, self._cfg.sync_mode == "delta", frozen)
 
     def state(self, connection_id: str) -> SyncState:
         """This rank's state before the next sync. connection_id: as in SyncOrder."""
@@ -134,7 +134,7 @@ class RankSync:
     def _in_place(self) -> bool:
         """Whether this rank's train engine holds all weights and its sampler's tensors are in this process."""
         trainer = self._trainer
-        alone = trainer is not None and trainer.mesh["dp_shard"].size() == 1
+        alone = trainer is not None and trainer.coordinates.num_senders == 1
         return self._colocated and alone and isinstance(self._sampler, EmbeddedEngine)
 
     def _needed_transport(self) -> Transport | None:
@@ -148,7 +148,7 @@ class RankSync:
         spec, timeout_s = self._spec, self._spec.deadline_s("sync") / 2  # fails before the rank misses its deadline
         host = LOOPBACK if spec.nodes == 1 else spec.address
         if self._trainer is not None and self._colocated and (spec.nodes > 1 or self._device.type != "cpu"):
-            shared = self._trainer.mesh["dp_shard"].get_group()
+            shared = replica_group(self._trainer.mesh)
             return Broadcast(self.layout, sender, host, self._device, timeout_s, shared)
         if not self._colocated and self._cfg.sync_transport == "broadcast":
             return Broadcast(self.layout, sender, host, transfer_device(self._device), timeout_s)

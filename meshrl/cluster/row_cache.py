@@ -44,12 +44,11 @@ def _split(rows: Sequence[int], lengths: Sequence[int], array: np.ndarray) -> Co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsMessage:
-    """The rows that a rank needs for one command. plan_hash: of the complete batch plan. number: of this batch plan.
-    used: the numbers of all batch plans in use; a rank frees the rows of others. micro_batches, num_scored: this rank's
-    part of the plan. is_new: the rank has not got these rows yet. columns: all fields of new rows, by name, else those
-    that have changed since they were sent last."""
+    """The rows that a rank needs for one command. number: of this batch plan. used: the numbers of all batch plans in
+    use; a rank frees the rows of others. micro_batches, num_scored: this rank's part of the plan. is_new: the rank has
+    not got these rows yet. columns: all fields of new rows, by name, else those that have changed since they were sent
+    last."""
 
-    plan_hash: str
     number: int
     used: tuple[int, ...]
     micro_batches: tuple[tuple[int, ...], ...]
@@ -100,7 +99,6 @@ class SentRows:
                 before = zip(*(known.values[i] for i in rows))
                 columns = {name: _changed(column, old) for (name, column), old in zip(columns.items(), before)}
             return RowsMessage(
-                plan_hash=batch_plan.hash,
                 number=number,
                 used=used,
                 micro_batches=batch_plan.micro_batches[index],

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute, debug
 
@@ -31,14 +36,39 @@ def resolve_shape(cfg: TrainMeshConfig, num_ranks: int, sharding_strategy: str) 
     return shape
 
 
-def num_peers(cfg: TrainMeshConfig) -> int:
-    """The number of ranks that work on the same samples: they differ only in their ulysses and tp index."""
-    return cfg.ulysses * cfg.tp
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coordinates:
+    """What one train rank is in the mesh. All code that depends on this reads it here, never from the mesh's axes.
+
+    data_index: which of num_data parts of the samples it works on. num_peers ranks, its peers, work on the same part;
+    they differ only along ulysses and tp, and the first peer reports for all. replica: which complete copy of the
+    weights it belongs to; sender: its number among the num_senders ranks of this copy, which hold different parts.
+    loss_scale: the number of ranks over which FSDP averages gradients, by which each rank multiplies its sum.
+    """
+
+    data_index: int
+    num_data: int
+    num_peers: int
+    is_first_peer: bool
+    replica: int
+    sender: int
+    num_senders: int
+    loss_scale: int
 
 
-def data_index(cfg: TrainMeshConfig, rank: int) -> int:
-    """Which samples a global rank works on: its index in dp_replicate x dp_shard."""
-    return rank // num_peers(cfg)
+def coordinates(shape: Sequence[int], rank: int) -> Coordinates:
+    """Those of a global rank in a mesh of this shape, in which ranks count along the last axis first."""
+    num_peers, num_senders = prod(shape[2:]), prod(shape[1:])
+    return Coordinates(
+        data_index=rank // num_peers,
+        num_data=prod(shape[:2]),
+        num_peers=num_peers,
+        is_first_peer=rank % num_peers == 0,
+        replica=rank // num_senders,
+        sender=rank % num_senders,
+        num_senders=num_senders,
+        loss_scale=prod(shape[:2]),
+    )
 
 
 def build_mesh(shape: tuple[int, int, int, int], device_type: str) -> DeviceMesh:
@@ -46,11 +76,17 @@ def build_mesh(shape: tuple[int, int, int, int], device_type: str) -> DeviceMesh
     return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
 
 
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The part of the mesh that FSDP2 shards over: 1-D, or (replicate, shard) when there are replicas."""
     if mesh["dp_replicate"].size() > 1:
         return mesh["dp_replicate", "dp_shard"]
     return mesh["dp_shard"]
+
+
+def replica_group(mesh: DeviceMesh) -> Any:
+    """The process group of this rank's replica, in which rank s is sender s (a collective when called first)."""
+    axes = [axis for axis in AXES[1:] if mesh[axis].size() > 1]
+    return mesh[tuple(axes)]._flatten().get_group() if len(axes) > 1 else mesh[axes[0] if axes else AXES[1]].get_group()
 
 
 def forget_meshes() -> None:

@@ -1,5 +1,5 @@
 """The batch plan: which row goes to which rank and micro-batch. The controller makes it from the rows' lengths, groups
-and shared prompts, without a collective; ranks compare its hash.
+and shared prompts, without a collective.
 
 A group's rows share their prompt, which a micro-batch computes once. So a group stays together unless balance or the
 token budget forbids it; if it is split, each part computes the prompt again.
@@ -7,8 +7,6 @@ token budget forbids it; if it is split, each part computes the prompt again.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +30,6 @@ class BatchPlan:
     """
 
     micro_batches: MicroBatches
-    hash: str
     num_scored: int = 0
 
     def rows(self, rank: int) -> list[int]:
@@ -117,8 +114,7 @@ def make_batch_plan(
     if scored:
         first = _micro_batches(rows, _spread(rows, sorted(scored), num_ranks), max_tokens)
         filled, num_scored = tuple(a + b for a, b in zip(first, filled, strict=True)), len(first[0])
-    facts = [[[r.length, r.group, r.prefix] for r in rows], num_ranks, max_tokens, filled, num_scored]
-    return BatchPlan(filled, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16], num_scored)
+    return BatchPlan(filled, num_scored)
 
 
 def _micro_batches(rows: Sequence[Row], bins: Sequence[_Bin], max_tokens: int) -> MicroBatches:

@@ -45,7 +45,7 @@ from meshrl.model.save import save_pretrained
 from meshrl.model.stream import StoredWeights
 from meshrl.monitor.recorder import recorder
 from meshrl.parallel.fsdp import full_tensor, local_shard, reshard, shard_model
-from meshrl.parallel.mesh import data_parallel_mesh
+from meshrl.parallel.mesh import coordinates, fsdp_mesh
 from meshrl.parallel.timing import timed
 from meshrl.train.checkpoint import stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
@@ -102,7 +102,7 @@ class TrainEngine:
         self.compute_dtype = compute_dtype
         index = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
         self.device = torch.device(mesh.device_type, *index)
-        self.num_data_ranks = data_parallel_mesh(mesh).size()
+        self.coordinates = coordinates(mesh.shape, mesh.get_rank())
         self.optimizer = build_optimizer(model, cfg.optimizer) if role == "policy" else None
         self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
@@ -125,7 +125,7 @@ class TrainEngine:
         meta_lm = meta_copy(lm)
         engine = cls.wrap(lm, train_cfg, mesh, role, compute, weights, lora)
         init_adapters(lm)
-        require_same_scores(meta_lm, engine.model.lm, data_parallel_mesh(mesh), model_cfg.path)
+        require_same_scores(meta_lm, engine.model.lm, fsdp_mesh(mesh), model_cfg.path)
         del meta_lm
         gc.collect()  # sharded modules are reference cycles: padded shards of meta_lm would stay in memory
         engine.require_independent_rows()
@@ -156,7 +156,7 @@ class TrainEngine:
         shard_model(
             model,
             list(model.layers),
-            data_parallel_mesh(mesh),
+            fsdp_mesh(mesh),
             compute_dtype=compute_dtype,
             reshard_after_forward=cfg.sharding_strategy not in ("SHARD_GRAD_OP", "NO_SHARD"),
         )
@@ -238,7 +238,7 @@ class TrainEngine:
                         _collect_rows(by_row, batch, out.entropy.detach())
             if trains:
                 with timed("backward", "compute", self.device, tokens=batch.num_tokens):
-                    (total * self.num_data_ranks).backward()
+                    (total * self.coordinates.loss_scale).backward()
         return ForwardBackward(metrics=metrics, logprobs=logprobs, entropies=by_row)
 
     def optim_step(self, lr: float) -> StepReport:

@@ -220,7 +220,7 @@ def test_torchrun_over_two_machines_gives_the_numbers_of_one(machines, config, o
 
 @pytest.mark.parametrize("fault", ["cut", "switch_off"])
 def test_a_machine_that_is_gone_is_named_and_nothing_is_left(machines, ray_cluster, config, fault):
-    """P26, P31: no end of a connection comes from a machine that can't be reached; silence has to do."""
+    """No end of a connection comes from a machine that can't be reached; silence has to do."""
     run = _start_ray_run(
         *(machines, ray_cluster, config, fault, *LAYOUTS["colocated"]),
         *("loop.num_steps=100000", "run.keep_checkpoints=1", "cluster.max_restarts=0"),

@@ -182,7 +182,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ],
 )
 def test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need(config, monkeypatch, override, forwards):
-    """P7: none for a single on-policy update; old logprobs once for several updates; the reference only for a KL."""
+    """None for a single on-policy update; old logprobs once for several updates; the reference only for a KL."""
     calls = _calls(monkeypatch)
     folder = train(config, "counted_" + "_".join(forwards).replace(" ", "_"), "cluster.executor=inline", override)
     assert {name: n for name, n in calls.items() if name.startswith("forward ")} == forwards
@@ -192,11 +192,11 @@ def test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need(config, mon
         assert first["loss/ratio_mean"] == first["loss/ratio_max"] == 1
         assert first["loss/clip_fraction_low"] == first["loss/clip_fraction_high"] == 0
     if "forward reference" in forwards:
-        assert first["loss/kl"] == 0, "P6: policy and reference are the same model at step 0"
+        assert first["loss/kl"] == 0, "policy and reference are the same model at step 0"
 
 
 def test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step(config, monkeypatch):
-    """P15: it acknowledged the new weights, but computes with the old ones. Nothing is trained on its samples."""
+    """It acknowledged the new weights, but computes with the old ones. Nothing is trained on its samples."""
     sync, workers = RankWorker.sync, []
 
     @phase("sync")

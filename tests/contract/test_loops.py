@@ -112,7 +112,7 @@ def test_each_prompt_is_trained_once_and_no_sample_is_too_old(config, colocated,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_ended_early_continues_with_the_next_prompts(config, kind):
-    """P27: prompts that were sampled ahead, and not trained, are sampled again; no other prompt is."""
+    """Prompts that were sampled ahead, and not trained, are sampled again; no other prompt is."""
     values = json.loads(config.read_text())
     values["loop"] |= {"kind": kind, "num_steps": 6, "prompts_per_step": 2, "eval_every_steps": 0}
     values["cluster"] = {"num_train_ranks": 1, "num_rollout_ranks": 1}
@@ -172,7 +172,7 @@ def test_the_turns_of_a_conversation_may_have_different_versions(config):
 @pytest.mark.parametrize("part", ["all tensors", "one tensor"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampler_with_old_weights_is_caught_within_its_step(config, monkeypatch, kind, part):
-    """P15: it acknowledged the new weights, but computes with old ones. All samples are older than the trainer's
+    """It acknowledged the new weights, but computes with old ones. All samples are older than the trainer's
     weights, so only the probe of the sync can detect it."""
     sync = RankWorker.sync
 

@@ -105,7 +105,6 @@ def test_a_turn_is_complete(make):
 
 
 def test_equal_requests_get_equal_answers_and_another_seed_another_answer(make):
-    """P14"""
 
     async def main():
         engine = await make()
@@ -231,7 +230,7 @@ def test_a_stop_string_ends_a_turn_that_its_server_would_continue(make):
 
 
 def test_a_sync_replaces_the_weights_and_the_version(make, name, lm):
-    """P15, P17: after a sync, the new weights answer the old prompt; a version that does not exist is refused."""
+    """After a sync, the new weights answer the old prompt; a version that does not exist is refused."""
 
     async def main():
         engine, other = await make(), tiny_vllm_lm(seed=1)
@@ -278,7 +277,7 @@ def test_running_requests_survive_new_weights_where_declared(make, lm):
                 break
         assert len(turn.versions) == LONG and (np.diff(turn.versions) >= 0).all()
         assert set(turn.versions) == {version - 1, version}
-        if engine.capabilities.score:  # the new weights have computed the cache again (P17)
+        if engine.capabilities.score:  # the new weights have computed the cache again
             scores = (await engine.score(np.concatenate([CONTEXT, turn.output_ids])[:-1]))[len(CONTEXT) :]
             new = turn.versions[:-1] == version
             np.testing.assert_allclose(turn.logprobs[:-1][new], scores[new], atol=1e-4)
@@ -310,7 +309,7 @@ def test_released_memory_can_be_restored_where_declared(make, lm):
 
 
 def test_names_that_do_not_fit_are_refused(make, lm):
-    """P16: in both directions, before any training."""
+    """In both directions, before any training."""
 
     async def main():
         engine = await make()

@@ -1,5 +1,5 @@
 """The contract of every transport, from the boxes of train ranks into engines: full syncs and deltas are exact to the
-bit, and each injected fault is caught within the sync and named (P15, P17, P26). A new transport is a row of
+bit, and each injected fault is caught within the sync and named. A new transport is a row of
 TRANSPORTS."""
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Synced:
         return await sync_ranks(self.ranks if ranks is None else ranks, self.masters, version, connection_id)
 
     async def check(self, version: int, engines: list[EmbeddedEngine] | None = None) -> None:
-        """The engines compute with the masters, and answer like a new engine with the same weights (P17)."""
+        """The engines compute with the masters, and answer like a new engine with the same weights."""
         for engine in self.engines if engines is None else engines:
             held = dict(engine._weights.lm.named_parameters())
             assert all(torch.equal(held[name], p) for name, p in self.masters.items())
@@ -203,7 +203,7 @@ FAULTS: dict[str, tuple[Any, str]] = {  # -> change of the transfer, expected er
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_fault_in_transit_is_caught_and_the_next_full_sync_repairs_it(transport, fault, mode):
-    """P15: the error names the tensor or the stage, and nothing is sampled with the mixed weights."""
+    """The error names the tensor or the stage, and nothing is sampled with the mixed weights."""
     change, complaint = FAULTS[fault]
 
     async def main(made: Synced) -> None:
@@ -231,7 +231,7 @@ def test_a_fault_in_transit_is_caught_and_the_next_full_sync_repairs_it(transpor
 
 @pytest.mark.parametrize("transport", [name for name, (_, samplers) in TRANSPORTS.items() if samplers])
 def test_a_sampler_that_never_connects_is_left_out_of_the_next_sync(transport):
-    """P26: the senders wait for it until the sync is cancelled; then the others get everything."""
+    """The senders wait for it until the sync is cancelled; then the others get everything."""
 
     async def main(made: Synced) -> None:
         await made.reconcile()
@@ -258,7 +258,7 @@ async def _never(order: Any, weights: Any) -> None:
 
 
 def test_an_engine_with_other_tensors_than_at_reconcile_gets_all_of_them_or_an_error():
-    """P11, P15: a head that is not tied any more, a replaced parameter, and a parameter with another dtype."""
+    """A head that is not tied any more, a replaced parameter, and a parameter with another dtype."""
 
     async def main(made: Synced) -> None:
         await made.reconcile()
@@ -282,7 +282,7 @@ def test_an_engine_with_other_tensors_than_at_reconcile_gets_all_of_them_or_an_e
 
 
 def test_an_engine_that_lost_its_base_gets_everything():
-    """P15: after a release there is no version, so the next sync is a full sync."""
+    """After a release there is no version, so the next sync is a full sync."""
 
     async def main(made: Synced) -> None:
         await made.reconcile()

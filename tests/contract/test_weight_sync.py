@@ -1,5 +1,5 @@
 """The contract of a weight sync for every engine: each injected fault is caught within the sync and named, nothing is
-sampled with the mixed weights, and the next sync repairs them (P15, P17)."""
+sampled with the mixed weights, and the next sync repairs them."""
 
 import asyncio
 import copy
@@ -62,7 +62,7 @@ async def check_samples_from(engine, lm, name):
 
 
 def test_new_weights_are_the_trainers_also_after_a_swap_back(make, models):
-    """P15: a tied head with a stale packed copy is about 3 nats off, which the swap back alone would hide. P17: the
+    """A tied head with a stale packed copy is about 3 nats off, which the swap back alone would hide. The
     prompt is longer than a block of the cache, and was sent before."""
 
     async def main():
@@ -204,7 +204,7 @@ def trained(lm, seed):
 
 
 def test_boxes_of_two_ranks_are_loaded_and_then_deltas(make, models):
-    """Exact to the bit, by the engine's proofs; P17 for a sync that changes few elements."""
+    """Exact to the bit, by the engine's proofs, also after a sync that changes few elements."""
 
     async def main():
         engine, trainer, lm = await make(), TwoRanks(models[0]), models[1]

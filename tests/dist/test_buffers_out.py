@@ -1,5 +1,5 @@
 """Buffers that a forward reads and no optimizer updates, such as a router's bias: they are sent, proven, saved and
-exported like weights (P15, P16, P28)."""
+exported like weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _synced(rank: int, world: int, family: str, lora: bool) -> dict[str, Any]:
     [(1, "glm4_moe", False), (2, "deepseek_v3", False), (2, "glm4_moe", True), (4, "glm4_moe", False)],
 )
 def test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them(pool, world, family, lora):
-    """P15: a router's bias decides which experts compute. A sampler with another bias samples from another model,
+    """A router's bias decides which experts compute. A sampler with another bias samples from another model,
     although all its parameters are right."""
     for found in pool.run(_synced, world, family, lora):
         assert found["read_back"] is True and found["equal"]
@@ -99,5 +99,4 @@ def _saved_and_exported(rank: int, world: int, family: str, folder: Path) -> dic
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoints_and_exports_keep_the_buffers_in_their_own_dtype(pool, tmp_path, family):
-    """P28"""
     assert pool.run(_saved_and_exported, 2, family, tmp_path) == [{"checkpoint": True, "export": True}] * 2

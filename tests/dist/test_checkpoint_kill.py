@@ -1,4 +1,4 @@
-"""SIGKILL at random moments while checkpoints are written: a folder `state` is always complete (P27, P28)."""
+"""SIGKILL at random moments while checkpoints are written: a folder `state` is always complete."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _checkpoint(checkpoints: Path, step: int) -> Path:
 
 
 def test_pruning_counts_only_valid_checkpoints_and_leaves_models(tmp_path):
-    """P28: damaged newer states do not cause the removal of the last valid one; a model folder does not count."""
+    """Damaged newer states do not cause the removal of the last valid one; a model folder does not count."""
     folders = {step: _checkpoint(tmp_path, step) for step in (1, 2, 3, 4, 5)}
     (folders[1].with_name("model")).mkdir()
     (folders[5] / CONTROLLER).unlink()

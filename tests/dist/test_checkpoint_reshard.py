@@ -112,7 +112,7 @@ def _assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_four_to_two_to_one_to_four_ranks_is_equal_to_the_bit(pool, tmp_path, tie):
-    """P27, P28: parameters, moments and counters; at the same world size also the next step."""
+    """Parameters, moments and counters; at the same world size also the next step."""
     model = {**UNEVEN, "tie": tie}
     first = pool.run(_trained, 4, model, {}, state_folder(tmp_path, 0))[0]
     assert {"exp_avg of model.norm.weight", "exp_avg_sq of model.norm.weight"} < first["saved"].keys()
@@ -134,7 +134,7 @@ def test_four_to_two_to_one_to_four_ranks_is_equal_to_the_bit(pool, tmp_path, ti
     ids=lambda t: t["sharding_strategy"],
 )
 def test_replicas_are_saved_once_and_another_strategy_reads_them(pool, tmp_path, train):
-    """P28: of two replicas of each shard, one is on disk, and state_bytes counts one."""
+    """Of two replicas of each shard, one is on disk, and state_bytes counts one."""
     answers = pool.run(_trained, 4, UNEVEN, train, state_folder(tmp_path, 0))
     first = answers[0]
     _assert_equal(pool.run(_carried, 2, UNEVEN, {}, state_folder(tmp_path, 0), None)[0]["saved"], first["saved"])
@@ -179,7 +179,7 @@ def _generators(rank: int, world: int, final: Path) -> tuple[list[float], list[f
 
 
 def test_each_rank_gets_its_own_random_state_back(pool, tmp_path):
-    """P27: also before the first optimizer step, when there are no moments."""
+    """Also before the first optimizer step, when there are no moments."""
     answers = pool.run(_generators, 2, state_folder(tmp_path, 0))
     assert all(before == after for before, after in answers)
     assert answers[0] != answers[1]
@@ -224,7 +224,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_by_every_rank_before_anything_is_changed(pool, saved, tmp_path, damage):
-    """P28: the error names the file, also on ranks that did not read it."""
+    """The error names the file, also on ranks that did not read it."""
     harm, words = DAMAGES[damage]
     folder = _copy(saved[0], tmp_path / "state")
     harm(folder)
@@ -258,7 +258,7 @@ class _Bomb:
 
 
 def test_nothing_of_a_checkpoint_is_unpickled(pool, saved, tmp_path, monkeypatch):
-    """P28: a pickle is never read, neither in the place of DCP's own metadata nor instead of a file."""
+    """A pickle is never read, neither in the place of DCP's own metadata nor instead of a file."""
     monkeypatch.chdir(tmp_path)
     folder = _copy(saved[0], tmp_path / "state")
     assert not [path for path in folder.iterdir() if path.suffix not in (".safetensors", ".json")]
@@ -337,7 +337,7 @@ def _through_files(rank: int, world: int, final: Path) -> dict[str, bool]:
 
 
 def test_tensors_cut_by_two_axes_are_saved_read_and_gathered_to_the_bit(pool, tmp_path):
-    """P38: rows that tp does not divide, a second dim, and a fused tensor with two boxes on each rank."""
+    """Rows that tp does not divide, a second dim, and a fused tensor with two boxes on each rank."""
     for found in pool.run(_through_files, 4, state_folder(tmp_path, 0)):
         assert [what for what, equal in found.items() if not equal] == []
     written = [file for file in state_folder(tmp_path, 0).glob("*.safetensors")]

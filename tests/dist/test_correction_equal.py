@@ -1,4 +1,4 @@
-"""The importance correction gives the unsharded model's gradient and the same metrics for any partition (P1, P13): a
+"""The importance correction gives the unsharded model's gradient and the same metrics for any partition: a
 product or mean over rows that a micro-batch shares would depend on packing and ranks."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's gradient equals the unsharded model's for any partition of the same samples (P1, P5, P8, P12, P13)."""
+"""The engine's gradient equals the unsharded model's for any partition of the same samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _check(got: list[dict], want: dict, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_gradient_does_not_depend_on_ranks_micro_batches_or_packs(pool, world, dtype):
-    """P1, P13: random partitions, also with fully masked rows and empty (dummy) micro-batches."""
+    """Random partitions, also with fully masked rows and empty (dummy) micro-batches."""
     samples = weigh(random_samples(1, LENGTHS))
     loss = make_policy_loss(LOSS)
     want = unsharded(tiny_qwen2(dtype), samples, loss)
@@ -82,7 +82,7 @@ def test_untied_heads_and_ranks_without_any_row(pool):
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e6, float("inf")])
 def test_masked_positions_are_never_read(pool, poison):
-    """P5: poison at every masked position of every array changes no bit of the result."""
+    """Poison at every masked position of every array changes no bit of the result."""
     clean = weigh(random_samples(4, LENGTHS))
     poisoned = weigh(random_samples(4, LENGTHS))
     for s in poisoned:

@@ -1,4 +1,4 @@
-"""A model of which each rank writes one file, read by Transformers (P28)."""
+"""A model of which each rank writes one file, read by Transformers."""
 
 from __future__ import annotations
 

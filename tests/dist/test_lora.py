@@ -1,4 +1,4 @@
-"""LoRA in the train engine: gradients, sent and exported weights, reference model, checkpoints (P6, P9, P18)."""
+"""LoRA in the train engine: gradients, sent and exported weights, reference model, checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _samples() -> Any:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_only_adapters_have_gradients_and_they_equal_the_unsharded_models(pool, world, dtype):
-    """P1: also with ranks that hold none of the three rows of an A."""
+    """Also with ranks that hold none of the three rows of an A."""
     samples, loss = _samples(), make_policy_loss(AlgoConfig())
     want = unsharded(with_adapters(dtype), samples, loss)
     assert all("lora_" in name for name in want["grads"]) and len(want["grads"]) == 2 * 2 * 7
@@ -68,7 +68,7 @@ def test_only_adapters_have_gradients_and_they_equal_the_unsharded_models(pool, 
     ids=lambda train: train["sharding_strategy"],
 )
 def test_every_sharding_strategy_gives_the_same_gradient_and_merged_weights(pool, train):
-    """P13: a server gets W + s B A from each rank that sends."""
+    """A server gets W + s B A from each rank that sends."""
     samples, loss = _samples(), make_policy_loss(AlgoConfig())
     want = unsharded(with_adapters(), samples, loss)
     partition = random_partition(np.random.default_rng(4), len(samples), 4, 2)
@@ -128,7 +128,7 @@ def of_one_rank(pool, uneven, tmp_path_factory) -> dict[str, Any]:
 def test_only_adapters_are_trained_and_without_them_the_model_is_the_reference(
     pool, uneven, of_one_rank, tmp_path, world, dtype
 ):
-    """P6: the KL is 0 at step 0. After two steps the base model still equals the folder to the bit, in the compute
+    """The KL is 0 at step 0. After two steps the base model still equals the folder to the bit, in the compute
     dtype. Adapters start with the same values on any number of ranks."""
     answers = pool.run(_trained, world, uneven, tmp_path, dtype)
     begun = {n: t for n, t in answers[0]["start"].items() if is_adapter(n)}
@@ -153,7 +153,7 @@ def test_only_adapters_are_trained_and_without_them_the_model_is_the_reference(
 
 
 def test_an_exported_folder_is_the_merged_model_and_peft_loads_its_adapter(pool, tmp_path):
-    """P9: loaded by Transformers and peft."""
+    """Loaded by Transformers and peft."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -232,7 +232,7 @@ def _resumed(rank: int, world: int, path: Path, folder: Path, begin: bool) -> di
 
 
 def test_a_checkpoint_has_only_the_adapters_and_restores_them_on_other_ranks(pool, tmp_path):
-    """P25: also what `meshrl convert` reads."""
+    """Also what `meshrl convert` reads."""
     from safetensors import safe_open
 
     tiny_qwen2().save_pretrained(tmp_path / "model")

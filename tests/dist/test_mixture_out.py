@@ -1,5 +1,5 @@
 """A mixture of experts that two ranks train: its joint tensors are sent as the tensors of the model's files, and the
-samplers' logprobs are the trainer's (P15, P16)."""
+samplers' logprobs are the trainer's."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _trained(rank: int, world: int, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["shared memory", "sockets"])
 def test_all_proofs_hold_while_a_mixture_is_trained(pool, way):
-    """P15: the wire, the read-back, and the logprobs of sampled tokens, after each of several steps."""
+    """The wire, the read-back, and the logprobs of sampled tokens, after each of several steps."""
     for found in pool.run(_trained, 2, way):
         experts = {name.split("experts.")[1] for name in found["names"] if ".layers.1.mlp.experts." in name}
         assert experts == {f"{e}.{part}_proj.weight" for e in range(4) for part in ("gate", "up", "down")}

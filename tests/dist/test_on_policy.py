@@ -1,4 +1,4 @@
-"""Old logprobs, the number of forwards, and the sampler's distribution in the trainer (P2, P7)."""
+"""Old logprobs, the number of forwards, and the sampler's distribution in the trainer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _updates(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("score_first", [False, True], ids=["one update", "several updates"])
 def test_the_first_update_has_ratio_one_and_no_extra_forward(pool, dtype, score_first, checkpointing):
-    """P7: exactly one, in a single on-policy update (without old logprobs) and in the first of several (with old
+    """Exactly one, in a single on-policy update (without old logprobs) and in the first of several (with old
     logprobs that were scored with the same batch plan). In the second of several updates the ratio differs."""
     answers = pool.run(_updates, 2, dtype, checkpointing, score_first)
     for _, _, forwards, micro_batches in answers:
@@ -101,6 +101,6 @@ def _rescored(rank: int, world: int, temperature: float, trained_at: float | Non
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_the_trainer_scores_at_the_temperature_of_sampling(pool, temperature):
-    """P2: the ratio of trainer and sampler is 1 at the temperature of sampling, and at no other."""
+    """The ratio of trainer and sampler is 1 at the temperature of sampling, and at no other."""
     assert pool.run(_rescored, 1, temperature, None)[0] < 2e-5
     assert pool.run(_rescored, 1, temperature, temperature + 0.2)[0] > 0.05

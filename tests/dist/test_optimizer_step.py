@@ -1,4 +1,4 @@
-"""Clipping, skipped steps and memory on several ranks (P12)."""
+"""Clipping, skipped steps and memory on several ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_norm_and_clipping_equal_those_of_the_unsharded_gradient(pool, world):
-    """P12: every rank returns the norm before clipping; the applied gradient has the clip norm, or a smaller norm."""
+    """Every rank returns the norm before clipping; the applied gradient has the clip norm, or a smaller norm."""
     want = norm_of(unsharded(tiny_qwen2(torch.float64), weigh(random_samples(0, LENGTHS)), sft_loss)["grads"])
     for clip, applied in ((want / 3, want / 3), (want * 3, want), (0.0, want)):
         for norm, moved in pool.run(_clipped, world, clip):
@@ -92,7 +92,7 @@ def _poisoned(rank: int, world: int, where: str, train: dict[str, Any]) -> dict[
     ],
 )
 def test_a_norm_that_is_not_finite_skips_the_step_on_every_rank(pool, world, where, train):
-    """P12: no parameter and no moment changes, and the next step works."""
+    """No parameter and no moment changes, and the next step works."""
     for report in pool.run(_poisoned, world, where, train):
         assert report["skipped"] == [False, True, False]
         assert not math.isfinite(report["norm"])

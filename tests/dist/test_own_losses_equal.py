@@ -1,4 +1,4 @@
-"""A user-defined loss gives the unsharded model's gradient for every aggregation and partition (P1), and masked
+"""A user-defined loss gives the unsharded model's gradient for every aggregation and partition, and masked
 truncated answers change nothing."""
 
 from __future__ import annotations

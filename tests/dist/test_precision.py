@@ -1,4 +1,4 @@
-"""Dtypes, buffers and ties in all stages of a train engine (P9, P10, P11)."""
+"""Dtypes, buffers and ties in all stages of a train engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.model.causal import CausalModel
 from meshrl.model.load import load_causal_lm
 from meshrl.parallel.fsdp import full_tensor, shard_model
-from meshrl.parallel.mesh import build_mesh, data_parallel_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh, fsdp_mesh, resolve_shape
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
@@ -79,7 +79,7 @@ def _dtypes_in_rank(rank: int, world: int, folder: Path, dtype: str) -> list[dic
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_masters_moments_and_gradients_are_fp32_and_the_wire_has_the_compute_dtype(pool, folder, dtype):
-    """P9: after build and after step 1, for policy and reference."""
+    """After build and after step 1, for policy and reference."""
     compute, fp32 = {getattr(torch, dtype)}, {torch.float32}
     built, stepped, reference = pool.run(_dtypes_in_rank, 2, folder, dtype)[0]
     assert built == {"parameters": fp32, "moments": set(), "buffers": fp32, "wire": compute}
@@ -96,7 +96,7 @@ def _twenty_steps(rank: int, world: int, folder: Path, master: str) -> float:
 
 
 def test_fp32_masters_move_at_lr_1e_6_and_bf16_masters_do_not(pool, folder):
-    """P9: twenty steps of AdamW; this is why train.master_dtype is float32 by default."""
+    """Twenty steps of AdamW; this is why train.master_dtype is float32 by default."""
     assert pool.run(_twenty_steps, 1, folder, "float32")[0] == pytest.approx(2e-5, rel=0.2)
     assert pool.run(_twenty_steps, 1, folder, "bfloat16")[0] == 0.0
 
@@ -110,7 +110,7 @@ def _buffers_in_rank(rank: int, world: int, folder: Path, dtype: str, role: str)
 
 @pytest.mark.parametrize(("dtype", "role"), [("bfloat16", "policy"), ("bfloat16", "reference"), ("float32", "policy")])
 def test_buffers_equal_a_fresh_fp32_models(pool, folder, dtype, role):
-    """P10: after build, sharding and a step, on 1 and 2 ranks, for policy and reference."""
+    """After build, sharding and a step, on 1 and 2 ranks, for policy and reference."""
     fresh = dict(load_causal_lm(folder).named_buffers())
     assert fresh
     for world in (1, 2):
@@ -120,7 +120,6 @@ def test_buffers_equal_a_fresh_fp32_models(pool, folder, dtype, role):
 
 
 def test_buffers_of_the_bf16_sampler_equal_a_fresh_fp32_models(folder):
-    """P10"""
     model = ModelConfig(path=str(folder), dtype="bfloat16")
     engine = build_embedded_engine(model, RolloutConfig(), torch.device("cpu"), "s", ())
     held = dict(engine._weights.lm.named_buffers())
@@ -157,7 +156,7 @@ def _ties_in_rank(rank: int, world: int, tie: bool, strategy: str) -> list[bool]
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_tied_weights_stay_one_parameter_at_every_stage(pool, tie, strategy):
-    """P11: after build, forward, backward, step and sync."""
+    """After build, forward, backward, step and sync."""
     assert pool.run(_ties_in_rank, 2, tie, strategy) == [[tie] * 5] * 2
 
 
@@ -166,18 +165,18 @@ def _tied_in_two_groups(rank: int, world: int) -> str:
     mesh = build_mesh((1, world, 1, 1), "cpu")
     groups = [model.lm.model.embed_tokens, *model.layers]
     with pytest.raises(ValueError, match="shared with a parameter already managed") as error:
-        shard_model(model, groups, data_parallel_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True)
+        shard_model(model, groups, fsdp_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True)
         _step(TrainEngine(model, mesh, TrainConfig(), torch.float32, "policy"), rank)
     return str(error.value)
 
 
 def test_tied_weights_in_two_groups_are_refused(pool):
-    """P11: so a grouping that splits a tie is an error."""
+    """So a grouping that splits a tie is an error."""
     assert all("lm.model.embed_tokens.weight" in message for message in pool.run(_tied_in_two_groups, 2))
 
 
 def test_layers_without_softmax_attention_are_refused_by_name(tmp_path):
-    """P22: the state of convolutions or linear attention would leak between packed rows and is not in the KV cache."""
+    """The state of convolutions or linear attention would leak between packed rows and is not in the KV cache."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     config = Lfm2Config(

@@ -65,7 +65,7 @@ def _reference(trajectories: list[Trajectory]) -> tuple[dict[str, np.ndarray], d
 
 
 def test_a_gradient_step_on_every_kind_of_trajectory_equals_the_unsharded_reference(pool):
-    """P20, P23: image span, fork in history, continued aborts, mixed versions, routed experts."""
+    """Image span, fork in history, continued aborts, mixed versions, routed experts."""
     trajectories = scripted_trajectories(num_prompts=2, samples_per_prompt=2, media_outputs={"pixel_values": PIXELS})
     samples, _ = flatten(trajectories)
     assert any(len(set(s.versions[s.mask])) > 1 for s in samples), "no sample has mixed versions"

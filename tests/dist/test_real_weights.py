@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from harness import engine_over, unsharded
+from real_model import prompts, real_model
 from tiny_models import widen
 from tiny_run import train
 
@@ -23,39 +20,15 @@ from meshrl.algo.losses import sft_loss
 from meshrl.data.chat import load_tokenizer, render, stop_token_ids
 from meshrl.model.load import load_causal_lm
 from meshrl.parallel.fsdp import full_tensor
-from meshrl.tools.init import init, word_problems
+from meshrl.tools.init import init
 from meshrl.train.packing import bare_row, pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-ROOT = Path(__file__).parents[2]
-FETCH = "import sys; from pathlib import Path; from smollm2 import smollm2; smollm2(Path(sys.argv[1]) / 'model')"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder that `make smollm` has made, or one made here."""
-    known = ROOT / "runs" / "smollm2" / "model"
-    if known.is_dir():
-        return str(known)
-    folder = tmp_path_factory.mktemp("smollm2")
-    path = os.pathsep.join([str(ROOT / "examples" / "smollm2"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", FETCH, str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        pytest.skip(f"SmolLM2 is not to be had here: {done.stderr.strip()[-300:]}")
-    return str(folder / "model")
-
-
-def texts(model: str, count: int) -> list[np.ndarray]:
-    """Prompts of word problems, as token ids."""
-    tokenizer = load_tokenizer(model)
-    problems = islice(word_problems(5), count)
-    return [render(tokenizer, [{"role": "user", "content": row["question"]}]) for row in problems]
+    return real_model(tmp_path_factory)
 
 
 def _loaded(model: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -89,7 +62,7 @@ def _distances(
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_logprobs_and_gradients_equal_those_of_transformers(pool, model: str, world: int):
-    rows = [ids.tolist() for ids in texts(model, 4)]
+    rows = [ids.tolist() for ids in prompts(model, 4)]
     for apart, distance, of_one, name in pool.run(_distances, world, model, rows, torch.float64):
         assert apart < 1e-5  # logprobs are returned in fp32
         assert distance < 1e-10 and of_one < 1e-10, f"{name} is {of_one:.1e} of its norm off"
@@ -97,7 +70,7 @@ def test_logprobs_and_gradients_equal_those_of_transformers(pool, model: str, wo
 
 def test_rounding_to_fp32_moves_the_gradient_less_than_a_hundred_thousandth(pool, model: str):
     """Transformers' own fp32 gradient of these rows is 1.6e-5 from the exact one, its worst tensor 1.9e-4."""
-    rows = [ids.tolist() for ids in texts(model, 4)]
+    rows = [ids.tolist() for ids in prompts(model, 4)]
     ((apart, distance, of_one, name),) = pool.run(_distances, 1, model, rows, torch.float32)
     assert apart < 1e-4 and distance < 1e-5
     assert of_one < 1e-4, f"{name} is {of_one:.1e} of its norm off"
@@ -109,12 +82,12 @@ def test_greedy_answers_equal_those_of_generate(model: str):
     from meshrl.core.types import Request, SamplingParams
     from meshrl.rollout.embedded.engine import build_embedded_engine
 
-    prompts, tokenizer = texts(model, 64), load_tokenizer(model)
+    contexts, tokenizer = prompts(model, 64), load_tokenizer(model)
     stops = stop_token_ids(tokenizer, model)
     cfg = ModelConfig(path=model, dtype="float32")
     engine = build_embedded_engine(cfg, RolloutConfig(), torch.device("cpu"), "real", stops)
     engine.trust_loaded_weights()
-    for i, ids in enumerate(prompts):
+    for i, ids in enumerate(contexts):
         greedy = SamplingParams(temperature=0)
         engine.submit(Request(id=str(i), context_ids=ids, sampling=greedy, max_new_tokens=24, seed=0))
     answers: dict[str, Any] = {}
@@ -123,7 +96,7 @@ def test_greedy_answers_equal_those_of_generate(model: str):
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for i, ids in enumerate(prompts):
+    for i, ids in enumerate(contexts):
         context = torch.from_numpy(ids.astype(np.int64))[None]
         out = lm.generate(
             context, attention_mask=torch.ones_like(context), max_new_tokens=24, do_sample=False, eos_token_id=[*stops]
@@ -166,5 +139,5 @@ def test_two_steps_of_each_schedule_with_their_proofs_and_a_model_that_transform
     assert all(step["sync/proven_read_back"] == 1.0 for step in steps if "sync/proven_read_back" in step)
     folder = run / "checkpoints" / "step_000002" / "model"
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    ids = torch.from_numpy(texts(model, 1)[0].astype(np.int64))[None]
+    ids = torch.from_numpy(prompts(model, 1)[0].astype(np.int64))[None]
     assert torch.isfinite(lm(ids).logits).all() and tokenizer.chat_template

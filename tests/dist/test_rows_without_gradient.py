@@ -94,6 +94,5 @@ def test_scored_rows_lead_each_rank_in_equally_many_micro_batches():
     leading = [i for micros in plan.micro_batches for micro in micros[: plan.num_scored] for i in micro]
     assert sorted(leading) == sorted(scored)
     assert sorted(i for rank in (0, 1) for i in plan.rows(rank)) == list(range(7))
-    assert plan.hash != make_batch_plan(lengths, 2, 64).hash != make_batch_plan(lengths, 2, 64, scored={1}).hash
     everything = make_batch_plan(lengths, 2, 64, scored=range(7))
     assert [micros[everything.num_scored :] for micros in everything.micro_batches] == [((),), ((),)]  # dummies

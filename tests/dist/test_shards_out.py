@@ -1,4 +1,4 @@
-"""Each rank's boxes to samplers, in the same process and in others, without a gather (P15, P16)."""
+"""Each rank's boxes to samplers, in the same process and in others, without a gather."""
 
 from __future__ import annotations
 
@@ -101,21 +101,21 @@ def _check(answers: list[tuple[list[tuple[bool, Ack]], Layout]], only_changes: b
 @pytest.mark.parametrize("way", ["shared memory", "collective", *APART])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_after_every_sync_the_samplers_hold_the_trainers_weights_to_the_bit(pool, world, way):
-    """P16: full, then only changes, then full again because one sampler has lost its version."""
+    """Full, then only changes, then full again because one sampler has lost its version."""
     in_place = world == 1 and way not in APART  # written in place, without a delta
     _check(pool.run(_synced, world, {}, way), only_changes=not in_place)
 
 
 @pytest.mark.parametrize(("world", "way"), [(1, "shared memory"), (2, "shared memory"), (2, "sockets")])
 def test_an_untied_head_gets_its_own_weights(pool, world, way):
-    """P11, P16: sent under its own name, and read back separately from the embedding."""
+    """Sent under its own name, and read back separately from the embedding."""
     _check(pool.run(_synced, world, {}, way, "delta", False), only_changes=world > 1)
 
 
 @pytest.mark.parametrize("way", ["shared memory", "collective", "sockets"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_sharding_strategy_sends_each_shard_once(pool, strategy, way):
-    """P16: a shard with replicas is sent once, and every rank's sampler gets everything."""
+    """A shard with replicas is sent once, and every rank's sampler gets everything."""
     train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
     in_place = strategy == "NO_SHARD" and way not in APART
     answers = pool.run(_synced, 4, train, way)
@@ -125,7 +125,7 @@ def test_every_sharding_strategy_sends_each_shard_once(pool, strategy, way):
 
 
 def test_without_delta_no_base_is_stored(pool):
-    """P19: no copy of the weights, so no deltas."""
+    """No copy of the weights, so no deltas."""
     answers = pool.run(_synced, 2, {}, "shared memory", "full")
     _check(answers, only_changes=False)
     for found, layout in answers:
@@ -164,7 +164,7 @@ def _ten_syncs(rank: int, world: int, folder: str, way: str) -> list[str]:
 def test_after_ten_syncs_with_training_in_between_a_sampler_equals_a_fresh_load_of_the_export(
     pool, tmp_path, world, way
 ):
-    """P15, P16: successive deltas add up to exactly the weights."""
+    """Successive deltas add up to exactly the weights."""
     assert pool.run(_ten_syncs, world, str(tmp_path), way) == [[]] * world
 
 
@@ -199,7 +199,7 @@ def _wrong(rank: int, world: int) -> str:
 
 
 def test_a_bit_that_changes_between_two_ranks_is_an_error_with_its_tensor(pool):
-    """P15: the sender computes digests before it sends. The other rank's sync ends, too."""
+    """The sender computes digests before it sends. The other rank's sync ends, too."""
     first, second = pool.run(_wrong, 2)
     assert "of sender 1" in first and ": model." in first and "was sent with digest" in first
     assert "from its sender" in second or "to a receiver" in second
@@ -294,6 +294,6 @@ def _cut_in_two_dims(rank: int, world: int) -> list[str]:
 
 
 def test_tensors_that_are_cut_by_columns_or_by_two_axes_are_received_in_full(pool):
-    """P16: sharded on dim 1, by two mesh axes, by both axes on one dim, and a joint tensor of experts; over shared
+    """Sharded on dim 1, by two mesh axes, by both axes on one dim, and a joint tensor of experts; over shared
     memory and, between the two halves of the ranks, over TCP."""
     assert pool.run(_cut_in_two_dims, 4) == [[]] * 4

@@ -60,7 +60,7 @@ def _repeats(rank: int, world: int, family: str, dtype: torch.dtype) -> tuple[li
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", STOCHASTIC)
 def test_models_that_are_random_in_train_mode_are_trained_without_randomness(pool, family, dtype):
-    """P34: with a different random network in each forward, ratios are noise of up to 2.4 nats, without any error. Here
+    """With a different random network in each forward, ratios are noise of up to 2.4 nats, without any error. Here
     scores and gradients repeat to the bit, also with activation checkpointing."""
     for results, equal in pool.run(_repeats, 2, family, dtype):
         assert results == ["passed", "passed"]
@@ -75,7 +75,7 @@ def _noisy(rank: int, world: int) -> str:
 
 
 def test_a_model_that_scores_at_random_in_eval_mode_is_refused_at_start(pool):
-    """P34: in eval mode Transformers' own modules are not random; a model that still is gets an error."""
+    """In eval mode Transformers' own modules are not random; a model that still is gets an error."""
     (result,) = pool.run(_noisy, 1)
     assert "gives random scores" in result and "nats when one pack is scored twice" in result
 
@@ -89,7 +89,7 @@ def _mixtures(rank: int, world: int, dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_mixtures_of_experts_pass_the_probe(pool, dtype):
-    """P35: neighbours change how many rows each expert multiplies, and so the rounding."""
+    """Neighbours change how many rows each expert multiplies, and so the rounding."""
     assert pool.run(_mixtures, 1, dtype) == [["passed"] * 6]
 
 
@@ -114,7 +114,7 @@ def _leaking(rank: int, world: int, family: str, leak: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("leak", ["attention", "convolution"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_a_model_whose_packed_rows_see_each_other_is_refused_at_start(pool, family, leak, dtype):
-    """P22, P35: in the compute dtype, also for an untrained model, in which all logprobs are close to each other."""
+    """In the compute dtype, also for an untrained model, in which all logprobs are close to each other."""
     assert all("affect each other" in result for result in pool.run(_leaking, 2, family, leak, dtype))
 
 

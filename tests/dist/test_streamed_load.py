@@ -31,7 +31,7 @@ from meshrl.model.load import (
 )
 from meshrl.model.weight_files import stored_tensors
 from meshrl.parallel.fsdp import local_shard, shard_model
-from meshrl.parallel.mesh import build_mesh, data_parallel_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh, fsdp_mesh, resolve_shape
 from meshrl.train.engine import TrainEngine
 
 UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
@@ -103,7 +103,7 @@ def _differences(
 
 @pytest.mark.parametrize(("world", "model"), [(2, name) for name in MODELS] + [(1, "qwen2 tied"), (4, "uneven")])
 def test_a_streamed_model_equals_transformers_model_to_the_bit(pool, tmp_path, world, model):
-    """P10, P11: parameters, buffers, dtypes and ties, also on ranks with little or nothing of a tensor."""
+    """Parameters, buffers, dtypes and ties, also on ranks with little or nothing of a tensor."""
     family, changes = MODELS[model]
     answers = pool.run(_differences, world, _saved(tmp_path, family, **changes), {"dtype": "float32"}, {}, "policy")
     assert [wrong for wrong, _ in answers] == [[]] * world
@@ -127,7 +127,7 @@ def test_every_sharding_strategy_reads_its_own_shards(pool, tmp_path, strategy):
     ],
 )
 def test_files_of_any_dtype_and_number_fill_masters_and_references(pool, tmp_path, written, files, train, role):
-    """P9: bf16 files to fp32 masters, fp16 files to bf16 masters, fp32 files to a reference in compute dtype."""
+    """Bf16 files to fp32 masters, fp16 files to bf16 masters, fp32 files to a reference in compute dtype."""
     folder = _saved(tmp_path, "llama", DTYPES[written], files)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (files > 1)
     answers = pool.run(_differences, 2, folder, {"dtype": "bfloat16"}, train, role)
@@ -157,7 +157,7 @@ def test_a_rank_reads_the_experts_it_holds(pool, tmp_path):
 
 
 def test_a_model_that_only_transformers_can_load_is_loaded_in_full_and_is_equal(pool, tmp_path):
-    """P11: config.json ties two tensors that differ in the file, so the trained model has two."""
+    """Config.json ties two tensors that differ in the file, so the trained model has two."""
     folder = _saved(tmp_path, "llama", tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"lm_head.weight": torch.randn(64, 32)}, folder / "model.safetensors", {"format": "pt"})
@@ -170,9 +170,7 @@ def _through_a_small_bucket(rank: int, world: int, folder: Path, bucket_bytes: i
     lm, weights = open_causal_lm(folder)
     mesh = build_mesh((1, world, 1, 1), "cpu")
     model = CausalModel(lm)
-    shard_model(
-        model, list(model.layers), data_parallel_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True
-    )
+    shard_model(model, list(model.layers), fsdp_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True)
     materialize(model, torch.device("cpu"))
     weights.fill(lm, bucket_bytes)
     want = engine_over(_by_transformers(folder, torch.float32), world).model.lm
@@ -208,7 +206,7 @@ def _compared(rank: int, world: int, folder: Path, fault: str, compute: str) -> 
     engine = TrainEngine.wrap(lm, cfg, mesh, "policy", DTYPES[compute], weights)
     before = {name: local_shard(p).clone() for name, p in engine.model.named_parameters()}
     try:
-        require_same_scores(meta_lm, engine.model.lm, data_parallel_mesh(mesh), folder)
+        require_same_scores(meta_lm, engine.model.lm, fsdp_mesh(mesh), folder)
         result = "same"
     except ConfigError as error:
         result = str(error)
@@ -220,7 +218,7 @@ def _compared(rank: int, world: int, folder: Path, fault: str, compute: str) -> 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_sharded_model_with_transformers_scores_is_accepted(pool, tmp_path, world, compute):
-    """P22: in fp32 for any compute dtype; the comparison uses the shards, also uneven ones, and does not change
+    """In fp32 for any compute dtype; the comparison uses the shards, also uneven ones, and does not change
     them."""
     folder = _saved(tmp_path, "qwen2", **UNEVEN)
     assert pool.run(_compared, world, folder, "none", compute) == ["same"] * world
@@ -236,7 +234,6 @@ def test_a_sharded_model_with_transformers_scores_is_accepted(pool, tmp_path, wo
     ],
 )
 def test_a_sharded_model_that_scores_differently_is_refused(pool, tmp_path, family, fault, reason):
-    """P22, P35"""
     results = pool.run(_compared, 2, _saved(tmp_path, family), fault, "bfloat16")
     assert all(reason in text and "nats from Transformers' own" in text for text in results)
 
@@ -251,7 +248,7 @@ def _built(rank: int, world: int, folder: Path) -> str:
 
 
 def test_build_compares_the_scores(pool, tmp_path):
-    """P22: a family whose attention our packed forward does not compute: its tokens see later ones."""
+    """A family whose attention our packed forward does not compute: its tokens see later ones."""
     tiny_lm("bert").save_pretrained(tmp_path)
     assert all("nats from Transformers' own" in text for text in pool.run(_built, 2, tmp_path))
 
@@ -290,7 +287,7 @@ def _growth(rank: int, world: int, folder: Path, warm_up: Path, full: bool) -> t
         return _memory_bytes("VmHWM") - before, 0
     lm, weights = open_causal_lm(folder)
     model = CausalModel(lm)
-    mesh = data_parallel_mesh(build_mesh((1, world, 1, 1), "cpu"))
+    mesh = fsdp_mesh(build_mesh((1, world, 1, 1), "cpu"))
     shard_model(model, list(model.layers), mesh, compute_dtype=torch.float32, reshard_after_forward=True)
     materialize(model, torch.device("cpu"))
     weights.fill(lm, _BUCKET)
@@ -300,7 +297,7 @@ def _growth(rank: int, world: int, folder: Path, warm_up: Path, full: bool) -> t
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures through /proc")
 def test_loading_takes_host_memory_for_the_shard_and_one_bucket(tmp_path):
-    """P19: the peak of a load by two ranks of a model with tensors of several buckets; a full load takes more."""
+    """The peak of a load by two ranks of a model with tensors of several buckets; a full load takes more."""
     wide = dict(vocab_size=8000, hidden_size=2048, intermediate_size=2048, num_attention_heads=16, head_dim=128)
     folder = _written(tmp_path / "wide", "llama", tie_word_embeddings=False, **wide)
     warm_up = _saved(tmp_path / "tiny", "llama")

@@ -1,4 +1,4 @@
-"""Weights out of the train engine: names, values, and folders that Transformers loads (P11, P16)."""
+"""Weights out of the train engine: names, values, and folders that Transformers loads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _check(answers: list[tuple[HeldWeights, int]], model: dict[str, Any], dtype:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_names_and_values_equal_a_fresh_model_to_the_bit(pool, world, dtype):
-    """P16: with dims that the ranks do not divide, and ranks without a part of a tensor."""
+    """With dims that the ranks do not divide, and ranks without a part of a tensor."""
     model = {"tie": False, **UNEVEN}
     answers = pool.run(_held, world, model, {}, dtype)
     _check(answers, model, dtype)
@@ -62,7 +62,7 @@ def test_names_and_values_equal_a_fresh_model_to_the_bit(pool, world, dtype):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_sharding_strategy_holds_all_of_the_weights(pool, strategy):
-    """P16: in shards and in replicas of shards."""
+    """In shards and in replicas of shards."""
     train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
     _check(pool.run(_held, 4, UNEVEN, train, torch.bfloat16), UNEVEN, torch.bfloat16)
 
@@ -77,7 +77,7 @@ def _exported(rank: int, world: int, family: str, path: Path, tokenizer: Path, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_from_pretrained_of_an_exported_folder_gives_the_same_logits(pool, tmp_path, family, dtype):
-    """P9, P11: loaded with Transformers' own attention, cache and dtype; tied tensors stay tied."""
+    """Loaded with Transformers' own attention, cache and dtype; tied tensors stay tied."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = tmp_path / "tokenizer"
@@ -109,7 +109,7 @@ def _export_with_buffer(rank: int, world: int, folder: str) -> None:
 
 
 def test_persistent_buffers_are_exported_with_the_parameters(pool, tmp_path):
-    """P28: a router's correction bias is not a parameter, but the exported model would be wrong without it."""
+    """A router's correction bias is not a parameter, but the exported model would be wrong without it."""
     from safetensors import safe_open
 
     pool.run(_export_with_buffer, 2, str(tmp_path))

@@ -1,4 +1,4 @@
-"""`meshrl train` with LoRA: only adapters are sent, sampler and trainer agree, the KL starts at 0 (P6, P15, P18)."""
+"""`meshrl train` with LoRA: only adapters are sent, sampler and trainer agree, the KL starts at 0."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_supervised_training_changes_only_the_adapters(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_resume_is_bit_identical_and_convert_makes_the_same_folder_as_the_export(tmp_path: Path):
-    """P27: on two ranks, from a checkpoint that has only the adapters."""
+    """On two ranks, from a checkpoint that has only the adapters."""
     from transformers import AutoModelForCausalLM
 
     config, ranks = write_run(tmp_path), ("cluster.num_train_ranks=2", "loop.save_every_steps=1")

@@ -120,7 +120,7 @@ def test_quiet_prints_nothing_and_otherwise_the_lines_of_the_command_are_printed
 
 
 def test_false_from_on_step_ends_the_run_as_after_its_last_step(config):
-    """With evaluation, model and checkpoint; a resume from there is bit-identical (P27)."""
+    """With evaluation, model and checkpoint; a resume from there is bit-identical."""
     arguments = {"rewards": {"ascii": share}, "data": ROWS, "eval_data": ROWS[:2], "quiet": True}
     full = meshrl.train(config("full", loop={"num_steps": 3}), **arguments)
     metrics_seen = list[dict[str, float]]()

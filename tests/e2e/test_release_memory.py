@@ -33,7 +33,7 @@ def model_bytes(folder: Path) -> int:
     ids=["one rank", "two ranks", "LoRA"],
 )
 def test_a_run_that_releases_memory_is_the_same_to_the_bit(tmp_path: Path, layout: tuple[str, ...]):
-    """P19: during each step's update the samplers have no weights; a full sync restores them."""
+    """During each step's update the samplers have no weights; a full sync restores them."""
     config = write_run(tmp_path)
     without = train(config, "without_release", *layout)
     with_release = train(config, "with_release", *layout, "rollout.release_memory=true")

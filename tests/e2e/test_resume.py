@@ -1,4 +1,4 @@
-"""Runs that end early and are resumed have the same numbers to the bit as an uninterrupted run (P27)."""
+"""Runs that end early and are resumed have the same numbers to the bit as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def assert_same_run(folder: Path, other: Path, num_steps: int = NUM_STEPS, evals
 
 
 def test_two_ranks_resume_to_the_bit_and_one_rank_resumes_from_their_checkpoint(config):
-    """P27: with the same world size everything is equal; with another one the state is equal, the rest to rounding."""
+    """With the same world size everything is equal; with another one the state is equal, the rest to rounding."""
     two = ("cluster.executor=processes", "cluster.num_train_ranks=2", "loop.eval_every_steps=0")
     full = train(config, "two", *two, "loop.num_steps=4", "loop.save_every_steps=2")
     half = train(config, "two_parts", *two, "loop.num_steps=2")
@@ -105,7 +105,7 @@ def test_two_ranks_resume_to_the_bit_and_one_rank_resumes_from_their_checkpoint(
 
 @pytest.mark.parametrize("stop", [3, PER_EPOCH, 7], ids=["mid-epoch", "epoch end", "before the last"])
 def test_a_resumed_run_equals_one_that_was_not_interrupted(config, undisturbed, stop):
-    """P27: parameters, moments, data order, versions, metrics and rollouts, at the same world size."""
+    """Parameters, moments, data order, versions, metrics and rollouts, at the same world size."""
     name = f"stopped_at_{stop}"
     train_inline(config, name, f"loop.num_steps={stop}")
     folder = train_inline(config, name, "run.resume=auto")
@@ -115,7 +115,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(config, undisturbed, 
 
 
 def test_a_resume_of_a_finished_run_changes_nothing_or_continues_with_more_steps(config, undisturbed):
-    """P27: also after the last step."""
+    """Also after the last step."""
     folder = train_inline(config, "longer", f"loop.num_steps={PER_EPOCH}")
     before = (folder / "metrics.jsonl").read_text(), weights(folder, PER_EPOCH)
     train_inline(config, "longer", f"loop.num_steps={PER_EPOCH}", "run.resume=auto")
@@ -127,7 +127,7 @@ def test_a_resume_of_a_finished_run_changes_nothing_or_continues_with_more_steps
 
 
 def test_a_start_that_would_overwrite_a_run_is_refused(config, undisturbed):
-    """P27: a folder with newer checkpoints is never overwritten, and a checkpoint of another seed is refused."""
+    """A folder with newer checkpoints is never overwritten, and a checkpoint of another seed is refused."""
     checkpoints = undisturbed / "checkpoints"
     early = f"run.resume={checkpoints / 'step_000003'}"
     for overrides, error, words in (
@@ -150,7 +150,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_resume_that_is_refused_changes_nothing(config):
-    """P27: it changes neither result.json and config.yaml nor files written after the checkpoint."""
+    """It changes neither result.json and config.yaml nor files written after the checkpoint."""
     folder = train_inline(config, "refused", "loop.num_steps=2", "loop.save_every_steps=1")
     (folder / "rollouts" / "step_000003.jsonl").write_text("")  # of a step that was not finished
     with (folder / "metrics.jsonl").open("a") as file:
@@ -188,7 +188,7 @@ def test_only_the_newest_states_but_all_models_are_kept(config):
 
 
 def test_a_save_that_fails_in_the_background_ends_the_run(config, monkeypatch):
-    """P28: at the next step, or at the latest at the end of the run; the checkpoint before it remains, and the last
+    """At the next step, or at the latest at the end of the run; the checkpoint before it remains, and the last
     finished step is saved if that works again."""
     write, written = checkpoint.write, []
 
@@ -216,7 +216,7 @@ def test_too_little_disk_space_is_an_error_before_anything_is_written(tmp_path):
 
 
 def test_supervised_training_resumes_to_the_bit(tmp_path):
-    """P27: in the middle of an epoch, with a learning rate that depends on the step."""
+    """In the middle of an epoch, with a learning rate that depends on the step."""
     path = write_run(tmp_path)
     chats = [[{"role": "user", "content": f"{i}+1"}, {"role": "assistant", "content": str(i + 1)}] for i in range(10)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
@@ -247,7 +247,7 @@ def test_supervised_training_resumes_to_the_bit(tmp_path):
 
 
 def test_convert_makes_the_same_model_folder_as_the_run(undisturbed, tmp_path, capsys):
-    """P28: a folder that from_pretrained loads."""
+    """A folder that from_pretrained loads."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     for step in (3, NUM_STEPS):
@@ -267,7 +267,7 @@ def test_convert_makes_the_same_model_folder_as_the_run(undisturbed, tmp_path, c
 
 
 def test_a_run_that_is_killed_several_times_equals_the_undisturbed_one(config, undisturbed):
-    """P27: no prompt lost, none trained twice, no step counted twice."""
+    """No prompt lost, none trained twice, no step counted twice."""
     found = killed(config, "killed", 4, 5, 0.5)
     assert len(found) == 4 and all(len(steps) <= 3 for steps in found)
     assert_same_run(undisturbed.with_name("killed"), undisturbed)
@@ -277,7 +277,7 @@ def test_a_run_that_is_killed_several_times_equals_the_undisturbed_one(config, u
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("executor", ["inline", "processes"])
 def test_thirty_kills_change_nothing(config, executor):
-    """P27, P28: also while checkpoints are written; fifteen kills under each executor."""
+    """Also while checkpoints are written; fifteen kills under each executor."""
     ranks = 1 if executor == "inline" else 2
     layout = (f"cluster.executor={executor}", f"cluster.num_train_ranks={ranks}", "loop.num_steps=24")
     with one_core() if executor == "inline" else nullcontext():
@@ -294,7 +294,7 @@ def test_thirty_kills_change_nothing(config, executor):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_no_children(config, undisturbed, number):
-    """P31: the exit code is not zero. Under both executors with one rank, a resume from there is bit-identical.
+    """The exit code is not zero. Under both executors with one rank, a resume from there is bit-identical.
     Schedulers send SIGTERM to all processes of a run; the ranks ignore it, and the controller ends them."""
     name = f"signal_{number}"
     command = [sys.executable, "-m", "meshrl", "train", str(config), f"run.name={name}", "run.resume=auto"]

@@ -23,7 +23,7 @@ def servers_of(folder: Path) -> list[psutil.Process]:
 
 
 def test_a_run_samples_with_its_own_server_and_proves_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """P15: the server is started with SGLang's command line; in each version the trainer's logprobs agree."""
+    """The server is started with SGLang's command line; in each version the trainer's logprobs agree."""
     config, folder = write_run(tmp_path), tmp_path / "launcher"
     with launcher_in(folder):
         monkeypatch.syspath_prepend(folder)

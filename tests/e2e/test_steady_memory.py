@@ -1,4 +1,4 @@
-"""P32: resident memory of every process of a run is a metric, and does not grow without limit."""
+"""Resident memory of every process of a run is a metric, and does not grow without limit."""
 
 from __future__ import annotations
 

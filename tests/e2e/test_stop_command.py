@@ -50,7 +50,7 @@ def _saved_step(folder: Path) -> int:
 
 @pytest.mark.timeout(600)
 def test_status_prints_the_state_of_a_run_and_stop_ends_it_with_a_checkpoint(tmp_path: Path, capsys):
-    """P31: all its processes end."""
+    """All its processes end."""
     write_run(tmp_path)
     folder, output = tmp_path / "runs" / "long", tmp_path / "output.txt"
     with (

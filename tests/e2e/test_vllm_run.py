@@ -73,7 +73,7 @@ def of_vllm(others: set[int]) -> list[psutil.Process]:
     ],
 )
 def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tuple[str, ...], others: set[int]):
-    """P15: after each update, the trainer's logprobs of vLLM's samples agree to rounding, with a tied head."""
+    """After each update, the trainer's logprobs of vLLM's samples agree to rounding, with a tied head."""
     steps = steps_of(train(config, "vllm", *VLLM, *layout), ("s", "tokens/s", "GB/s"))
     assert len(steps) == 2 and all(("memory/released_bytes" in step) == (layout == RELEASING) for step in steps)
     for step in steps:
@@ -83,7 +83,7 @@ def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tu
 
 
 def test_vllm_samples_while_the_trainer_trains(config: Path, others: set[int]):
-    """P15, P25: answers begin under older weights, and each sync's probe compares vLLM's scores with the trainer's.
+    """Answers begin under older weights, and each sync's probe compares vLLM's scores with the trainer's.
     That answers go on under new weights depends on the time here; tests/contract/test_rollout_engines.py has it."""
     overlapped = ("loop.kind=fully_async", "loop.max_staleness=2", "loop.num_steps=6", "loop.prompts_per_step=2")
     long = ("rollout.sampling.max_new_tokens=120", "cluster.num_rollout_ranks=1")
@@ -99,7 +99,7 @@ def test_vllm_samples_while_the_trainer_trains(config: Path, others: set[int]):
 
 @pytest.mark.slow
 def test_a_killed_server_is_replaced_with_its_rank(config: Path, others: set[int]):
-    """P26: the server's rank ends, a new rank replaces it and gets the weights, and the run continues."""
+    """The server's rank ends, a new rank replaces it and gets the weights, and the run continues."""
     killed = []
 
     def kill_one(metrics: Path) -> None:

@@ -1,4 +1,4 @@
-"""P26: the error names a rank that the kernel kills for lack of memory, and this cause. The run is in its own cgroup.
+"""The error names a rank that the kernel kills for lack of memory, and this cause. The run is in its own cgroup.
 
 The kernel chooses the rank among the processes of the cgroup, and counts the kills.
 """

@@ -1,4 +1,4 @@
-"""P26, P31: after a fault in any phase, the run ends or continues as in docs/faults.md, and names the rank.
+"""After a fault in any phase, the run ends or continues as in docs/faults.md, and names the rank.
 
 `hook/sitecustomize.py` injects the faults into real runs.
 """

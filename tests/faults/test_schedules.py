@@ -152,7 +152,7 @@ def test_a_slow_grader_does_not_let_the_samplers_run_ahead(config):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_trains_each_prompt_once(config):
-    """P27: no prompt is lost, and none is trained twice."""
+    """No prompt is lost, and none is trained twice."""
     killed(config, "killed", 2, 7, 0.4, *KINDS["fully_async"], "loop.num_steps=8")
     assert_each_prompt_is_trained_once(config.parent / "runs" / "killed", 8)
 

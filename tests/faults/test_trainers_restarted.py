@@ -1,5 +1,5 @@
 """A run that loses train ranks continues from its last checkpoint with the same samplers, and its results equal those
-of an undisturbed run to the bit (P26, P27)."""
+of an undisturbed run to the bit."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one(cas
 
 @pytest.mark.slow
 def test_a_train_rank_that_dies_in_the_reward_phase_is_noticed_at_once(config, undisturbed, planted, capfd):
-    """P26: while the controller waits for a grader."""
+    """While the controller waits for a grader."""
     (config.parent / "grader_that_kills.py").write_text(GRADER)
     folder, other = config.parent / "runs" / "in_the_reward_phase", undisturbed("split")
     terms = {"ascii": {"kind": "grader_that_kills:ascii_share", "args": {"marker": str(folder / "killed")}}}
@@ -265,7 +265,7 @@ def test_train_ranks_that_ray_has_lost_are_replaced_and_the_run_equals_an_undist
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", [True, False], ids=["a checkpoint to fall back on", "none"])
 def test_ctrl_c_ends_within_ten_seconds_in_the_middle_of_a_long_update(saved, config, planted, capfd):
-    """P31: with the existing checkpoint; if there is none, the run waits for the update."""
+    """With the existing checkpoint; if there is none, the run waits for the update."""
     planted({"rank": 0, "method": "optim_step", "call": 3, "how": "sleep 40 s"})
     name = f"long_update_{saved}"
     folder = config.parent / "runs" / name

@@ -1,6 +1,6 @@
 """Damaged configs are refused with the file's name, or read; the output of --explain, read again, is the same config.
 
-P30: all checks are made before torch is imported, also for files that are not configs.
+All checks are made before torch is imported, also for files that are not configs.
 """
 
 from __future__ import annotations

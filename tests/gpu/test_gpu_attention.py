@@ -1,4 +1,4 @@
-"""Packed attention on the accelerator, compared with its definition in fp64: values, gradients, no leaks (P22)."""
+"""Packed attention on the accelerator, compared with its definition in fp64: values, gradients, no leaks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_values_and_gradients_are_those_of_the_definition(accelerator, heads, pa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("use_varlen", [True, False], ids=["one call", "buckets"])
 def test_a_row_does_not_depend_on_its_neighbours(accelerator, dtype, use_varlen):
-    """P22: to the bit."""
+    """To the bit."""
     cu = ROWS[0]
     packed = PackedAttention(cu, accelerator)
     packed.use_varlen &= use_varlen

@@ -1,5 +1,4 @@
-"""The equality harness on the accelerator: the engine's gradient equals the unsharded, unpacked model's (P1, P8,
-P11)."""
+"""The equality harness on the accelerator: the engine's gradient equals the unsharded, unpacked model's."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ def test_in_bf16_the_gradient_is_as_exact_as_on_the_cpu(meshes, accelerator, sha
 
 
 def test_neighbours_in_a_pack_change_no_logprob(meshes, accelerator):
-    """P22: the engine's probe, which refuses models with leaking rows, passes in each dtype."""
+    """The engine's probe, which refuses models with leaking rows, passes in each dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         cfg = TrainConfig(activation_checkpointing=False)
         lm = tiny_qwen2(**SHAPE)
@@ -95,7 +94,7 @@ def test_neighbours_in_a_pack_change_no_logprob(meshes, accelerator):
 
 
 def test_training_learns_and_keeps_its_dtypes(meshes, accelerator):
-    """P9: bf16 compute over fp32 masters; at lr 1e-6 these change by far less than bf16 can represent."""
+    """Bf16 compute over fp32 masters; at lr 1e-6 these change by far less than bf16 can represent."""
     engine = TrainEngine.wrap(tiny_qwen2(**SHAPE), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
     samples = weigh(random_samples(3, [40, 21, 30]))
     for s in samples:
@@ -116,5 +115,5 @@ def test_training_learns_and_keeps_its_dtypes(meshes, accelerator):
         engine.optim_step(1e-2)
     assert mean_logprob() > first + 0.5
     assert {p.dtype for p in engine.model.parameters()} == {torch.float32}
-    assert {b.dtype for n, b in engine.model.named_buffers() if "inv_freq" in n} == {torch.float32}  # P10
+    assert {b.dtype for n, b in engine.model.named_buffers() if "inv_freq" in n} == {torch.float32}
     assert {p.device.type for p in engine.model.parameters()} == {accelerator.type}

@@ -1,4 +1,4 @@
-"""What the accelerator's memory never holds: [T, V] logits, [T, T] scores, a second copy of the weights (P8, P19)."""
+"""What the accelerator's memory never holds: [T, V] logits, [T, T] scores, a second copy of the weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _peak(device: torch.device, work: Callable[[], Any]) -> int:
 
 
 def test_the_head_holds_one_chunk_of_logits_at_a_time(accelerator):
-    """P8: 16,384 tokens of a vocabulary of 65,536 would be 4 GiB of fp32 logits, and as much again in backward."""
+    """16,384 tokens of a vocabulary of 65,536 would be 4 GiB of fp32 logits, and as much again in backward."""
     n, d, v, chunk = 16384, 64, 65536, 512
     weight = torch.randn(v, d, device=accelerator, dtype=torch.bfloat16, requires_grad=True)
     hidden = torch.randn(n, d, device=accelerator, dtype=torch.bfloat16, requires_grad=True)
@@ -81,7 +81,7 @@ def _sampler(device: torch.device) -> EmbeddedEngine:
 
 
 def test_a_sync_in_place_takes_only_the_memory_of_its_digests(meshes, accelerator):
-    """P19: never a second copy of the weights."""
+    """Never a second copy of the weights."""
     engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
     sampler = _sampler(accelerator)
     held = engine.weights()

@@ -1,4 +1,4 @@
-"""Logits are the fp32 results of their matrix product, and logprobs have the precision of fp32 (P8)."""
+"""Logits are the fp32 results of their matrix product, and logprobs have the precision of fp32."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def test_logprobs_entropies_and_gradients_are_those_of_fp64(accelerator, dtype, 
 @pytest.mark.parametrize("shape", [(7,), (300, 401), (3, 70_001), (1 << 20,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_a_digest_is_the_same_on_all_devices(accelerator, dtype, shape):
-    """P15: trainer and sampler may hold the same weights on different devices."""
+    """Trainer and sampler may hold the same weights on different devices."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert digest_bytes("sum64", as_bytes(x.to(accelerator))) == digest_bytes("sum64", as_bytes(x))

@@ -1,4 +1,4 @@
-"""The embedded engine on the accelerator, and full steps of trainer and sampler (P14, P15, P17)."""
+"""The embedded engine on the accelerator, and full steps of trainer and sampler."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_greedy_answers_are_those_of_generate(accelerator):
 
 
 def test_sampled_tokens_are_those_of_the_cpu(accelerator):
-    """P14: they depend on (seed, position), not on the device."""
+    """They depend on (seed, position), not on the device."""
     here, there = (run(_engine(d, torch.float32), _requests()) for d in (accelerator, torch.device("cpu")))
     same = [np.array_equal(here[name].output_ids, turn.output_ids) for name, turn in there.items()]
     assert np.mean(same) > 0.8  # near a boundary, rounding may choose the neighbouring token
 
 
 def test_weights_sent_from_the_cpu_are_received_completely(accelerator):
-    """P15, P17: digests of both devices are equal, and no cache has anything of the old weights."""
+    """Digests of both devices are equal, and no cache has anything of the old weights."""
     engine, new = _engine(accelerator, torch.float32, trusted=False), tiny_qwen2(seed=1, **SHAPE)
 
     async def send() -> tuple[int, bool | None]:
@@ -136,7 +136,7 @@ def _sample(name: str, turn: Turn, advantage: float, weight: float) -> Sample:
 )
 def test_steps_of_trainer_and_sampler(accelerator, tmp_path: Path, executor, samplers, dtype):
     """In this process, in another, and with the sampler in a separate one: three steps; each samples with the weights
-    of the last one, and the trainer scores the tokens again, equal up to rounding, before its update (P15)."""
+    of the last one, and the trainer scores the tokens again, equal up to rounding, before its update."""
     tiny_qwen2(**SHAPE).save_pretrained(tmp_path)
     limit = 1e-4 if dtype == "float32" else 0.05
 

@@ -84,7 +84,7 @@ def test_a_single_turn_has_the_sampled_tokens_and_their_text():
 
 
 def test_ids_that_data_rendered_are_sent_unchanged():
-    """P20, P21: a prompt is rendered once."""
+    """A prompt is rendered once."""
     tokenizer = tiny_tokenizer()
     policy = ScriptedPolicy(tokenizer, "ab")
     odd = np.array([9, 9, 9], np.int32)
@@ -93,7 +93,7 @@ def test_ids_that_data_rendered_are_sent_unchanged():
 
 
 def test_sampled_ids_that_no_tokenizer_would_choose_are_trained_to_the_bit():
-    """P20: "ab" and "12" are one token each for the tokenizer, and two tokens each for this policy, in two turns."""
+    """The tokenizer has one token each for "ab" and "12", this policy two each, in two turns."""
     tokenizer = tiny_tokenizer()
     policy = ScriptedPolicy(tokenizer, CALL + "ab", "12")
     t = run(MultiTurn(), policy.generate, context(tokenizer))
@@ -107,7 +107,7 @@ def test_sampled_ids_that_no_tokenizer_would_choose_are_trained_to_the_bit():
 
 
 def test_a_tool_turn_appends_the_templates_tokens_to_the_sampled_ones():
-    """P20: the second context begins with the ids and the output of the first turn, then has the template's tokens."""
+    """The second context begins with the ids and the output of the first turn, then has the template's tokens."""
     tokenizer = tiny_tokenizer()
     policy = ScriptedPolicy(tokenizer, CALL, "12")
     t = run(MultiTurn(), policy.generate, context(tokenizer))
@@ -125,7 +125,7 @@ def test_a_tool_turn_appends_the_templates_tokens_to_the_sampled_ones():
 
 
 def test_a_turn_that_ended_with_another_stop_id_is_continued_after_it():
-    """P3: several EOS ids; the sampled one stays, although the template would have written another."""
+    """Several EOS ids; the sampled one stays, although the template would have written another."""
     tokenizer = tiny_tokenizer()
     policy = ScriptedPolicy(tokenizer, CALL, "12", stop_id=3)
     t = run(MultiTurn(), policy.generate, context(tokenizer))
@@ -135,7 +135,7 @@ def test_a_turn_that_ended_with_another_stop_id_is_continued_after_it():
 
 
 def test_after_a_stop_string_the_template_ends_the_turn_with_untrained_tokens():
-    """P3, P20: the string is sampled and trained; the end of turn was not sampled, and is context of the next turn."""
+    """The string is sampled and trained; the end of turn was not sampled, and is context of the next turn."""
     tokenizer = tiny_tokenizer()
     policy = ScriptedPolicy(tokenizer, CALL, "12", stop_text="</tool_call>")
     t = run(MultiTurn(), policy.generate, context(tokenizer))
@@ -152,7 +152,7 @@ def test_after_a_stop_string_the_template_ends_the_turn_with_untrained_tokens():
 
 
 def test_a_template_that_rewrites_history_starts_a_new_row_and_trains_both():
-    """P20: the template drops earlier thinking; both rows train sampled tokens, each with the context it had."""
+    """The template drops earlier thinking; both rows train sampled tokens, each with the context it had."""
     tokenizer = tiny_tokenizer(DROPS_THINKING)
     policy = ScriptedPolicy(tokenizer, f"<think>ab</think>{CALL}", "12")
     t = run(MultiTurn(), policy.generate, context(tokenizer))
@@ -174,7 +174,6 @@ def test_the_same_template_appends_where_it_leaves_history_alone():
 
 
 def test_seeds_follow_run_ordinal_index_and_turn_and_nothing_else():
-    """P14"""
     tokenizer = tiny_tokenizer()
     seeds = {}
     for index, group in ((0, "a"), (1, "a"), (0, "b")):
@@ -240,7 +239,7 @@ def test_other_errors_of_the_engine_propagate():
 
 
 def test_an_engine_that_changes_the_context_is_caught():
-    """P21: an engine that encodes a string again returns a second BOS."""
+    """An engine that encodes a string again returns a second BOS."""
     tokenizer = tiny_tokenizer()
     policy = ScriptedPolicy(tokenizer, "ab")
 
@@ -253,7 +252,6 @@ def test_an_engine_that_changes_the_context_is_caught():
 
 
 def test_media_are_an_error_for_a_text_agent():
-    """P23"""
     cat = Media(kind="image", digest="d", source="cat.png", outputs={}, num_tokens=1)
     prompt = Prompt(id="p", ordinal=0, messages=[USER], media={"cat": cat})
     with pytest.raises(DataError, match=r"media \(cat\)"):

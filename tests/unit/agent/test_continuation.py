@@ -26,7 +26,7 @@ def part(output, reason="abort", **facts):
 
 
 def test_an_aborted_and_continued_turn_equals_an_uninterrupted_one():
-    """P14: sampled tokens depend on neither interruption nor engine."""
+    """Sampled tokens depend on neither interruption nor engine."""
     uninterrupted = asyncio.run(ScriptedEngine().generate(REQUEST))
     engine = ScriptedEngine(abort_every=1)
     joined = asyncio.run(generate_to_the_end(engine, REQUEST))

@@ -57,7 +57,7 @@ def test_one_turn_becomes_the_row_of_the_worked_example():
     ids=["EOS first", "EOS twice", "no EOS", "another EOS", "two EOS ids", "pad before EOS"],
 )
 def test_every_sampled_token_is_trained_whatever_its_value(output):
-    """P3: lengths define masks, never token values; 2 and 3 end a turn, 0 pads, and 2 may also be in the prompt."""
+    """Lengths define masks, never token values; 2 and 3 end a turn, 0 pads, and 2 may also be in the prompt."""
     (s,) = rows(make_trajectory(make_turn([0, 2, 3], output)))
     assert s.tokens[s.mask].tolist() == output
     assert int(s.mask.sum()) == len(output)
@@ -65,7 +65,7 @@ def test_every_sampled_token_is_trained_whatever_its_value(output):
 
 
 def test_truncated_trajectories_are_marked_and_counted():
-    """P3: algo.truncated decides whether they are trained, after their advantages are computed."""
+    """Algo.truncated decides whether they are trained, after their advantages are computed."""
     cut = make_trajectory(make_turn([1], [4, 5], stop_reason="length"), status="truncated")
     done = make_trajectory(make_turn([1], [2]), index=1)
     assert [(s.tokens[s.mask].tolist(), s.truncated) for s in rows(cut, done)] == [([4, 5], True), ([2], False)]
@@ -73,7 +73,7 @@ def test_truncated_trajectories_are_marked_and_counted():
 
 
 def test_failed_unscored_and_evaluated_trajectories_are_left_out():
-    """P29: a failure is never a reward of 0."""
+    """A failure is never a reward of 0."""
     turn = make_turn([1], [2])
     out = [
         make_trajectory(turn, status="failed", failure=Failure(kind="engine", message="gone")),
@@ -90,7 +90,7 @@ def test_failed_unscored_and_evaluated_trajectories_are_left_out():
 
 
 def test_a_turn_in_two_rows_is_trained_in_the_first_only():
-    """P20: a branch; the second row has the shared turn as context, with the sampler's logprobs of it."""
+    """A branch; the second row has the shared turn as context, with the sampler's logprobs of it."""
     first, second = rows(
         make_trajectory(make_turn([1, 5], [6, 7]), make_turn([8], [9], parent=0), make_turn([3], [4], parent=0))
     )
@@ -104,7 +104,7 @@ def test_a_turn_in_two_rows_is_trained_in_the_first_only():
 
 
 def test_every_sampled_token_of_every_shape_is_trained_exactly_once():
-    """P20: fork, branch, continuation, aborts: trained ids equal sampled ids to the bit."""
+    """Fork, branch, continuation, aborts: trained ids equal sampled ids to the bit."""
     trajectories = scripted_trajectories()
     samples, _ = flatten(trajectories)
     assert len(samples) == 3 * len(trajectories)
@@ -181,7 +181,7 @@ def test_the_prefix_never_reaches_into_sampled_tokens():
     ("other_digest", "other_span", "expected"), [("a", (1, 2), 4), ("b", (1, 2), 1), ("a", (1, 3), 1)]
 )
 def test_the_prefix_ends_before_media_that_differ(other_digest, other_span, expected):
-    """P23: the placeholder tokens of different images are equal."""
+    """The placeholder tokens of different images are equal."""
 
     def showing(digest, span, index):
         media = {"m": Media(kind="image", digest=digest, source="", outputs={}, num_tokens=span[1])}
@@ -238,7 +238,7 @@ def test_filled_arrays_are_read_only_except_rewards():
 
 
 def test_lengths_count_each_sampled_token_once_and_duplicates_go_by_group():
-    """P14: two samples with the same seed are counted as duplicates."""
+    """Two samples with the same seed are counted as duplicates."""
     branch = make_trajectory(make_turn([1], [2, 3]), make_turn([4], [5], parent=0), make_turn([6], [7], parent=0))
     duplicates = [make_trajectory(make_turn([1], [8, 9]), group="t", index=i) for i in range(3)]
     other_group = make_trajectory(make_turn([1], [8, 9]), group="u")
@@ -252,7 +252,6 @@ def test_lengths_count_each_sampled_token_once_and_duplicates_go_by_group():
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_a_row_carries_the_temperature_it_was_sampled_at(temperature):
-    """P2"""
     (s,) = rows(make_trajectory(make_turn([1], [2], sampling=SamplingParams(temperature=temperature))))
     assert s.temperature == temperature
 
@@ -263,7 +262,6 @@ def test_greedy_turns_are_scored_at_temperature_one():
 
 
 def test_a_row_of_two_temperatures_is_refused():
-    """P2"""
     hot = make_turn([4], [5], parent=0, sampling=SamplingParams(temperature=1.3))
     with pytest.raises(TurnError, match=r"'g/0': one row mixes the temperatures \{0: 1.0, 1: 1.3\}"):
         rows(make_trajectory(make_turn([1], [2]), hot))
@@ -271,7 +269,6 @@ def test_a_row_of_two_temperatures_is_refused():
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1}])
 def test_a_filtered_distribution_is_refused(filters):
-    """P2"""
     with pytest.raises(TurnError, match=r"turn 0: sampled with .*training needs"):
         rows(make_trajectory(make_turn([1], [2], sampling=SamplingParams(**filters))))
 

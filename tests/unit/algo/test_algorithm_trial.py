@@ -1,4 +1,4 @@
-"""P30: a user-defined loss or advantage that fails is refused before any model is loaded."""
+"""A user-defined loss or advantage that fails is refused before any model is loaded."""
 
 import pytest
 

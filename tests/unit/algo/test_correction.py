@@ -1,5 +1,5 @@
 """The importance correction: golden weights, which ratio uses which logprobs, numbers that are not finite, and metrics
-that do not depend on the partition (P1, P5, P7, P13)."""
+that do not depend on the partition."""
 
 import dataclasses
 import itertools
@@ -202,7 +202,7 @@ def with_correction(correction: CorrectionConfig, cfg: AlgoConfig = FULL) -> Alg
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @pytest.mark.parametrize("one_update", [True, False])
 def test_equal_logprobs_give_the_bits_of_a_loss_without_correction(correction: CorrectionConfig, one_update: bool):
-    """P7: an on-policy run loses no bit to the correction; and `off` ignores the sampler's logprobs."""
+    """An on-policy run loses no bit to the correction; and `off` ignores the sampler's logprobs."""
     outputs, batch = packed()
     if one_update:
         batch.old_logprobs = None
@@ -253,7 +253,7 @@ def test_rejected_tokens_stay_in_the_denominator():
 @pytest.mark.parametrize("kind", ["off", "truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_token_without_a_finite_rollout_logprob_is_not_trained_and_counted(broken: float, kind: str, level: str):
-    """P5: NaN would make the loss of the step NaN, which is skipped; -inf, a probability of 0, would look like a large
+    """NaN would make the loss of the step NaN, which is skipped; -inf, a probability of 0, would look like a large
     ratio and be trained with weight `high`. Under `off` nothing reads it."""
     ratios = list(RATIOS)
     inputs = inputs_of(ratios, LENGTHS)
@@ -338,7 +338,7 @@ def test_without_a_token_there_is_no_effective_sample_size():
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 def test_weights_and_metrics_do_not_depend_on_the_partition(correction: CorrectionConfig):
-    """P1, P13: rows one by one, or all in a pack. A mean or a product over a micro-batch would pass every golden value
+    """Rows one by one, or all in a pack. A mean or a product over a micro-batch would pass every golden value
     of a single row. The effective sample size is no sum, so it is computed from the sums of all parts."""
     samples = random_groups(5, [4, 7], [3, 9, 1])
     rng = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""P4: advantages by group; expected values computed by hand."""
+"""Advantages by group; expected values computed by hand."""
 
 import math
 import random
@@ -78,12 +78,12 @@ def test_eps_is_added_to_the_deviation_and_not_to_the_variance():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rewards", [[0.7], [0.1] * 7, [1 / 3] * 3, [0.1 + 0.2, 0.3, 0.3], [1.0] * 8, [0.0] * 8])
 def test_groups_without_signal_get_exactly_zero(method, rewards):
-    """P4: a group of one has no deviation; the deviation of equal rewards is float noise, and not a divisor."""
+    """A group of one has no deviation; the deviation of equal rewards is float noise, and not a divisor."""
     assert advantages_of([make_sample(r) for r in rewards], method) == [0.0] * len(rewards)
 
 
 def test_statistics_of_a_partial_group_are_taken_over_its_scored_trajectories():
-    """P4: one of four was not scored and is not among the samples."""
+    """One of four was not scored and is not among the samples."""
     assert advantages_of([make_sample(r) for r in (1.0, 0.0, 0.5)], "rloo") == [0.75, -0.75, 0.0]
 
 
@@ -101,7 +101,7 @@ def test_the_largest_rewards_keep_their_signal(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_order_changes_no_bit(method):
-    """P4: groups are formed by id, not by position; sums in another order would differ in the last bit."""
+    """Groups are formed by id, not by position; sums in another order would differ in the last bit."""
     values = [math.sin(i) * 10**i for i in range(-6, 6)]
     samples = [make_sample(r, group=g, trajectory=f"{g}/{i}") for g in "ab" for i, r in enumerate(values)]
     results = []
@@ -113,7 +113,7 @@ def test_order_changes_no_bit(method):
 
 
 def test_the_same_prompt_twice_is_two_groups():
-    """P4: equal prompts (equal tokens here) of two attempts keep their own statistics."""
+    """Equal prompts (equal tokens here) of two attempts keep their own statistics."""
     samples = [make_sample(r, group="p#0") for r in (1.0, 0.0)] + [make_sample(r, group="p#1") for r in (5.0, 3.0)]
     assert advantages_of(samples, "dr_grpo") == [0.5, -0.5, 1.0, -1.0]
 

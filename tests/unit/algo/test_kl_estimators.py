@@ -1,4 +1,4 @@
-"""P6: each estimator's value and gradient, proven by enumerating a softmax over six tokens in float64."""
+"""Each estimator's value and gradient, proven by enumerating a softmax over six tokens in float64."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_golden_values(kind, golden):
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_equal_logprobs_give_exactly_zero(kind):
-    """P6: KL(policy, reference) is 0 at step 0."""
+    """KL(policy, reference) is 0 at step 0."""
     logp = torch.tensor([-0.1, -3.7, -11.0])
     assert kl_estimate(logp, logp.clone(), kind).abs().max() == 0
 

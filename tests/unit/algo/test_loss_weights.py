@@ -1,4 +1,4 @@
-"""P1: one denominator for an optimizer step; expected values computed by hand."""
+"""One denominator for an optimizer step; expected values computed by hand."""
 
 import numpy as np
 import pytest

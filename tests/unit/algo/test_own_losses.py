@@ -103,7 +103,7 @@ def test_the_engine_adds_kl_and_entropy_to_any_loss():
 
 @pytest.mark.parametrize("poison", [math.nan, 1e6])
 def test_untrained_tokens_are_never_read(poison: float):
-    """P5: masked positions, and tokens of weight 0, which belong to answers that are left out."""
+    """Masked positions, and tokens of weight 0, which belong to answers that are left out."""
     outputs, batch = packed()
     out = torch.zeros_like(batch.mask)
     out[int(batch.cu_seqlens[-2]) :] = True

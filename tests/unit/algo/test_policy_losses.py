@@ -1,4 +1,4 @@
-"""Golden values, poison (P5), on-policy exactness (P7) and partition of metrics (P13) of the loss functions."""
+"""Golden values, poison, on-policy exactness and partition of metrics of the loss functions."""
 
 import dataclasses
 import itertools
@@ -98,7 +98,7 @@ def test_an_extreme_ratio_stays_finite():
 
 
 def test_on_policy_ratio_is_exactly_one():
-    """P7: without old_logprobs r = 1 to the bit, nothing is clipped, and the gradient is -A."""
+    """Without old_logprobs r = 1 to the bit, nothing is clipped, and the gradient is -A."""
     new = torch.tensor([-0.3, -7.1, -0.011], requires_grad=True)
     batch = make_batch(3, advantages=[1.5, -0.5, 0.25])
     value, metrics = make_policy_loss(AlgoConfig(loss=LossConfig(dual_clip=2.0)))(Outputs(logprobs=new), batch)
@@ -198,7 +198,7 @@ def run(loss, outputs, batch):
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("name", ["policy", "sft"])
 def test_poison_in_masked_positions_changes_no_bit(poison, on_policy, name):
-    """P5: values, gradients and metrics; multiplying by a mask fails this, `where` on the inputs passes."""
+    """Values, gradients and metrics; multiplying by a mask fails this, `where` on the inputs passes."""
     loss = make_policy_loss(FULL) if name == "policy" else sft_loss
     outputs, batch = random_case()
     if on_policy:
@@ -225,7 +225,7 @@ def part(value, cut):
 @pytest.mark.parametrize("loss", [make_policy_loss(FULL), sft_loss], ids=["policy", "sft"])
 @pytest.mark.parametrize("cuts", [[0, 48], [0, 1, 17, 30, 48], list(range(49))], ids=["one", "four", "each"])
 def test_sums_and_metrics_do_not_depend_on_the_partition(loss, cuts):
-    """P1, P13: batches may be cut anywhere, also into parts without trained tokens; sums and weights stay the same."""
+    """Batches may be cut anywhere, also into parts without trained tokens; sums and weights stay the same."""
     outputs, batch = random_case()
     unsplit, _, _, expected = run(loss, outputs, batch)
     pieces = [run(loss, part(outputs, slice(a, b)), part(batch, slice(a, b))) for a, b in itertools.pairwise(cuts)]

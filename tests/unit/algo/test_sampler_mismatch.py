@@ -1,4 +1,4 @@
-"""P15: the numbers of the behaviour proof."""
+"""The numbers of the behaviour proof."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What happens to running turns when new weights arrive, by policy; each token has its version (P17)."""
+"""What happens to running turns when new weights arrive, by policy; each token has its version."""
 
 from __future__ import annotations
 

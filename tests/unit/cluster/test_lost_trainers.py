@@ -1,4 +1,4 @@
-"""Lost train ranks are replaced while samplers keep running; a loss is noticed before the next command (P26)."""
+"""Lost train ranks are replaced while samplers keep running; a loss is noticed before the next command."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _run(body: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced(tmp_path):
-    """P26: for example during a grading. The other train rank is ended too, the sampler keeps running. The new ranks
+    """For example during a grading. The other train rank is ended too, the sampler keeps running. The new ranks
     have another rendezvous than the old ones."""
 
     async def body() -> None:
@@ -164,7 +164,7 @@ def test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced(t
 
 
 def test_after_a_sync_that_a_lost_rank_interrupted_the_next_full_sync_makes_samplers_usable(tmp_path):
-    """P15, P27: with the checkpoint's version, which is lower than the sampler's; and earlier requests are dropped, so
+    """With the checkpoint's version, which is lower than the sampler's; and earlier requests are dropped, so
     that the same requests can be sent again."""
     context = [5, 3, 9, 4]
 
@@ -227,7 +227,7 @@ def test_ranks_that_are_lost_while_they_start_can_be_started_again(tmp_path):
 
 
 def test_a_sampler_that_dies_while_it_is_idle_is_replaced_at_once(tmp_path):
-    """P26: and gets its weights before its first request, without a sync of the others. If it may not be replaced, the
+    """And gets its weights before its first request, without a sync of the others. If it may not be replaced, the
     wait ends."""
 
     async def body() -> None:
@@ -268,7 +268,7 @@ def raise_in_generate(worker: RankWorker) -> None:
 
 
 def test_an_exception_in_a_sampler_ends_the_run_and_nothing_is_replaced(tmp_path):
-    """P26: it would be raised again in a new rank."""
+    """It would be raised again in a new rank."""
     notes: list[str] = []
 
     async def body() -> None:
@@ -284,7 +284,7 @@ def test_an_exception_in_a_sampler_ends_the_run_and_nothing_is_replaced(tmp_path
 
 
 def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versions(tmp_path):
-    """P15: after an optimizer step the trainer's weights are no longer those of its version."""
+    """After an optimizer step the trainer's weights are no longer those of its version."""
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
@@ -302,7 +302,7 @@ def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versi
 
 
 def test_a_sampler_that_is_lost_twice_gets_no_weights_of_an_unfinished_version(tmp_path):
-    """P15: the trainer makes a step between the two replacements, so its weights are not those of its version."""
+    """The trainer makes a step between the two replacements, so its weights are not those of its version."""
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
@@ -337,7 +337,7 @@ def die_when_a_sync_begins(worker: RankWorker) -> None:
 
 
 def test_a_sampler_that_dies_while_a_broadcast_group_forms_is_replaced_and_a_new_group_forms(tmp_path):
-    """P26: the ranks that wait for it fail first; they are not the cause and are not replaced. The new group has
+    """The ranks that wait for it fail first; they are not the cause and are not replaced. The new group has
     another address."""
 
     async def body() -> None:

@@ -1,4 +1,4 @@
-"""The phase of a rank's command, and its deadline (P26)."""
+"""The phase of a rank's command, and its deadline."""
 
 from __future__ import annotations
 

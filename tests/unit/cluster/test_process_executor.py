@@ -1,4 +1,4 @@
-"""One process for each rank: answers, failures that name rank and phase, and no process left behind (P26, P31).
+"""One process for each rank: answers, failures that name rank and phase, and no process left behind.
 
 An executor calls any module-level function with a RankWorker as its first argument; some below run inside the ranks.
 """
@@ -132,7 +132,6 @@ def meet_or_misbehave(worker: RankWorker, culprit: int, how: str) -> None:
 
 
 def test_answers_come_back_in_order_and_close_ends_even_a_busy_rank(monkeypatch):
-    """P31"""
     monkeypatch.setattr(processes, "_STOP_GRACE_S", 0.3)
 
     async def body(executor: ProcessExecutor) -> None:
@@ -172,7 +171,7 @@ FAULTS = {
     [pytest.param(h, marks=pytest.mark.slow) if h in ("unpicklable", "SIGSEGV", "SIGSTOP") else h for h in FAULTS],
 )
 def test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named(how, tmp_path):
-    """P26: the others wait in the collective for ever; their stacks are reported, they are ended, and later calls raise
+    """The others wait in the collective for ever; their stacks are reported, they are ended, and later calls raise
     the failure. Rank 0 is called first, so it misses its deadline first; it is not the cause."""
     tiny_qwen2().save_pretrained(tmp_path)
 
@@ -215,7 +214,7 @@ def raise_or_die_later(worker: RankWorker) -> None:
 
 
 def test_an_exception_that_another_ranks_death_caused_is_not_reported_as_the_cause(tmp_path, monkeypatch):
-    """P26: the first sign is rank 0's exception, but rank 1 is the cause. So new ranks can replace both."""
+    """The first sign is rank 0's exception, but rank 1 is the cause. So new ranks can replace both."""
     monkeypatch.setattr(processes, "_SETTLE_S", 60.0)  # it ends with the death
     tiny_qwen2().save_pretrained(tmp_path)
 
@@ -262,7 +261,7 @@ def until_the_end_of(worker: RankWorker, pipe: str) -> int:
 
 
 def test_a_rank_that_answers_during_the_diagnosis_is_not_lost(tmp_path):
-    """P26: three ranks miss their deadlines at once. The first is lost. The second answers meanwhile, and gets another
+    """Three ranks miss their deadlines at once. The first is lost. The second answers meanwhile, and gets another
     call of the same phase. The third waits for the first, and answers when that one has been ended."""
     pipe, first, second = (str(tmp_path / name) for name in ("pipe", "first", "second"))
     os.mkfifo(pipe)
@@ -300,7 +299,7 @@ def test_a_rank_that_answers_during_the_diagnosis_is_not_lost(tmp_path):
 
 @pytest.mark.parametrize("how", ["SIGKILL", "sleep"])
 def test_the_loss_of_a_rank_that_only_samples_ends_no_other_rank(how):
-    """P26: the other rank's calls continue; calls of the lost rank raise until it is replaced."""
+    """The other rank's calls continue; calls of the lost rank raise until it is replaced."""
 
     async def body(executor: ProcessExecutor) -> None:
         other = asyncio.ensure_future(executor.call(0, meet, 1, 2))
@@ -343,7 +342,7 @@ def lock(worker: RankWorker) -> Any:
     ids=["unpicklable argument", "unreadable argument", "unpicklable result"],
 )
 def test_arguments_and_results_that_can_not_be_pickled_fail_at_once(method, arguments, cause, capfd):
-    """P26: no answer would ever come, so waiting for the deadline would waste ten minutes."""
+    """No answer would ever come, so waiting for the deadline would waste ten minutes."""
 
     async def body(executor: ProcessExecutor) -> None:
         asyncio.get_running_loop().set_debug(True)  # a callback from a thread that does not wake the loop raises
@@ -356,7 +355,7 @@ def test_arguments_and_results_that_can_not_be_pickled_fail_at_once(method, argu
 
 
 def test_a_training_rank_that_raises_is_named_with_its_traceback(tmp_path):
-    """P26: on a real model, while the other rank waits for its share of a gradient."""
+    """On a real model, while the other rank waits for its share of a gradient."""
     tiny_qwen2().save_pretrained(tmp_path)
 
     async def body(executor: ProcessExecutor) -> None:
@@ -376,14 +375,14 @@ def test_a_training_rank_that_raises_is_named_with_its_traceback(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_start_is_named(tmp_path):
-    """P26: a MeshrlError in start is raised unchanged, with a note that names the rank."""
+    """A MeshrlError in start is raised unchanged, with a note that names the rank."""
     with pytest.raises(ConfigError, match=r"no config\.json") as error:
         _with(_specs(1, train=True, folder=tmp_path), lambda executor: asyncio.sleep(0))
     assert "in rank 0, phase 'load'" in "".join(error.value.__notes__)
 
 
 def test_no_rank_outlives_a_controller_that_was_killed():
-    """P31: SIGKILL leaves the controller no time to end them."""
+    """SIGKILL leaves the controller no time to end them."""
     script = """
         import asyncio, sys
         sys.path[:0] = {path!r}

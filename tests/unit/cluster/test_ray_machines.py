@@ -93,7 +93,7 @@ def start(cluster: Cluster, start_deadline_s: float, meanwhile: Callable[[], Non
 
 
 def test_a_machine_that_is_lost_while_ray_grants_machines_ends_the_start_long_before_its_deadline(cluster, caplog):
-    """P26: else the run would wait for a lost machine for an hour. The placement group is removed without errors."""
+    """Else the run would wait for a lost machine for an hour. The placement group is removed without errors."""
 
     def lose_one() -> None:
         cluster.alive["10.0.0.2"] = False

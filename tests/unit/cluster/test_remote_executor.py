@@ -1,4 +1,4 @@
-"""Ranks with node agents: the same answers and failures as on one machine, and no process is left (P26, P31).
+"""Ranks with node agents: the same answers and failures as on one machine, and no process is left.
 
 These tests start the agents themselves, in place of Ray or torchrun.
 """
@@ -190,7 +190,7 @@ def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_n
     "how", [how if how == "agent" else pytest.param(how, marks=pytest.mark.slow) for how in FAULTS]
 )
 def test_a_failure_is_named_with_its_machine_and_ends_all_ranks(model, tmp_path, how):
-    """P26: for every kind of failure, and although the other rank is busy for ten minutes."""
+    """For every kind of failure, and although the other rank is busy for ten minutes."""
     executor = ByHand(model, 2)
 
     async def body(executor: ByHand) -> None:
@@ -220,7 +220,7 @@ def test_a_machine_that_never_connects_is_named(model):
 
 
 def test_node_agents_and_ranks_end_when_the_controller_is_killed(model: str):
-    """P31: SIGKILL leaves it no time to end them."""
+    """SIGKILL leaves it no time to end them."""
     script = """
         import asyncio, sys
         sys.path[:0] = {path!r}

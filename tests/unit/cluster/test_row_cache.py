@@ -10,9 +10,7 @@ import pytest
 from tiny_samples import random_samples
 
 from meshrl.cluster.row_cache import RowCache, SentRows
-from meshrl.config.train import TrainMeshConfig
 from meshrl.core.types import Sample
-from meshrl.parallel.mesh import data_index, num_peers
 from meshrl.train.batch_plan import BatchPlan, make_batch_plan
 
 LENGTHS = [12, 3, 40, 7, 9]
@@ -84,13 +82,3 @@ def test_each_update_of_a_step_sends_its_samples_once_and_a_rank_frees_them_afte
     assert (num_sent, len(rank._samples)) == (3, 1)
     sent.forget_last()
     assert sent._sent == []
-
-
-@pytest.mark.parametrize(("ulysses", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_peers_have_one_data_index(ulysses: int, tp: int):
-    """The mesh is dp_replicate x dp_shard x ulysses x tp, so neighbours in the last two work on the same samples."""
-    cfg = TrainMeshConfig(ulysses=ulysses, tp=tp)
-    indices = np.arange(2 * ulysses * tp).reshape(2, ulysses, tp)
-    for place in np.ndindex(indices.shape):
-        assert data_index(cfg, int(indices[place])) == place[0]
-    assert num_peers(cfg) == ulysses * tp

@@ -34,7 +34,6 @@ def test_help_names_every_command_and_imports_neither_torch_nor_pydantic():
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_config_error_is_printed_without_torch_and_without_a_traceback(good: Path, command: str):
-    """P30."""
     done = meshrl(command, "run.yaml", "train.optimizer.lrr=1", folder=good.parent)
     assert done.returncode == 2
     assert done.stdout == ""

@@ -1,4 +1,4 @@
-"""P30: settings that the chosen engine's server does not support or use are refused before anything starts."""
+"""Settings that the chosen engine's server does not support or use are refused before anything starts."""
 
 import pytest
 

@@ -68,7 +68,7 @@ def test_a_shown_value_reads_back_as_itself(good: Path, value: object):
 
 
 def test_numbers_without_a_dot_are_numbers_in_file_and_override(good: Path):
-    """P30: YAML 1.1 reads 1e-5 as text."""
+    """YAML 1.1 reads 1e-5 as text."""
     assert load_run_config(good).config.train.optimizer.lr == 1e-5
     assert load_run_config(good, ["train.optimizer.lr=3e-6"]).config.train.optimizer.lr == 3e-6
 

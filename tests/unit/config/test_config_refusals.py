@@ -1,4 +1,4 @@
-"""P30: every fault of a config that can be found is refused before torch is imported, with a helpful error."""
+"""Every fault of a config that can be found is refused before torch is imported, with a helpful error."""
 
 import json
 import shutil
@@ -209,7 +209,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("data.eval_path=null loop.eval_every_steps=5", ["held-out rows", "data.eval_path"]),
     ("rollout.max_context_tokens=100", ["128 tokens", "the context has 100"]),
     ("data.max_prompt_tokens=2021", ["2049 tokens", "positions for 2048"]),
-    # sampling from another distribution than the trainer's (P2)
+    # sampling from another distribution than the trainer's
     ("rollout.sampling.top_p=0.9", ["top_p = 0.9", "In training leave it at 1.0"]),
     ("rollout.sampling.top_k=50", ["top_k = 50", "In training leave it at 0"]),
     ("rollout.sampling.min_p=0.1", ["min_p = 0.1", "In training leave it at 0.0"]),
@@ -228,7 +228,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("cluster.deadlines.annotate=9", ["no effect", "algo.kl.coef is 0, one update per step"]),
     ("monitor.wandb_project=maths", ["no effect", "monitor.sinks has no wandb"]),
     ("monitor.sinks=[wanb]", ["monitor.sinks", "must be a list of tensorboard or wandb. Nearest: wandb."]),
-    # a KL estimator that has no effect in the loss (P6)
+    # a KL estimator that has no effect in the loss
     ("algo.kl={coef: 0.1, estimator: k1}", ["zero mean gradient", "place: reward"]),
     # names
     ("agent.kind=multiturn", ["agent.kind = multiturn", "multi_turn, single_turn", "Nearest: multi_turn"]),

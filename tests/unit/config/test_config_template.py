@@ -1,4 +1,4 @@
-"""P30: the config's check finds faults of a chat template, before a model or tokenizer is loaded."""
+"""The config's check finds faults of a chat template, before a model or tokenizer is loaded."""
 
 from __future__ import annotations
 

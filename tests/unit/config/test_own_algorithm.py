@@ -1,4 +1,4 @@
-"""P30: user-defined losses and advantages, named by a dotted path, are checked with all other keys."""
+"""User-defined losses and advantages, named by a dotted path, are checked with all other keys."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def names(tokenizer, ids, mask):
 
 
 def test_a_rendered_prompt_has_one_bos_although_the_tokenizer_adds_its_own():
-    """P21: encoding the template's text as a plain string gives a second BOS."""
+    """Encoding the template's text as a plain string gives a second BOS."""
     tokenizer = tiny_tokenizer()
     ids = render(tokenizer, [USER])
     assert ids.dtype == np.int32
@@ -74,7 +74,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path):
     [([2, 3], (2, 3)), (3, (2, 3)), ([3, 3, 1], (1, 2, 3)), (None, (2,)), ([], (2,))],
 )
 def test_stop_ids_are_taken_from_tokenizer_and_generation_config(tmp_path, eos_in_file, expected):
-    """P3: several EOS ids."""
+    """Several EOS ids."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_in_file}))
     tokenizer = tiny_tokenizer()  # its EOS is id 2
     assert stop_token_ids(tokenizer, tmp_path) == expected
@@ -95,7 +95,7 @@ def test_stop_ids_are_taken_from_tokenizer_and_generation_config(tmp_path, eos_i
     ],
 )
 def test_the_token_with_which_the_template_ends_a_turn_is_a_stop_id(template, expected):
-    """P3: a sampler with only the tokenizer's EOS would not stop after an answer, but at its length limit."""
+    """A sampler with only the tokenizer's EOS would not stop after an answer, but at its length limit."""
     assert stop_token_ids(tiny_tokenizer(template, eos="<|endoftext|>")) == expected
 
 
@@ -117,7 +117,7 @@ def test_a_broken_generation_config_is_refused_by_name(tmp_path, text):
 
 
 def test_sft_trains_the_answer_and_its_end_token_and_nothing_after():
-    """P3: EOS is trained; ChatML's newline after it is not, because a sampler stops before it."""
+    """EOS is trained; ChatML's newline after it is not, because a sampler stops before it."""
     tokenizer = tiny_tokenizer()
     ids, mask = sft_row(tokenizer, [USER, ANSWER])
     assert names(tokenizer, ids, mask) == ["12", "<|im_end|>"]
@@ -127,21 +127,21 @@ def test_sft_trains_the_answer_and_its_end_token_and_nothing_after():
 
 @pytest.mark.parametrize("pad", ["<|endoftext|>", "<|im_end|>"])
 def test_sft_trains_the_end_token_when_it_is_also_the_pad_token(pad):
-    """P3: a mask made from token values would lose it."""
+    """A mask made from token values would lose it."""
     tokenizer = tiny_tokenizer(pad=pad)
     ids, mask = sft_row(tokenizer, [USER, ANSWER])
     assert names(tokenizer, ids, mask) == ["12", "<|im_end|>"]
 
 
 def test_sft_trains_an_empty_answer_as_its_end_token_alone():
-    """P3: EOS first."""
+    """EOS first."""
     tokenizer = tiny_tokenizer()
     ids, mask = sft_row(tokenizer, [USER, {"role": "assistant", "content": ""}])
     assert names(tokenizer, ids, mask) == ["<|im_end|>"]
 
 
 def test_sft_rows_of_several_turns_have_the_same_ids_as_sampler_and_agent_would_make():
-    """P3, P20: the parts are prompt, sampled answer, the template's tokens, sampled answer."""
+    """The parts are prompt, sampled answer, the template's tokens, sampled answer."""
     tokenizer = tiny_tokenizer()
     ids, mask = sft_row(tokenizer, [USER, ANSWER, TOOL, {"role": "assistant", "content": "ab"}])
     assert names(tokenizer, ids, mask) == ["12", "<|im_end|>", "ab", "<|im_end|>"]
@@ -173,7 +173,7 @@ def test_sft_ignores_messages_after_the_last_answer():
 
 
 def test_a_template_whose_end_token_is_not_a_stop_id_is_refused():
-    """P3: a base model's EOS with a chat template: the trained model would never stop."""
+    """A base model's EOS with a chat template: the trained model would never stop."""
     tokenizer = tiny_tokenizer(eos="<|endoftext|>")
     with pytest.raises(DataError, match=r"none of the stop ids \{3: '<\|endoftext\|>'\}.*never stop"):
         sft_row(tokenizer, [USER, ANSWER], stop_ids=(3,))

@@ -38,7 +38,7 @@ def test_a_template_replaces_the_tokenizers_own_as_text_or_as_a_file(folder: Pat
 
 
 def test_variables_reach_prompts_continuations_and_sft_rows_alike(folder: Path):
-    """P20: in a continuation without them the second answer would have another generation prompt than the first one,
+    """In a continuation without them the second answer would have another generation prompt than the first one,
     and would be trained with it."""
     tokenizer = load_tokenizer(folder, THINKING, OFF)
     prompt = "<|im_start|>user\nab?<|im_end|>\n<|im_start|>assistant\n<think></think>"

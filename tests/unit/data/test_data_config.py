@@ -1,4 +1,4 @@
-"""P30: the config's check reports faults of the data keys, before anything is loaded."""
+"""The config's check reports faults of the data keys, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ MIXED = "sources: {a: {path: train.jsonl, answer: answer}, b: {path: train.jsonl
     ],
 )
 def test_a_reward_that_compares_with_the_answer_is_refused_where_no_column_has_one(home, data, overrides, keys):
-    """P30: every completion would be compared with the text None, and the run would silently learn nothing."""
+    """Every completion would be compared with the text None, and the run would silently learn nothing."""
     with pytest.raises(ConfigError) as error:
         load(home, data, known=KNOWN, overrides=overrides)
     message = " ".join(str(error.value).split())

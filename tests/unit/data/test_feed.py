@@ -1,4 +1,4 @@
-"""Mixtures and streaming: the order of training prompts; a resume continues at the exact prompt (P27)."""
+"""Mixtures and streaming: the order of training prompts; a resume continues at the exact prompt."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_feed_refuses_rows_without_the_answer_that_a_reward_needs(config, 
 @pytest.mark.parametrize("kind", FEEDS)
 @pytest.mark.parametrize("before", [0, 3, 19, 45, 58, 140])
 def test_a_resumed_feed_continues_at_the_exact_prompt(config, kind, before):
-    """P27: at the start, within an epoch, at its end, and in a later one; also the number of rows left out."""
+    """At the start, within an epoch, at its end, and in a later one; also the number of rows left out."""
     one = feed(config(kind))
     one.next(before)
     state = json.loads(json.dumps(one.state()))
@@ -99,14 +99,14 @@ def test_the_order_depends_on_the_seed_and_not_on_the_size_of_the_draws(config, 
     ],
 )
 def test_a_resume_on_another_order_or_other_data_is_refused(config, kind, seed, changes, expected):
-    """P27: the run would repeat some prompts and never draw others, and no metric would show it."""
+    """The run would repeat some prompts and never draw others, and no metric would show it."""
     state = feed(config(kind)).state()
     with pytest.raises(DataError, match=expected):
         feed(config(kind, **changes), seed).load_state(state)
 
 
 def test_a_resumed_stream_detects_a_changed_row_far_from_its_start(config):
-    """P27: a stream renders only its first rows at the start, and knows the others by their offsets."""
+    """A stream renders only its first rows at the start, and knows the others by their offsets."""
     state = feed(config("stream")).state()
     path = Path(config("stream").path)
     path.write_text(path.read_text().replace('"44+1="', '"forty-four"'))
@@ -147,7 +147,7 @@ def test_a_stream_has_the_same_order_as_reading_all_rows(config):
 
 
 def test_the_order_of_a_stream_is_the_same_on_every_machine(config):
-    """P27: the expected order is fixed here, so that a change by another numpy version is found."""
+    """The expected order is fixed here, so that a change by another numpy version is found."""
     stream = feed(config("stream", max_prompt_tokens=2000))
     assert [int(p.id.removeprefix("train-")) for p in stream.next(8)] == [1, 32, 9, 20, 27, 10, 4, 46]
 
@@ -241,7 +241,7 @@ def test_each_source_of_a_mixture_has_separate_epochs(config):
 
 
 def test_held_out_prompts_have_ordinals_that_training_never_has(config, tmp_path):
-    """P14: the seed of a sample follows from the ordinal; evaluation must not use the ordinals of training."""
+    """The seed of a sample follows from the ordinal; evaluation must not use the ordinals of training."""
     cfg = config("memory", eval_path=config("memory").path, eval_limit=12)
     prompts, left_out = load_eval_prompts(PromptMaker(cfg, tiny_tokenizer()))
     assert (len(prompts), left_out) == (10, 2)

@@ -47,7 +47,7 @@ def test_the_order_depends_on_the_seed_and_not_on_the_size_of_the_draws():
 
 
 def test_the_order_is_the_same_on_every_machine():
-    """P27: the expected order is fixed here, so that a change by another numpy version is found."""
+    """The expected order is fixed here, so that a change by another numpy version is found."""
     assert ids(PromptSource(prompts(6), seed=0).next(12)) == [
         *("p-0", "p-3", "p-5", "p-1", "p-2", "p-4"),
         *("p-3", "p-4", "p-2", "p-1", "p-5", "p-0"),
@@ -60,7 +60,7 @@ def test_without_shuffle_the_order_is_the_order_of_the_file():
 
 @pytest.mark.parametrize("before", [0, 3, 5, 12])
 def test_a_resumed_source_continues_at_the_exact_prompt(before):
-    """P27: at the start, within an epoch, at its end, and in a later one."""
+    """At the start, within an epoch, at its end, and in a later one."""
     source = PromptSource(prompts(5), seed=4)
     source.next(before)
     state = json.loads(json.dumps(source.state()))

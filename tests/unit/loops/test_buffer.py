@@ -1,4 +1,4 @@
-"""The buffer of a fully asynchronous run: which groups start and are trained (P25)."""
+"""The buffer of a fully asynchronous run: which groups start and are trained."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_samplers_work_while_the_trainer_trains():
 
 
 def test_groups_finish_in_any_order():
-    """P25: a step trains on the groups that have finished, in the order of their prompts."""
+    """A step trains on the groups that have finished, in the order of their prompts."""
 
     async def scenario() -> None:
         samplers = Samplers()
@@ -244,7 +244,7 @@ def test_the_first_error_of_several_groups_is_raised():
 @pytest.mark.parametrize("newest_first", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_in_any_order_no_group_is_too_old_and_none_is_lost(seed, newest_first, staleness, oversampling):
-    """P25: groups end in random order, some much later than others. Each prompt is trained once, at most max_staleness
+    """Groups end in random order, some much later than others. Each prompt is trained once, at most max_staleness
     versions after its group was started; without over-sampling none is dropped."""
     random = np.random.default_rng(seed)
 

@@ -1,4 +1,4 @@
-"""The controller's waits for agents and graders have a deadline (P26)."""
+"""The controller's waits for agents and graders have a deadline."""
 
 from __future__ import annotations
 

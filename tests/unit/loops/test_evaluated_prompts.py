@@ -91,7 +91,7 @@ def test_a_run_that_ends_early_is_evaluated_at_its_end():
 
 @pytest.mark.parametrize(("num_samples", "temperature"), [(1, 0.0), (3, 0.7)])
 def test_an_evaluation_asks_for_the_weights_of_the_trainer(num_samples, temperature):
-    """P15: weights that a sampler has from before the last sync must not answer. A single answer is greedy."""
+    """Weights that a sampler has from before the last sync must not answer. A single answer is greedy."""
     run = Evaluations(eval_samples=num_samples)
     for step, version in ((0, 0), (7, 8)):
         run.asked.clear()
@@ -105,7 +105,7 @@ def test_an_evaluation_asks_for_the_weights_of_the_trainer(num_samples, temperat
 
 
 def test_an_evaluation_whose_grader_fails_ends_the_run():
-    """P29: a failed grading is no score of 0, and such an evaluation is not reported."""
+    """A failed grading is no score of 0, and such an evaluation is not reported."""
     run = Evaluations()
     run.has_failed = True
     with pytest.raises(RewardError, match="2 of 2 calls"):

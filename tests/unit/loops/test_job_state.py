@@ -1,4 +1,4 @@
-"""The state of a loop that a checkpoint records and a resume restores (P27)."""
+"""The state of a loop that a checkpoint records and a resume restores."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def saved_state() -> dict[str, Any]:
     ],
 )
 def test_the_limit_of_the_proof_is_measured_again_when_model_or_sampler_changes(changes, threshold):
-    """P15: another engine or dtype rounds otherwise; a limit that is too high would hide stale weights."""
+    """Another engine or dtype rounds otherwise; a limit that is too high would hide stale weights."""
     job = job_of(changes)
     job.proof.threshold = 0.5
     asyncio.run(job.restore(3, saved_state(), None))

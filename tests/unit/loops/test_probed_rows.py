@@ -1,4 +1,4 @@
-"""The rows that the proof of a sync scores on both sides (P15)."""
+"""The rows that the proof of a sync scores on both sides."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def probed(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[Metric] | None:
 
 @pytest.mark.parametrize("lengths", [[], [-20], [20, -20]], ids=["no_row", "no_token", "no_token_of_one_row"])
 def test_a_probe_that_compares_nothing_is_an_error(lengths, monkeypatch):
-    """P15: an empty comparison has no difference, and must not pass as a proof."""
+    """An empty comparison has no difference, and must not pass as a proof."""
 
     async def score(tokens: np.ndarray) -> dict[int, np.ndarray]:
         return {0: logprobs_of(tokens)}
@@ -122,7 +122,7 @@ def test_a_step_without_a_row_to_score_and_lost_samplers_leave_nothing_to_prove(
 
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_probe_compares_every_sampler(wrong, monkeypatch):
-    """P15: and names the one that differs; the metric is the largest difference of a row."""
+    """And names the one that differs; the metric is the largest difference of a row."""
     nats = 0.0009
 
     async def score(tokens: np.ndarray) -> dict[int, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Groups of a fully asynchronous run that continues from a checkpoint: which are used again or sampled again (P27)."""
+"""Groups of a fully asynchronous run that continues from a checkpoint: which are used again or sampled again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_group_that_is_used_again_is_trained_before_newer_ones():
 
 
 def test_another_schedule_leaves_out_prompts_that_were_trained():
-    """P27: fully_async trained the prompts 1 and 4; a run that continues as another kind draws 0, 2, 3 and 5."""
+    """Fully_async trained the prompts 1 and 4; a run that continues as another kind draws 0, 2, 3 and 5."""
     job = job_of(Samplers(), 2, step=1)
     job.cursor = {**job.feed.state(), "finished": [1, 4]}
     drawn = []
@@ -87,7 +87,7 @@ def test_another_schedule_leaves_out_prompts_that_were_trained():
 
 
 def test_a_run_continues_with_the_groups_that_are_not_trained():
-    """P27: groups 1 and 3 were trained; the resumed run starts 0, 2, 4 and 5."""
+    """Groups 1 and 3 were trained; the resumed run starts 0, 2, 4 and 5."""
 
     async def scenario() -> None:
         samplers = Samplers()
@@ -112,7 +112,7 @@ def test_a_run_continues_with_the_groups_that_are_not_trained():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_that_is_interrupted_after_any_step_trains_each_prompt_once(seed):
-    """P27: at random steps the run ends, and continues from a saved cursor of this or an earlier step: of the steps
+    """At random steps the run ends, and continues from a saved cursor of this or an earlier step: of the steps
     that remain, each trains two prompts, and no prompt is trained twice."""
     random = np.random.default_rng(seed)
 

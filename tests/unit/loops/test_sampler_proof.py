@@ -1,4 +1,4 @@
-"""The behaviour proof: its threshold, its calibration, and its error text (P15)."""
+"""The behaviour proof: its threshold, its calibration, and its error text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(proof: SamplerProof, gaps: float | Gaps, dtype: str, version: int, tok
 
 @pytest.mark.parametrize("dtype", FLOOR_NATS)
 def test_the_first_step_calibrates_the_limit_of_later_steps(dtype):
-    """P15: a healthy first step allows ten times its difference, and no more."""
+    """A healthy first step allows ten times its difference, and no more."""
     first = CEILING_NATS[dtype] / 30
     proof = SamplerProof()
     check(proof, first, dtype, 0)
@@ -38,7 +38,7 @@ def test_the_first_step_calibrates_the_limit_of_later_steps(dtype):
 
 @pytest.mark.parametrize("dtype", FLOOR_NATS)
 def test_an_exact_first_step_leaves_room_for_rounding_and_nothing_else(dtype):
-    """P15: an engine that agrees to the bit at first must not fail on the first rounding."""
+    """An engine that agrees to the bit at first must not fail on the first rounding."""
     proof = SamplerProof()
     check(proof, 0.0, dtype, 0)
     check(proof, FLOOR_NATS[dtype] * 0.9, dtype, 1)
@@ -47,13 +47,13 @@ def test_an_exact_first_step_leaves_room_for_rounding_and_nothing_else(dtype):
 
 
 def test_the_first_step_is_not_trusted_beyond_the_ceiling():
-    """P15: a sampler that is wrong from the start must not calibrate its own threshold."""
+    """A sampler that is wrong from the start must not calibrate its own threshold."""
     with pytest.raises(SamplerMismatchError, match=r"version 0.*No optimizer step was taken"):
         check(SamplerProof(), CEILING_NATS["bfloat16"] * 1.1, "bfloat16", 0)
 
 
 def test_no_calibration_allows_more_than_the_ceiling():
-    """P15: ten times a bad first step would accept any difference."""
+    """Ten times a bad first step would accept any difference."""
     proof = SamplerProof()
     check(proof, CEILING_NATS["bfloat16"] * 0.9, "bfloat16", 0)
     with pytest.raises(SamplerMismatchError):
@@ -63,7 +63,7 @@ def test_no_calibration_allows_more_than_the_ceiling():
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("nats", [float("nan"), float("inf")])
 def test_broken_numbers_are_a_mismatch_at_any_step(nats, calibrated):
-    """P15: NaN compares as False with every threshold, and must still fail."""
+    """NaN compares as False with every threshold, and must still fail."""
     proof = SamplerProof()
     if calibrated:
         check(proof, 0.01, "float32", 0)
@@ -72,7 +72,7 @@ def test_broken_numbers_are_a_mismatch_at_any_step(nats, calibrated):
 
 
 def test_the_mean_of_an_engine_is_compared_and_not_each_row_alone():
-    """P13, P15: the rows of one engine are added first; a row that proves nothing does not count."""
+    """The rows of one engine are added first; a row that proves nothing does not count."""
     proof, limit = SamplerProof(), FLOOR_NATS["float32"]
     check(proof, 0.0, "float32", 0)
     proof.check({}, [], "float32", 1)
@@ -83,7 +83,7 @@ def test_the_mean_of_an_engine_is_compared_and_not_each_row_alone():
 
 
 def test_a_step_without_samples_does_not_calibrate():
-    """P15: the calibration waits for the first step with samples of the trainer's weights."""
+    """The calibration waits for the first step with samples of the trainer's weights."""
     proof = SamplerProof()
     check(proof, [(0.0, 0, "a")], "float32", 0)
     assert proof.threshold is None
@@ -92,7 +92,7 @@ def test_a_step_without_samples_does_not_calibrate():
 
 
 def test_one_stale_engine_among_many_is_named():
-    """P15: the mean over all rows is within the limit, and no row alone is above its own, which is wider."""
+    """The mean over all rows is within the limit, and no row alone is above its own, which is wider."""
     proof, limit = SamplerProof(), FLOOR_NATS["float32"]
     check(proof, 0.0, "float32", 0)
     healthy = [(0.0, 40, "a"), (0.0, 40, "b")] * 50
@@ -102,7 +102,7 @@ def test_one_stale_engine_among_many_is_named():
 
 
 def test_one_stale_row_among_many_ends_the_run():
-    """P15: the mean over all rows of its engine is within the limit."""
+    """The mean over all rows of its engine is within the limit."""
     proof = SamplerProof()
     check(proof, 0.0, "float32", 0)
     healthy = [(0.0, 40, "a")] * 4000

@@ -80,7 +80,7 @@ def test_a_finished_step_is_reported_under_its_number_and_has_the_cursor_after_i
 
 @pytest.mark.parametrize("error", [TypeError("a lock is not JSON"), ValueError("a circular message")])
 def test_a_step_whose_messages_are_not_json_is_counted_before_the_error(error):
-    """P68: its weights are trained and its metrics are reported, so that a resume must not repeat it."""
+    """Its weights are trained and its metrics are reported, so that a resume must not repeat it."""
 
     def write(step: int, trajectories: list[Trajectory], trainer: None) -> None:
         raise error

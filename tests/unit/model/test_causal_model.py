@@ -1,4 +1,4 @@
-"""CausalModel compared with its Transformers model, and loading from a folder (P3, P9, P10, P11)."""
+"""CausalModel compared with its Transformers model, and loading from a folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_head_of_hidden_is_the_models_own_logits(family):
 
 
 def test_the_logprob_of_a_token_comes_from_the_position_before_it():
-    """P3: a model that always predicts this token + 1 gives a counting row logprobs of 0, and any other row lower
+    """A model that always predicts this token + 1 gives a counting row logprobs of 0, and any other row lower
     ones."""
     lm = tiny_qwen2(tie=False)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_the_logprob_of_a_token_comes_from_the_position_before_it():
 
 
 def test_casting_keeps_buffers_in_fp32_and_ties(tmp_path):
-    """P10, P11: rotary frequencies rounded to bf16 are radians off at long positions."""
+    """Rotary frequencies rounded to bf16 are radians off at long positions."""
     lm = cast_parameters(tiny_qwen2(tie=True), torch.bfloat16)
     assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
     assert lm.lm_head.weight is lm.model.embed_tokens.weight
@@ -72,7 +72,7 @@ def test_casting_keeps_buffers_in_fp32_and_ties(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_a_folder_loads_as_it_was_saved(tmp_path, tie, dtype):
-    """P9, P10, P11: parameters in the requested dtype, buffers in fp32, ties kept, and our attention."""
+    """Parameters in the requested dtype, buffers in fp32, ties kept, and our attention."""
     saved = tiny_qwen2(tie=tie, attention_dropout=0.1)
     saved.save_pretrained(tmp_path)
     lm = load_causal_lm(tmp_path, dtype=dtype)
@@ -86,7 +86,7 @@ def test_a_folder_loads_as_it_was_saved(tmp_path, tie, dtype):
 
 
 def test_a_folder_saved_in_bf16_loads_its_buffers_in_fp32(tmp_path):
-    """P10: most checkpoints are bf16; masters are made from them, but never rotary buffers."""
+    """Most checkpoints are bf16; masters are made from them, but never rotary buffers."""
     cast_parameters(tiny_qwen2(), torch.bfloat16).save_pretrained(tmp_path)
     lm = load_causal_lm(tmp_path)
     assert {p.dtype for p in lm.parameters()} == {torch.float32}
@@ -100,7 +100,6 @@ def test_a_folder_without_a_model_is_refused_by_name(tmp_path):
 
 
 def test_tied_names_map_each_alias_to_the_name_that_is_sent():
-    """P11"""
     assert tied_names(tiny_qwen2(tie=True)) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert tied_names(tiny_qwen2(tie=False)) == {}
 
@@ -112,7 +111,7 @@ def test_a_folder_of_each_family_passes_the_self_test_at_loading(family, tmp_pat
 
 
 def test_a_model_that_we_would_compute_differently_is_refused_at_loading(tmp_path):
-    """P22: dynamic rope depends on the longest row of a pack; an unknown head would be wrong in sampler and trainer."""
+    """Dynamic rope depends on the longest row of a pack; an unknown head would be wrong in sampler and trainer."""
     tiny_qwen2(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="rope_type dynamic"):
         load_causal_lm(tmp_path)
@@ -138,7 +137,6 @@ def test_a_model_that_we_would_compute_differently_is_refused_at_loading(tmp_pat
     ],
 )
 def test_a_family_that_is_not_computed_is_refused_with_the_reason(family, reason, tmp_path):
-    """P22"""
     tiny_lm(family).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=reason):
         load_causal_lm(tmp_path)

@@ -44,7 +44,7 @@ def test_families_that_fit_get_an_equal_fast_decoder_and_others_get_none(family)
 @pytest.mark.parametrize("targets", [["all-linear"], ["v_proj", "down_proj"]])
 @torch.inference_mode()
 def test_a_model_with_adapters_is_computed_as_its_modules_do(targets):
-    """P18: each part of a fused product may have its own adapter, or none."""
+    """Each part of a fused product may have its own adapter, or none."""
     lm = tiny_lm("qwen2")
     before = model_of(lm)
     add_adapters(lm, LoraConfig(enabled=True, rank=3, targets=targets), torch.float32, "tiny")
@@ -83,7 +83,7 @@ def test_modules_with_the_right_names_but_other_arithmetic_get_no_fast_decoder(p
 
 @torch.inference_mode()
 def test_fused_parameters_stay_the_models_own():
-    """P11: names, ties and in-place loading still work, and both forwards compute with the loaded values."""
+    """Names, ties and in-place loading still work, and both forwards compute with the loaded values."""
     model, other = (
         model_of(tiny_lm("qwen3", tie_word_embeddings=True)),
         tiny_lm("qwen3", tie_word_embeddings=True, seed=1),

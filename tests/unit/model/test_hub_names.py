@@ -1,4 +1,4 @@
-"""Hub names of a model's tensors, compared with the files that Transformers writes (P16)."""
+"""Hub names of a model's tensors, compared with the files that Transformers writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunked logprobs and entropies against a dense fp64 reference (P2, P8)."""
+"""Chunked logprobs and entropies against a dense fp64 reference."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _grads(x: dict[str, torch.Tensor], score: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
 def test_values_and_gradients_equal_the_dense_definition(head, chunk, dtype, tolerance):
-    """P2, P8: at T = 0.6, 1 and 1.3 mixed in one call, for every chunk size."""
+    """At T = 0.6, 1 and 1.3 mixed in one call, for every chunk size."""
     x = _inputs(dtype)
     for got, want in zip(_chunked(x, chunk, **head), _dense(x, **head), strict=True):
         assert got.dtype == dtype
@@ -80,7 +80,7 @@ def test_values_and_gradients_equal_the_dense_definition(head, chunk, dtype, tol
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_temperature_divides_the_logits_and_greedy_scores_as_one(temperature):
-    """P2: the sampler's distribution; temperature 0 (greedy) gives the logprobs of temperature 1."""
+    """The sampler's distribution; temperature 0 (greedy) gives the logprobs of temperature 1."""
     x = _inputs(torch.float32)
     x["temperature"] = torch.full((N,), temperature)
     got, _ = _chunked(x, 8)
@@ -94,7 +94,7 @@ def test_temperature_divides_the_logits_and_greedy_scores_as_one(temperature):
 
 
 def test_bf16_models_are_scored_in_fp32():
-    """P8: neither logits nor softmax are rounded to bf16; the reference computes with the same bf16 weights in fp64."""
+    """Neither logits nor softmax are rounded to bf16; the reference computes with the same bf16 weights in fp64."""
     x = _inputs(torch.bfloat16, vocab=512)
     x["weight"] = x["weight"] * 2  # logits of size 7, whose bf16 neighbours are 0.03 apart
     logp, ent = _chunked(x, 8, bias=True)
@@ -114,7 +114,7 @@ def test_bf16_gradients_are_right_to_bf16():
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
 def test_logprobs_are_never_above_zero_and_entropies_stay_in_range(size):
-    """P8: also if rounding alone would exceed the range, for near-uniform and near-certain distributions."""
+    """Also if rounding alone would exceed the range, for near-uniform and near-certain distributions."""
     x = _inputs(torch.float32, seed=3)
     x["weight"] = x["weight"] * size
     logits = x["hidden"] @ x["weight"].T
@@ -160,7 +160,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_logits_of_all_tokens_never_exist(dtype):
-    """P8: no tensor in forward or backward is larger than one chunk of logits or the head's gradient."""
+    """No tensor in forward or backward is larger than one chunk of logits or the head's gradient."""
     tokens, vocab, dim, chunk = 512, 1000, 16, 32
     hidden = torch.randn(tokens, dim).to(dtype).requires_grad_()
     weight = torch.randn(vocab, dim).to(dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""Packed attention equals its rows one by one, leaks nothing between rows, and costs the sum of l^2 (P22)."""
+"""Packed attention equals its rows one by one, leaks nothing between rows, and costs the sum of l^2."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Cost(TorchDispatchMode):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_costs_what_its_rows_cost_one_by_one(seed):
-    """P22: at most 1.25 times the sum of l^2, plus what is cheaper than a kernel launch; in few kernel launches."""
+    """At most 1.25 times the sum of l^2, plus what is cheaper than a kernel launch; in few kernel launches."""
     rng = np.random.default_rng(seed)
     lengths = np.exp(rng.uniform(0, np.log([60, 500, 1200][seed % 3]), rng.integers(1, 40))).astype(int).tolist()
     tokens, exact = sum(lengths), sum(n * n for n in lengths)
@@ -125,7 +125,7 @@ def test_answers_to_prompts_of_equal_length_share_a_bucket():
 
 
 def test_a_long_pack_of_short_rows_makes_nothing_of_its_square():
-    """P22: no mask and no scores of T x T."""
+    """No mask and no scores of T x T."""
     lengths = [16] * 600
     with _Cost(heads=1) as cost:
         PackedAttention(_bounds(lengths), CPU).attend(0, *_qkv(sum(lengths), 1, 1), AttentionSpec(0.3))
@@ -160,7 +160,7 @@ def _rows(seed: int, lengths: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_equal_plain_transformers_one_row_at_a_time(family):
-    """P22: this also tests each family's parameters of attention (window, softcap, scale) and head (scale, softcap)."""
+    """This also tests each family's parameters of attention (window, softcap, scale) and head (scale, softcap)."""
     rows = _rows(1, [9, 2, 30, 9, 17, 3])
     packed = _score(CausalModel(tiny_lm(family)), rows)
     plain = tiny_lm(family)
@@ -178,7 +178,7 @@ def test_packed_logprobs_equal_plain_transformers_one_row_at_a_time(family):
     ids=lambda x: str(x).removeprefix("torch."),
 )
 def test_changing_one_row_changes_no_bit_of_another(family, dtype):
-    """P22: for the attention of each family, inside one padded bucket and across buckets."""
+    """For the attention of each family, inside one padded bucket and across buckets."""
     model = CausalModel(tiny_lm(family, dtype))
     rows = _rows(2, [520, 40, 12, 12, 5, 400])
     before = _score(model, rows)
@@ -222,7 +222,7 @@ def _score_packed(model: CausalModel, samples: list[Sample], share_prefix: bool 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_after_a_shared_prompt_equal_plain_transformers_one_row_at_a_time(family):
-    """P22: with windows that end inside the prompt, and answers of one token."""
+    """With windows that end inside the prompt, and answers of one token."""
     samples = _group(3, 9, [5, 1, 30, 5])
     packed = _score_packed(CausalModel(tiny_lm(family)), samples)
     plain = tiny_lm(family)
@@ -237,7 +237,6 @@ def test_answers_after_a_shared_prompt_equal_plain_transformers_one_row_at_a_tim
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_changing_one_answer_changes_no_bit_of_the_others_that_share_its_prompt(family):
-    """P22"""
     model = CausalModel(tiny_lm(family))
     samples = _group(4, 12, [40, 7, 7, 1])
     before = _score_packed(model, samples)

@@ -45,7 +45,7 @@ def test_no_step_of_a_layer_waits_for_the_device(dtype: torch.dtype) -> None:
 
 
 def test_bf16_rows_take_one_varlen_kernel_a_layer_and_an_fp32_head() -> None:
-    """A pack that fell back to padded rows, or a head whose products are rounded to bf16 (P8), would only be slower or
+    """A pack that fell back to padded rows, or a head whose products are rounded to bf16, would only be slower or
     less exact: no error would show it."""
     _, _, calls = _step(torch.bfloat16)
     assert len(calls.named("_varlen_attn.default")) == len(calls.named("_varlen_attn_backward")) == LAYERS

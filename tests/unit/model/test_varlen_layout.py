@@ -75,7 +75,7 @@ def _qkv(tokens: int, kv_heads: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("pack", [ROWS, FAMILIES], ids=["rows", "families"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_one_call_equals_the_buckets(kernel, pack, spec, kv_heads):
-    """P22: rows see only themselves and their parents; gradients are equal, too."""
+    """Rows see only themselves and their parents; gradients are equal, too."""
     cu, parents = pack
     found = []
     for use_varlen in (True, False):

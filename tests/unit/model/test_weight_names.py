@@ -44,7 +44,7 @@ def _same_as_saved(folder: Path) -> bool:
 
 
 def test_a_tied_tensor_may_have_any_of_its_names_in_the_files(folder):
-    """P11: under the embedding's, the head's, or both."""
+    """Under the embedding's, the head's, or both."""
     assert _same_as_saved(folder)
     _rewrite(folder, model__embed_tokens__weight="lm_head.weight")
     assert _same_as_saved(folder)
@@ -54,7 +54,7 @@ def test_a_tied_tensor_may_have_any_of_its_names_in_the_files(folder):
 
 
 def test_two_different_tensors_under_tied_names_stay_two(folder, caplog):
-    """P11: as in Transformers; each rank loads the full model, with a warning."""
+    """As in Transformers; each rank loads the full model, with a warning."""
     head = torch.randn(64, 32)
     _rewrite(folder, lm_head__weight=head)
     lm, weights = open_causal_lm(folder)
@@ -152,7 +152,7 @@ def test_a_file_cut_after_its_header_was_read_is_named(folder):
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_memory_for_a_model_keeps_its_ties_and_buffers(family):
-    """P10, P11: `to_empty` alone makes two tensors of a tied one, and leaves rotary frequencies undefined."""
+    """`to_empty` alone makes two tensors of a tied one, and leaves rotary frequencies undefined."""
     lm = tiny_lm(family, tie_word_embeddings=True)
     buffers = {name: buffer.clone() for name, buffer in lm.named_buffers()}
     bare = meta_copy(lm)

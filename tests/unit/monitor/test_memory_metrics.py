@@ -7,7 +7,6 @@ from meshrl.monitor.memory import memory_metrics
 
 
 def test_children_are_counted_and_named():
-    """P32"""
     code = "x = bytearray(48 << 20); print('ready', flush=True); input()"
     arguments = ["meshrl.cluster.worker", "5", "6", "rank_27"]
     child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

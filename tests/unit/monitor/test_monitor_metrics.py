@@ -27,7 +27,7 @@ def parts_of(values, cuts):
 
 @pytest.mark.parametrize("cuts", [[], [5], [1], [1, 2, 3], [9], list(range(1, 10))])
 def test_numbers_do_not_depend_on_how_the_parts_were_split(cuts):
-    """P13: means of means would be 4.5 only for an even split."""
+    """Means of means would be 4.5 only for an even split."""
     values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0, 5.0, 9.0]
     numbers = divide(merge(parts_of(values, cuts)))
     assert numbers == pytest.approx(

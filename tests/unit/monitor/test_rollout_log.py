@@ -146,7 +146,6 @@ def test_media_arrays_stay_out_of_the_log(tmp_path):
 
 
 def test_a_repeated_step_replaces_the_earlier_file(tmp_path):
-    """P27"""
     log = RolloutLog(tmp_path, decode)
     log.write(3, scripted_trajectories(2, 2))
     path = log.write(3, scripted_trajectories(1, 1))
@@ -227,7 +226,7 @@ def test_readers_and_sinks_import_no_torch_and_no_drawing():
 
 
 def test_the_files_of_repeated_steps_do_not_include_the_evaluation_before_them(tmp_path):
-    """P27: nothing is counted twice; an evaluation is named by the number of finished steps before it."""
+    """Nothing is counted twice; an evaluation is named by the number of finished steps before it."""
     names = ["eval_000000", "step_000001", "eval_000002", "step_000002", "eval_000003", "step_000003", "step_000010"]
     for name in names:
         (tmp_path / f"{name}.jsonl").write_text("")

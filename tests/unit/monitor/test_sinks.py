@@ -53,7 +53,7 @@ def test_names_that_appear_later_bring_their_units(tmp_path):
 
 
 def test_a_resumed_run_continues_the_same_file_without_the_steps_that_it_repeats(tmp_path):
-    """P27: killed in step 4 while writing, resumed from the checkpoint after step 1."""
+    """Killed in step 4 while writing, resumed from the checkpoint after step 1."""
     path = tmp_path / "m.jsonl"
     write_steps(path, [0, 1, 2, 3])
     with path.open("a") as file:

@@ -56,7 +56,7 @@ def _check(tensor: torch.Tensor, full: torch.Tensor, count: torch.Tensor) -> Non
 
 
 def test_ranges_of_fsdp_over_tp_are_chunks_of_chunks_for_any_number_of_rows():
-    """P38: torch's own offset of such a shard is wrong if tp does not divide the rows. FSDP2 cuts the shards of TP,
+    """Torch's own offset of such a shard is wrong if tp does not divide the rows. FSDP2 cuts the shards of TP,
     both by torch.chunk."""
     for dp, tp, rows in product(range(1, 9), range(1, 9), range(1, 65)):
         placements = [_StridedShard(0, split_factor=tp) if tp > 1 else Shard(0), Shard(0)]

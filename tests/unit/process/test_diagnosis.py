@@ -1,4 +1,4 @@
-"""The diagnosis of a process that failed: how it ended, its output, and its threads' stacks (P26)."""
+"""The diagnosis of a process that failed: how it ended, its output, and its threads' stacks."""
 
 from __future__ import annotations
 

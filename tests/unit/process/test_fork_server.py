@@ -1,4 +1,4 @@
-"""Ranks that a fork server has forked: they are like new interpreters, and end with their controller (P31)."""
+"""Ranks that a fork server has forked: they are like new interpreters, and end with their controller."""
 
 from __future__ import annotations
 
@@ -194,7 +194,6 @@ def test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_th
 
 
 def test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another():
-    """P26, P31"""
 
     async def body(executor: ProcessExecutor) -> None:
         _, server = await executor.call(0, ids)
@@ -252,7 +251,6 @@ rank = fork(Program("meshrl.cluster.worker", ("numpy",)), "rank_0", environment,
 
 @pytest.mark.parametrize("how", ["SIGKILL", "its end"])
 def test_a_fork_server_that_still_imports_ends_with_the_process_that_started_it(how, tmp_path):
-    """P31"""
     (tmp_path / "numpy.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w')\ntime.sleep(600)")
     script = WITHOUT_TORCH + textwrap.dedent("""
         while not os.path.exists(sys.argv[1] + "/begun"):
@@ -325,7 +323,7 @@ def test_a_process_with_other_threads_or_an_open_device_must_not_fork(opened, ca
 
 @pytest.mark.parametrize("killed", ["the child", "its starter"])
 def test_temporary_resources_of_killed_processes_are_removed(killed, tmp_path):
-    """P31: by the process that waits for the child's end, or by the fork server."""
+    """By the process that waits for the child's end, or by the fork server."""
     (tmp_path / "sleeper.py").write_text(
         "import time\nfrom meshrl.process.leases import LeasedFolder\n"
         "from meshrl.process.spawn import inherited_channel\n"

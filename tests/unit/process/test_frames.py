@@ -91,7 +91,7 @@ def test_many_frames_stay_apart(pair):
 
 
 def test_no_descriptor_and_no_name_is_left_behind(pair):
-    """P32: two hundred sends, each with its own memory."""
+    """Two hundred sends, each with its own memory."""
     process, folder = psutil.Process(), "/dev/shm" if os.path.isdir("/dev/shm") else None
     before, names = process.num_fds(), set(os.listdir(folder)) if folder else set()
     for _ in range(4):

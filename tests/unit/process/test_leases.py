@@ -1,4 +1,4 @@
-"""Shared memory and temporary folders of dead processes are removed, those of running processes are not (P31)."""
+"""Shared memory and temporary folders of dead processes are removed, those of running processes are not."""
 
 from __future__ import annotations
 

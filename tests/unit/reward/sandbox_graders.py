@@ -1,4 +1,4 @@
-"""Reward functions with all kinds of bad behaviour (P29); loaded in workers by dotted path."""
+"""Reward functions with all kinds of bad behaviour; loaded in workers by dotted path."""
 
 import asyncio
 import ctypes

@@ -1,4 +1,4 @@
-"""P29: an answer that needs more memory or time than any computer has is wrong at once, without a timeout.
+"""An answer that needs more memory or time than any computer has is wrong at once, without a timeout.
 
 Without these limits nearly all of these answers would run until the worker is killed.
 """

@@ -1,4 +1,4 @@
-"""P41: rules that grade right answers 0 or wrong ones 1. Users would hardly notice such a rule: the rewards still rise.
+"""Rules that grade right answers 0 or wrong ones 1. Users would hardly notice such a rule: the rewards still rise.
 
 Answers in the styles that models write, labelled by hand, each with references that it states and others that it does
 not state.

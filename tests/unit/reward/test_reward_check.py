@@ -18,7 +18,7 @@ def swapped(prompt, completion): return 1.0
 def test_reward_functions_that_can_not_be_called_are_refused_with_key_and_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """P30: `--explain` shows them, and no run starts; a function that is fixed in its file passes at the next try."""
+    """`--explain` shows them, and no run starts; a function that is fixed in its file passes at the next try."""
     monkeypatch.chdir(tmp_path)
     module = tmp_path / "rewards_of_this_test.py"
     module.write_text(MODULE)

@@ -1,4 +1,4 @@
-"""P30: a reward entry of the config that can't work is refused with the reason, before anything is graded."""
+"""A reward entry of the config that can't work is refused with the reason, before anything is graded."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""P29: with any behaviour of a grader, each item gives a number or a typed failure, and the next one is graded."""
+"""With any behaviour of a grader, each item gives a number or a typed failure, and the next one is graded."""
 
 import asyncio
 import os
@@ -364,7 +364,7 @@ asyncio.run(run())
 
 @pytest.mark.parametrize("deed", ["hang_in_c", "hang_in_a_session"])
 def test_workers_die_with_a_killed_parent(deed, tmp_path):
-    """P31: even a worker that hangs in C, which only SIGKILL ends, or that left its process group and its parent."""
+    """Even a worker that hangs in C, which only SIGKILL ends, or that left its process group and its parent."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pid_file = tmp_path / "pids"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, deed, str(pid_file)], stdout=subprocess.PIPE, env=env)

@@ -1,4 +1,4 @@
-"""P29: rewards of trajectories; a failure of a grader is counted, and never a reward of 0."""
+"""Rewards of trajectories; a failure of a grader is counted, and never a reward of 0."""
 
 import asyncio
 import subprocess

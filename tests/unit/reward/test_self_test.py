@@ -1,4 +1,4 @@
-"""P41: a grader that does not distinguish right from wrong is found at the start of a run. Nothing else would show it:
+"""A grader that does not distinguish right from wrong is found at the start of a run. Nothing else would show it:
 equal rewards look like a task that is too hard."""
 
 import asyncio

@@ -77,7 +77,6 @@ def test_tensors_come_out_as_they_went_in_and_outlive_their_transfers(layout, ri
     ],
 )
 def test_a_list_of_transfers_with_a_fault_is_refused(layout, ring, fault, words):
-    """P15"""
     assembly, deliveries = assembly_of(layout), list(transfers_of(layout, WEIGHTS))
     if fault == "dropped":
         deliveries.pop()

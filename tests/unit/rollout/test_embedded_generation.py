@@ -1,4 +1,4 @@
-"""The embedded engine's tokens and logprobs against Transformers' generate and the trainer's forward (P2, P3, P14)."""
+"""The embedded engine's tokens and logprobs against Transformers' generate and the trainer's forward."""
 
 import asyncio
 import random
@@ -66,7 +66,7 @@ def test_greedy_equals_transformers_generate(family):
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_logprobs_equal_the_trainers(family, temperature):
-    """P2: at lr 0 the ratio is 1, at any temperature."""
+    """At lr 0 the ratio is 1, at any temperature."""
     lm = tiny_lm(family)
     requests = [
         ask(f"{i}/{g}", context, seed=turn_seed(0, i, g, 0), temperature=temperature, max_new_tokens=70)
@@ -79,7 +79,7 @@ def test_logprobs_equal_the_trainers(family, temperature):
 
 
 def test_a_certain_model_scores_zero_at_every_sampled_position(lm):
-    """P3: the next token is this token + 1 with certainty; a logprob shifted by one position would be far from 0."""
+    """The next token is this token + 1 with certainty; a logprob shifted by one position would be far from 0."""
     certain = tiny_lm("qwen2", tie_word_embeddings=False)
     with torch.no_grad():
         for p in certain.parameters():
@@ -112,7 +112,7 @@ def sample_requests(count, rng):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_batch_composition_changes_no_tokens(lm, seed):
-    """P14: requests get the same tokens alone and in any batch, order, row and step."""
+    """Requests get the same tokens alone and in any batch, order, row and step."""
     rng = random.Random(seed)
     requests = sample_requests(18, rng)
     engine = tiny_engine(lm, max_running=5, prefill_tokens_per_step=100)
@@ -133,7 +133,7 @@ def test_batch_composition_changes_no_tokens(lm, seed):
 
 
 def test_samples_of_a_group_differ_and_are_reproducible(lm):
-    """P14: another index has another seed; the same request gets the same answer again."""
+    """Another index has another seed; the same request gets the same answer again."""
     requests = [ask(str(g), CONTEXTS[0], seed=turn_seed(0, 5, g, 0), max_new_tokens=20) for g in range(8)]
     engine = tiny_engine(lm)
     first, again = run(engine, requests), run(engine, requests[::-1])
@@ -179,7 +179,7 @@ def certain_output(lm, count=30):
 
 
 def test_stop_ids_end_a_turn_and_belong_to_it(lm):
-    """P3: for the engine's stop ids and the request's own; the stop token is sampled, so it is part of the output."""
+    """For the engine's stop ids and the request's own; the stop token is sampled, so it is part of the output."""
     sure = certain_output(lm)
     at = next(i for i in range(3, 30) if sure[i] not in sure[:i])
     engine = tiny_engine(lm, stop_token_ids=(sure[at], 999))
@@ -196,7 +196,7 @@ def test_stop_ids_end_a_turn_and_belong_to_it(lm):
 
 
 def test_a_stop_token_in_the_context_is_a_token_like_any_other(lm):
-    """P3: pad = eos, eos inside the prompt: lengths determine where a row ends, never token values."""
+    """Pad = eos, eos inside the prompt: lengths determine where a row ends, never token values."""
     context = [0, 2, 2, 5, 2]
     want, _ = generate_greedy(plain(lm), context, 5)
     engine = tiny_engine(lm, stop_token_ids=(2,))
@@ -276,7 +276,7 @@ def test_filters_and_extras_apply_per_request_in_a_mixed_batch(lm):
 
 
 def test_bfloat16_logprobs_are_computed_in_fp32():
-    """Also P10: buffers stay fp32 in a bf16 model, and logprobs come from fp32 logits."""
+    """Buffers stay fp32 in a bf16 model, and logprobs come from fp32 logits."""
     low = tiny_lm("qwen2", dtype=torch.bfloat16)
     engine = tiny_engine(low)
     turn = run(engine, [ask("a", CONTEXTS[2], max_new_tokens=40)])["a"]
@@ -295,7 +295,7 @@ def test_broken_weights_raise_instead_of_sampling(lm):
 
 
 def test_an_engine_from_a_folder(tmp_path, lm):
-    """It has the configured compute dtype, fp32 buffers (P10), no gradients, and the model's context length."""
+    """It has the configured compute dtype, fp32 buffers, no gradients, and the model's context length."""
     from meshrl.config.model import ModelConfig
     from meshrl.config.rollout import RolloutConfig
     from meshrl.rollout.embedded.engine import build_embedded_engine

@@ -1,4 +1,4 @@
-"""Sampling tokens: exact logprobs, counter-based randomness, filters for evaluation (P2, P8, P14)."""
+"""Sampling tokens: exact logprobs, counter-based randomness, filters for evaluation."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def frequencies(params, logits, count=4000, history=None):
 
 
 def test_uniforms_are_the_documented_function_of_seed_and_position():
-    """P14: 64-bit integer arithmetic, so that all devices and engines draw the same tokens."""
+    """64-bit integer arithmetic, so that all devices and engines draw the same tokens."""
     seeds, positions = [0, 1, 2**63 - 1, 12345678901234567], [0, 7, 1, 2**20]
     got = uniforms(np.array(seeds, np.uint64), np.array(positions))
     assert got.tolist() == [(mix64(s ^ mix64(p)) >> 11) * 2.0**-53 for s, p in zip(seeds, positions)]
@@ -65,7 +65,7 @@ def test_inverse_cdf_is_the_first_token_whose_cumulative_sum_exceeds_u():
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_logprobs_are_those_of_the_tempered_distribution_and_draws_follow_it(temperature):
-    """P2: log_softmax(logits / T), T after the fp32 upcast."""
+    """Log_softmax(logits / T), T after the fp32 upcast."""
     logits = logits_of(vocab=40)
     want = torch.log_softmax(logits[0].double() / temperature, -1)
     seen, drawn = frequencies({"temperature": temperature}, logits)
@@ -82,7 +82,7 @@ def test_greedy_takes_the_best_and_scores_it_at_temperature_one():
 
 
 def test_a_draw_does_not_depend_on_the_other_rows():
-    """P14: other rows, their order and their parameters change nothing."""
+    """Other rows, their order and their parameters change nothing."""
     logits = logits_of(4)
     requests = [ask(str(i), [0], seed=100 + i, temperature=t) for i, t in enumerate((0.0, 0.7, 1.0, 1.3))]
     alone = [draw_many([r], logits[i : i + 1]).tokens.item() for i, r in enumerate(requests)]

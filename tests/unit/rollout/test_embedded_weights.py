@@ -1,4 +1,4 @@
-"""Weights of the embedded engine: syncs, caches of one version, continuation, released memory (P11, P14, P15, P17)."""
+"""Weights of the embedded engine: syncs, caches of one version, continuation, released memory."""
 
 import asyncio
 import copy
@@ -46,7 +46,7 @@ def logprobs_on(lm, turn, at):
 
 
 def test_after_a_sync_the_engine_equals_a_new_engine_with_the_new_weights(old, new):
-    """P15, P17: with the same prompt before and after; the read-back covers both names of the tied head (P11)."""
+    """With the same prompt before and after; the read-back covers both names of the tied head."""
 
     async def main():
         engine = tiny_engine(old)
@@ -68,7 +68,7 @@ def test_after_a_sync_the_engine_equals_a_new_engine_with_the_new_weights(old, n
 
 
 def test_no_copy_of_the_old_weights_survives_a_sync_in_bf16(tmp_path, old, new):
-    """P11, P17: the fp32 copy of the head and the fused tensors have the new weights."""
+    """The fp32 copy of the head and the fused tensors have the new weights."""
     engines = {}
     for name, lm in (("old", old), ("new", new)):
         lm.save_pretrained(tmp_path / name)
@@ -90,7 +90,7 @@ def test_no_copy_of_the_old_weights_survives_a_sync_in_bf16(tmp_path, old, new):
 
 def test_weights_may_change_under_running_requests(old, new):
     """Tokens after the commit have the new version and exactly its logprobs, which old keys and values could not give
-    (P17); waiting requests don't get a stale shared prompt either."""
+    ; waiting requests don't get a stale shared prompt either."""
 
     async def main():
         engine = tiny_engine(old, max_running=3)
@@ -114,7 +114,7 @@ def test_weights_may_change_under_running_requests(old, new):
 
 @pytest.mark.parametrize("want", [(), ("entropy", "topk:2")])
 def test_an_aborted_turn_continues_where_it_stopped(old, want):
-    """P14: both parts together have the tokens of an uninterrupted turn."""
+    """Both parts together have the tokens of an uninterrupted turn."""
 
     async def main():
         engine = tiny_engine(old)
@@ -203,7 +203,7 @@ def test_a_request_before_the_first_step_joins_it(old):
 
 
 def test_no_generation_without_a_version(old):
-    """P15: an engine without a weight version refuses requests, and so does one with an older version."""
+    """An engine without a weight version refuses requests, and so does one with an older version."""
 
     async def main():
         engine = tiny_engine(old, trusted=False)
@@ -244,7 +244,7 @@ def test_a_request_during_a_sync_waits_for_its_version(old, new):
 
 
 def test_a_cancelled_sync_aborts_requests_and_new_ones_are_refused_until_the_next_sync(old, new):
-    """P15: some transfers have been loaded, so nothing may be sampled."""
+    """Some transfers have been loaded, so nothing may be sampled."""
 
     async def main():
         engine = tiny_engine(old)
@@ -269,7 +269,7 @@ def test_a_cancelled_sync_aborts_requests_and_new_ones_are_refused_until_the_nex
 
 
 def test_a_head_that_is_not_tied_any_more_is_found_at_commit(old, new):
-    """P11, P15: the wire proof can't detect it; reading back under both names can."""
+    """The wire proof can't detect it; reading back under both names can."""
 
     async def main():
         engine = tiny_engine(old)
@@ -289,7 +289,6 @@ def test_a_head_that_is_not_tied_any_more_is_found_at_commit(old, new):
 
 
 def test_names_are_reconciled_both_ways(old):
-    """P16"""
 
     async def main():
         engine = tiny_engine(old)
@@ -331,7 +330,7 @@ def test_released_memory_is_really_free_and_can_be_restored(old, new):
         assert len(turn.output_ids) == 30 and set(turn.versions) == {0, 1}
         at = turn.versions == 1
         np.testing.assert_allclose(turn.logprobs[at], logprobs_on(new, turn, at), atol=1e-5)
-        assert engine._weights.lm.lm_head.weight is engine._weights.lm.model.embed_tokens.weight  # P11
+        assert engine._weights.lm.lm_head.weight is engine._weights.lm.model.embed_tokens.weight
         with pytest.raises(CapabilityError, match="gradients"):
             await engine.release({"gradients"})
 
@@ -429,7 +428,7 @@ def test_released_weights_are_freed_and_restored_into_the_fused_tensors(old, new
 
 @pytest.mark.parametrize("own", ["weight", "bias"])
 def test_a_parameter_outside_its_fused_tensor_is_found_at_commit(old, new, own):
-    """P15: the forward uses one fused tensor for several layers; a sync into a separate parameter has no effect."""
+    """The forward uses one fused tensor for several layers; a sync into a separate parameter has no effect."""
     name, lm = "model.layers.1.self_attn.k_proj", copy.deepcopy(new)
     torch.nn.init.normal_(lm.get_submodule(name).bias)
 

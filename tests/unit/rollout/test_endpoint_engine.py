@@ -63,7 +63,6 @@ def go(url, main, **changes):
     ],
 )
 def test_a_server_that_returns_no_ids_or_logprobs_is_refused(sglang_server, fault, error, expected):
-    """P21"""
 
     async def main(engine):
         engine.trust_loaded_weights()
@@ -101,7 +100,6 @@ def test_each_version_is_a_folder_that_loads(sglang_server, lm, other, tmp_path)
 
 @pytest.mark.parametrize("fault", ["error", "refused"])
 def test_a_folder_that_is_not_loaded_ends_the_sync(sglang_server, lm, other, fault, tmp_path):
-    """P15"""
     changes = {"reload_url": "/nowhere"} if fault == "refused" else {}
 
     async def main(engine):

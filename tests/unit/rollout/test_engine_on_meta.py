@@ -53,7 +53,7 @@ def test_a_step_of_decode_waits_for_the_device_once() -> None:
             reads, calls = _reads_by_step(num_layers, fast)
             assert len(reads) > NUM_TOKENS and set(reads) == {1}
             half = (torch.bfloat16, torch.bfloat16)
-            assert {call[1:] for call in calls.named("aten.mm.dtype")} == {(half, torch.float32)}  # the head's (P8)
+            assert {call[1:] for call in calls.named("aten.mm.dtype")} == {(half, torch.float32)}  # the head's
 
 
 def test_a_step_of_decode_rounds_neither_attention_scores_nor_sums() -> None:

@@ -1,5 +1,5 @@
 """Where the elements of a wire tensor are in an engine's parameters, found by tracing its own loader; and the read-back
-proof (P15, P16)."""
+proof."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _into(model: torch.nn.Module, bias: list[float], altered: bool = False) -> A
 
 
 def test_a_buffer_is_loaded_and_read_back_in_the_dtype_that_was_sent():
-    """P15: a forward also reads buffers. In another dtype their values must be exactly equal; internal buffers of the
+    """A forward also reads buffers. In another dtype their values must be exactly equal; internal buffers of the
     engine stay unchanged."""
     model = Routed()
     assert _into(model, [0.5, -1.0, 2.0, 0.25]).read_back is True

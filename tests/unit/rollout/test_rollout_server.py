@@ -1,4 +1,4 @@
-"""A server as a child process: waiting until it is ready, diagnosis of its end, and cleanup after its parent (P31)."""
+"""A server as a child process: waiting until it is ready, diagnosis of its end, and cleanup after its parent."""
 
 from __future__ import annotations
 

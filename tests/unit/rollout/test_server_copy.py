@@ -1,5 +1,5 @@
 """A server without adapters: a copy of base and adapters in the engine's process receives the syncs, and the server
-gets merged weights (P14, P15)."""
+gets merged weights."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_fault_before_the_copy_ends_the_sync(pair, fault, alone):
 
 
 def test_a_base_weight_that_has_changed_in_the_copy_is_named(pair):
-    """P15: a sync of adapters does not send the base again, so each one proves it again."""
+    """A sync of adapters does not send the base again, so each one proves it again."""
 
     async def main():
         await pair.weights.reconcile(pair.layout)

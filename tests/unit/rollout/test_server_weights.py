@@ -1,5 +1,4 @@
-"""A sync into a server that answers late: if it was cancelled meanwhile, it stays cancelled and waits for no answer
-(P15)."""
+"""A sync into a server that answers late: if it was cancelled meanwhile, it stays cancelled and waits for no answer."""
 
 from __future__ import annotations
 

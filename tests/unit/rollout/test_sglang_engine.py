@@ -70,7 +70,7 @@ async def until_tokens(engine, count):
     ],
 )
 def test_an_incomplete_answer_is_refused(sglang_server, lm, fault, error, expected):
-    """P21: the trainer never gets ids that were changed by a template, or logprobs of other tokens."""
+    """The trainer never gets ids that were changed by a template, or logprobs of other tokens."""
 
     async def main(engine):
         await ready(engine, lm)
@@ -98,7 +98,7 @@ def test_a_broken_stream_is_an_engine_failure(sglang_server, lm, fault, expected
 
 
 def test_a_tensor_that_the_server_drops_is_named(sglang_server, lm, other):
-    """P15: SGLang's loaders silently ignore names; the read-back detects it."""
+    """SGLang's loaders silently ignore names; the read-back detects it."""
     name = "model.layers.1.self_attn.k_proj.weight"  # a part of a fused parameter
 
     async def main(engine):
@@ -115,7 +115,6 @@ def test_a_tensor_that_the_server_drops_is_named(sglang_server, lm, other):
 
 
 def test_a_cache_that_is_not_dropped_ends_the_sync(sglang_server, lm, other):
-    """P17"""
 
     async def main(engine):
         await ready(engine, lm)
@@ -128,7 +127,7 @@ def test_a_cache_that_is_not_dropped_ends_the_sync(sglang_server, lm, other):
 
 
 def test_tokens_of_mixed_weights_are_left_out(sglang_server, lm, other):
-    """P15: a request that runs when a sync is cancelled returns only the tokens of the last complete version."""
+    """A request that runs when a sync is cancelled returns only the tokens of the last complete version."""
 
     async def main(engine):
         await ready(engine, lm)
@@ -222,7 +221,7 @@ def test_an_sglang_release_without_update_sessions_works(sglang_server, lm):
 
 
 def test_weights_that_another_program_sent_are_detected(sglang_server, lm):
-    """P15: another client's label is no version of this engine."""
+    """Another client's label is no version of this engine."""
 
     async def main(engine):
         await ready(engine, lm)

@@ -1,4 +1,4 @@
-"""Buffers of a model in the real vLLM, which stores them in another dtype and has its own loader for them (P15)."""
+"""Buffers of a model in the real vLLM, which stores them in another dtype and has its own loader for them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class KeepsCache(VllmDialect):
 
 
 def test_a_stale_prefix_cache_is_found_by_the_re_score(server):
-    """P17: this is the reason for dropping the cache in every sync."""
+    """This is the reason for dropping the cache in every sync."""
 
     async def main():
         other = tiny_vllm_lm(seed=1)
@@ -131,7 +131,7 @@ def test_the_weights_of_the_folder_are_a_version_until_a_sync_begins(server):
 
 
 def test_released_weights_need_a_sync_and_running_requests_finish_before(server):
-    """P17, P19: weights are restored first, then synced, and the cache is restored last; nothing is sampled before."""
+    """Weights are restored first, then synced, and the cache is restored last; nothing is sampled before."""
 
     async def main():
         old, new = tiny_vllm_lm(), tiny_vllm_lm(seed=1)
@@ -195,7 +195,7 @@ def test_tensor_parallel_workers_take_their_slices_and_prove_them(tmp_path: Path
 
 
 def test_a_head_with_stale_packed_weights_is_named_by_the_read_back_proof(faulty):
-    """P15: the head is tied, so no sync names it; its logprobs would be wrong by nats, without an error."""
+    """The head is tied, so no sync names it; its logprobs would be wrong by nats, without an error."""
 
     async def main():
         engine = await synced_but_stale(faulty)
@@ -212,7 +212,6 @@ def test_a_head_with_stale_packed_weights_is_named_by_the_read_back_proof(faulty
 
 
 def test_requests_fail_with_the_reason_when_their_server_dies(faulty):
-    """P26"""
 
     async def main():
         engine = await synced(faulty, tiny_vllm_lm())

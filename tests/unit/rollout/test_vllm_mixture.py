@@ -1,5 +1,5 @@
 """Mixtures of experts in the real vLLM, which loads the names of the model's files, fuses the experts in its own way
-and, on a CPU, packs them for its kernel (P15, P16)."""
+and, on a CPU, packs them for its kernel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_mixture_arrives_and_samples_what_the_trainer_computes(tmp_path: Path,
 
 
 def test_experts_that_are_not_packed_for_the_kernel_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """P15: all their elements are there, but the kernel reads them from the wrong positions."""
+    """All their elements are there, but the kernel reads them from the wrong positions."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     old, new = (tiny_lm("qwen3_moe", seed=seed, **{**MODEL, **MIXTURES["qwen3_moe"]}) for seed in range(2))
 

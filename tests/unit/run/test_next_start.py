@@ -1,4 +1,4 @@
-"""The state from which a run continues after it lost train ranks (P26)."""
+"""The state from which a run continues after it lost train ranks."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _in_use(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_the_folder_of_a_live_run_is_refused_and_stays_as_it_is(config: Path, resume: str, monkeypatch):
-    """P43: a second start would move the files that the first one writes. However its process ends, it is free then."""
+    """A second start would move the files that the first one writes. However its process ends, it is free then."""
     monkeypatch.setattr(lease, "_WAIT_S", 0.3)
     loaded = load_run_config(config, ["run.name=used", f"run.resume={resume}"])
     folder = Path(loaded.config.run.folder) / "used"
@@ -83,7 +83,7 @@ def test_the_folder_of_a_live_run_is_refused_and_stays_as_it_is(config: Path, re
 
 
 def test_a_start_with_resume_auto_waits_for_the_end_of_the_run_before_it(config: Path, capsys):
-    """P43: a requeued job starts while the old one still saves its checkpoint."""
+    """A requeued job starts while the old one still saves its checkpoint."""
     loaded = load_run_config(config, ["run.name=requeued", "run.resume=auto"])
     folder = Path(loaded.config.run.folder) / "requeued"
     with _in_use(folder) as other:
@@ -120,7 +120,7 @@ def test_a_process_that_an_agent_forks_does_not_hold_the_lease(tmp_path: Path):
 
 
 def test_the_owner_of_a_folder_without_a_status_is_a_run_that_is_starting(tmp_path: Path):
-    """P43: it takes the lease before it writes any file."""
+    """It takes the lease before it writes any file."""
     held = lease.FolderLease(tmp_path)
     assert held.take()
     assert "is in use by a run that is starting. Wait until" in str(lease.in_use(tmp_path))
@@ -134,7 +134,7 @@ def test_two_runs_of_one_process_do_not_share_a_folder(config: Path):
 
 
 def test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint(config: Path, tmp_path: Path, capsys):
-    """P68: metrics, rollouts, the best model and its record move to earlier_1; one line states this."""
+    """Metrics, rollouts, the best model and its record move to earlier_1; one line states this."""
     script = tmp_path / "script"
     script.write_text("0.25 0.5 0.75")
     overrides = ("loop.num_steps=2", f"reward.terms.answer.args.script={script}")
@@ -179,7 +179,7 @@ def _files_below(folder: Path, names: Sequence[str]) -> list[Path]:
 
 
 def test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside(config: Path, tmp_path: Path):
-    """P27, P68: metrics, rollouts, models and best.json of later steps."""
+    """Metrics, rollouts, models and best.json of later steps."""
     script = tmp_path / "script"
     script.write_text("0.25 0.5 0.625 0.75")
     overrides = ("loop.num_steps=3", "loop.save_every_steps=1", f"reward.terms.answer.args.script={script}")
@@ -222,7 +222,7 @@ def test_runs_that_begin_in_the_same_second_get_different_names(
 
 
 def test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name(config: Path):
-    """P43: the next start moves its files aside. A folder with a step stays occupied."""
+    """The next start moves its files aside. A folder with a step stays occupied."""
     loaded = load_run_config(config, ["run.name=again"])
     for number in range(2):
         with pytest.raises(RewardError), _recorded(loaded) as record:
@@ -268,7 +268,7 @@ def test_the_own_checkpoint_of_a_run_may_be_given_by_a_relative_path(config: Pat
 
 @pytest.mark.parametrize("where", ["on_step", "reward", "sink"])
 def test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved(where, config, monkeypatch):
-    """P68: as after Ctrl-C. A step that every sink has got is finished, also if one of them raises."""
+    """As after Ctrl-C. A step that every sink has got is finished, also if one of them raises."""
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         if step == 3 and where == "on_step":
@@ -297,7 +297,7 @@ def test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_sav
 
 
 def test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_default(config, tmp_path, monkeypatch):
-    """P68: without models, except the best and the last."""
+    """Without models, except the best and the last."""
     script = tmp_path / "script"
     script.write_text("0.5 0.25 0.25")
     options = (f"reward.terms.answer.args.script={script}", "loop.eval_every_steps=3", "run.keep_checkpoints=9")
@@ -315,7 +315,7 @@ def test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_defau
 
 
 def test_resume_auto_passes_over_damaged_checkpoints_with_a_note(config: Path, tmp_path: Path, capsys):
-    """P28, P43: one with a list of files that was changed, one with a changed tensor, which the ranks find, and one
+    """One with a list of files that was changed, one with a changed tensor, which the ranks find, and one
     that was saved with a NaN."""
     script = tmp_path / "script"
     script.write_text("0.5 0.25")

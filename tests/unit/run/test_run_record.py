@@ -130,7 +130,7 @@ def test_a_run_keeps_its_newest_models_and_writes_one_again_that_it_needs(config
 
 
 def test_what_a_killed_run_left_of_a_model_is_removed(tmp_path: Path):
-    """P27: an export or a removal that was interrupted."""
+    """An export or a removal that was interrupted."""
     left, complete = tmp_path / "step_000001" / "model.aside", tmp_path / "step_000002" / "model"
     left.mkdir(parents=True)
     complete.mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_what_a_killed_run_left_of_a_model_is_removed(tmp_path: Path):
 
 
 def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(config: Path, tmp_path: Path):
-    """P27: step 3 is better than step 1, and the run is killed before step 3 is saved; the repeated step 3 is worse.
+    """Step 3 is better than step 1, and the run is killed before step 3 is saved; the repeated step 3 is worse.
     The model of step 1, which the checkpoint of step 2 records as the best, still exists."""
     script = tmp_path / "script"
     overrides = ("loop.num_steps=3", "loop.save_every_steps=2", f"reward.terms.answer.args.script={script}")
@@ -188,7 +188,7 @@ def test_a_run_that_returns_to_a_checkpoint_of_another_run_has_neither_its_best_
 
 
 def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(config: Path, tmp_path: Path):
-    """P43: a kill after the resume must not leave the result of the earlier part. The limit of the proof is measured
+    """A kill after the resume must not leave the result of the earlier part. The limit of the proof is measured
     again, because another dtype rounds otherwise."""
     seen = []
 
@@ -210,7 +210,7 @@ def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(con
 
 
 def test_a_model_without_enough_disk_space_is_not_begun(config: Path, monkeypatch: pytest.MonkeyPatch):
-    """P28: the phase of the run is then the export."""
+    """The phase of the run is then the export."""
     asked = []
     run = Path(json.loads(config.read_text())["run"]["folder"]) / "no_room"
 
@@ -278,7 +278,7 @@ def test_the_phases_of_a_run_are_in_its_status_file_and_on_the_terminal(config: 
 
 
 def test_a_best_model_whose_export_was_interrupted_is_written_after_the_resume(config: Path, tmp_path: Path):
-    """P68: its evaluation is not repeated."""
+    """Its evaluation is not repeated."""
     script = tmp_path / "script"
     script.write_text("0.25 0.75")
     options = ("loop.num_steps=2", "loop.eval_every_steps=1", f"reward.terms.answer.args.script={script}")

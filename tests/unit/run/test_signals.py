@@ -1,4 +1,4 @@
-"""P31: the moment at which a signal ends a run, and the blocks that it does not interrupt."""
+"""The moment at which a signal ends a run, and the blocks that it does not interrupt."""
 
 from __future__ import annotations
 

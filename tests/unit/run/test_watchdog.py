@@ -1,4 +1,4 @@
-"""P26: user code that blocks the controller's event loop ends the run, and the error shows its stack."""
+"""User code that blocks the controller's event loop ends the run, and the error shows its stack."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def serve(pipe: Any, layout_message: str) -> None:
 
 
 def test_weights_reach_other_processes_through_one_segment():
-    """P15: a flipped bit in the segment is refused. Only digests and numbers go through the pipe, as JSON, and no
+    """A flipped bit in the segment is refused. Only digests and numbers go through the pipe, as JSON, and no
     segment is left."""
     context = multiprocessing.get_context("spawn")
     layout = layout_on("one rank", 2048)

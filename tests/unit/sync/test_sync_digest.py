@@ -1,4 +1,4 @@
-"""The digests compared with a plain-Python reference, in any pieces, and changes that they must detect (P15)."""
+"""The digests compared with a plain-Python reference, in any pieces, and changes that they must detect."""
 
 from __future__ import annotations
 

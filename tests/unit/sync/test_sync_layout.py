@@ -175,7 +175,7 @@ def test_an_inconsistent_layout_is_refused(changes, complaint):
         make_layout(**({"tensors": {"a": ((1,), "float32")}} | changes))
 
 
-# ---- the names of both sides (P16)
+# ---- the names of both sides
 
 OWN = {"model.embed.weight": ((8, 4), "float32"), "model.norm.weight": ((4,), "float32")}
 

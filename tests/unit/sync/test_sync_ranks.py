@@ -1,4 +1,4 @@
-"""Ranks that send and receive one list of transfers over sockets (P15, P26): contents, and how waits end."""
+"""Ranks that send and receive one list of transfers over sockets: contents, and how waits end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def all_hold(ranks: Sequence[Rank], weights: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("samplers", [None, 1, 2], ids=["colocated", "one sampler", "two samplers"])
 @pytest.mark.parametrize("mesh", ["one rank", "rows", "columns", "3 x 2", "fused", "replicas"])
 def test_every_mesh_reaches_every_sampler_to_the_bit(mesh, samplers, machines):
-    """P16: everything, then only changes, then everything after a cancelled sampler."""
+    """Everything, then only changes, then everything after a cancelled sampler."""
 
     async def main(ranks: list[Rank]) -> None:
         sizes, weights = [], weights_of()
@@ -73,7 +73,7 @@ def test_every_mesh_reaches_every_sampler_to_the_bit(mesh, samplers, machines):
 @pytest.mark.parametrize("stage", ["begin", "receive", "commit"])
 @pytest.mark.parametrize("samplers", [None, 2], ids=["colocated", "apart"])
 def test_a_failing_rank_ends_the_sync_of_all_ranks(samplers, stage):
-    """P15: also of ranks that have already committed; all waits end. The next sync sends everything."""
+    """Also of ranks that have already committed; all waits end. The next sync sends everything."""
 
     async def fail(*_: Any) -> None:
         raise SyncError(f"lost power at {stage}")

@@ -1,4 +1,4 @@
-"""The receiving half: the order of its steps; every fault of transfers or engine is refused and named (P15)."""
+"""The receiving half: the order of its steps; every fault of transfers or engine is refused and named."""
 
 from __future__ import annotations
 

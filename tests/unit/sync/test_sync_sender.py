@@ -1,4 +1,4 @@
-"""Boxes of train ranks to samplers: full, as changes, or directly into a receiver's tensors (P15, P16, P19)."""
+"""Boxes of train ranks to samplers: full, as changes, or directly into a receiver's tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from meshrl.sync.sender import Elements
     seed=st.integers(0, 99),
 )
 def test_any_partition_arrives_to_the_bit_and_then_its_changes_do(made, transfer_bytes, digest, transposed, seed):
-    """P16. transposed: the receiver's tensors are not contiguous."""
+    """Transposed: the receiver's tensors are not contiguous."""
     specs, ranks = made
     layout = make_layout(specs, ranks, None, transfer_bytes, digest)
     numbers = torch.Generator().manual_seed(seed)
@@ -142,7 +142,7 @@ def test_updates_below_the_samplers_precision_are_not_sent():
 
 
 def test_a_delta_on_another_base_is_refused_and_a_full_sync_repairs_it():
-    """P15: after a cancel, and when the receiver missed a version, whatever base the sender has."""
+    """After a cancel, and when the receiver missed a version, whatever base the sender has."""
     trainer, sampler = trainer_and_sampler()
     weights = weights_of()
     sync(trainer, sampler, weights)
@@ -169,7 +169,7 @@ def test_an_interrupted_sender_has_no_base():
 
 
 def test_a_receiver_with_another_base_is_found_by_the_read_back():
-    """P15: the wire proof can't find a changed element that no rank sent."""
+    """The wire proof can't find a changed element that no rank sent."""
     trainer, sampler = trainer_and_sampler()
     weights = weights_of()
     sync(trainer, sampler, weights)
@@ -217,7 +217,7 @@ def write(trainer, sampler, weights, version=0, base=None):
 
 
 def test_a_sender_in_the_receivers_process_writes_its_tensors_directly():
-    """P15, P19: with the same proofs, and without a buffer."""
+    """With the same proofs, and without a buffer."""
     trainer, sampler = trainer_and_sampler("one rank", keep_base=False)
     weights = weights_of()
     ack = write(trainer, sampler, weights)
@@ -318,7 +318,7 @@ class OnlyMoving(Trainer):
 @pytest.mark.parametrize("transfer_bytes", [128, 4096])
 @pytest.mark.parametrize("mesh", ["one rank", "rows", "3 x 2"])
 def test_frozen_tensors_are_read_and_sent_once_and_proven_each_time(mesh, transfer_bytes, keep_base):
-    """P15, P18: the receiver's frozen tensors are still compared with their digests."""
+    """The receiver's frozen tensors are still compared with their digests."""
     layout = layout_on(mesh, transfer_bytes)
     trainer, sampler, weights = OnlyMoving(layout, keep_base, FROZEN), Sampler(layout), weights_of()
     full = sync(trainer, sampler, weights).num_bytes

@@ -1,4 +1,4 @@
-"""Tensor-parallel workers of a server: each proves its own slices of fused parameters (P15)."""
+"""Tensor-parallel workers of a server: each proves its own slices of fused parameters."""
 
 from __future__ import annotations
 

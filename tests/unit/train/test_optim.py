@@ -75,7 +75,7 @@ def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned(max_no
 
 
 def test_a_norm_that_is_not_finite_scales_nothing():
-    """P12: dividing by it would turn every gradient into NaN."""
+    """Dividing by it would turn every gradient into NaN."""
     model = _model()
     model[0].bias.grad[0], model[1].weight.grad[1] = float("inf"), 4.0
     assert not math.isfinite(clip_gradients(model, 1.0))
