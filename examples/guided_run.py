@@ -7,7 +7,7 @@ report.json of a seed has the numbers:
     reward_curve              mean reward of each training step
     wall_s, cpu_s             of the entire script, without the installation
     peak_bytes                largest sum of proportional set sizes (each shared page counts once) over the process
-                              tree, sampled once a second; of resident sizes, where the system reports no others
+                              tree, sampled every two seconds; of resident sizes, where the system reports no others
     peak_rss_bytes            largest sum of resident sizes: pages that processes share count in each of them
     model                     the trained model's folder, relative to this checkout
 """
@@ -144,12 +144,12 @@ class PeakMemory:
 
 @contextmanager
 def peak_memory() -> Iterator[PeakMemory]:
-    """Measure the memory of this process and its descendants within the block, once a second."""
+    """Measure the memory of this process and its descendants within the block, every two seconds."""
     peak, done = PeakMemory(), threading.Event()
 
     def sample() -> None:
         own = psutil.Process()
-        while not done.wait(1.0):
+        while not done.wait(2.0):
             sizes = [memory_of(p) for p in (own, *own.children(recursive=True))]
             peak.proportional = max(peak.proportional, sum(size[0] for size in sizes))
             peak.resident = max(peak.resident, sum(size[1] for size in sizes))

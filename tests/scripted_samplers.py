@@ -12,7 +12,8 @@ from meshrl.config.run import RunConfig
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
-from meshrl.loops.job import Job, ScoredGroup
+from meshrl.loops.job import Job
+from meshrl.loops.source import Batch
 from meshrl.monitor.spans import Spans
 
 PER_STEP, NUM_STEPS = 2, 20
@@ -26,6 +27,7 @@ class Samplers:
         self.ranks, self.num_running = [0], 0
         self.on_turn_end: Any = None
         self.tools: list[dict[str, Any]] = []
+        self.rewards = lambda ordinal, index: None
 
     async def run(self, prompt: Prompt, index: int, generate: Any, ctx: Any) -> Trajectory:
         versions = await self.ended.setdefault(prompt.ordinal, asyncio.get_running_loop().create_future())
@@ -43,6 +45,8 @@ class Samplers:
     async def generate(self, request: Any) -> Any: ...
     def end_session(self, session: str) -> None: ...
     async def score(self, trajectories: Any) -> list[Any]:
+        for t in trajectories:
+            t.reward = self.rewards(t.prompt.ordinal, t.index)
         return []
 
 
@@ -59,10 +63,15 @@ def turn(versions: list[int]) -> Turn:
 
 
 def job_of(
-    samplers: Samplers, staleness: int, oversampling: float = 0.0, step: int = 0, max_running_requests: int = 256
+    samplers: Samplers,
+    staleness: int,
+    oversampling: float = 0.0,
+    step: int = 0,
+    max_running_requests: int = 256,
+    **of_loop: Any,
 ) -> Job:
     loop = {"num_steps": NUM_STEPS, "prompts_per_step": PER_STEP, "samples_per_prompt": 2, "kind": "fully_async"}
-    loop |= {"max_staleness": staleness, "oversampling": oversampling}
+    loop |= {"max_staleness": staleness, "oversampling": oversampling} | of_loop
     cfg = RunConfig.model_validate(
         {
             "model": {"path": "m"},
@@ -86,8 +95,8 @@ def job_of(
     return Job(**parts)
 
 
-def trained(groups: list[ScoredGroup]) -> list[int]:
-    return [group.trajectories[0].prompt.ordinal for group in groups]
+def trained(batch: Batch) -> list[int]:
+    return [*dict.fromkeys(t.prompt.ordinal for t in batch.trained)]
 
 
 async def take(buffer: GroupBuffer, job: Job) -> list[int]:

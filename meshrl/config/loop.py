@@ -38,6 +38,9 @@ class LoopConfig(Slice):
     """fraction of additional groups that fully_async starts; a step then drops groups that it does not take and that
     would become too old, up to this fraction, instead of waiting for them. 0 = no group is dropped. This is faster
     but biased: long answers are dropped most often"""
+    max_replaced_groups: int = Field(0, ge=0)
+    """groups that a step replaces by newly sampled ones because all their answers have the same reward, and so no
+    gradient (dynamic sampling of DAPO); when this many were replaced, the step takes any group. 0 = none is replaced"""
     eval_every_steps: int = Field(0, ge=0)
     """steps between evaluations; 0 = only before and after training"""
     eval_samples: int = Field(1, ge=1)
@@ -100,6 +103,12 @@ def loop_problems(case: Case) -> Iterator[Problem]:
             ("loop.samples_per_prompt", "algo.advantage"),
             f"{config.algo.advantage} compares the answers of a group; a group of one has nothing to compare with. "
             "Use 2 or more (8 is usual).",
+        )
+    if loop.samples_per_prompt == 1 and loop.max_replaced_groups:
+        yield Problem(
+            ("loop.max_replaced_groups", "loop.samples_per_prompt"),
+            "a group of one answer has one reward, so every group would be replaced. Use 0, or 2 or more "
+            "samples_per_prompt.",
         )
     if loop.prompts_per_step % config.train.updates_per_step:
         yield Problem(

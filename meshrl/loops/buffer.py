@@ -12,6 +12,7 @@ from typing import Any
 from meshrl.core.types import Metric, Prompt
 from meshrl.loops.group_limits import GroupLimits
 from meshrl.loops.job import Job, ScoredGroup
+from meshrl.loops.source import Batch, GroupFilter
 from meshrl.loops.step import answer, group_id, score
 
 
@@ -41,6 +42,7 @@ class GroupBuffer:
         self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
         job.scored = []
         self._unsent = set[str]()  # sessions of started groups that have not sent a request yet
+        self._filter, self._replaced = GroupFilter(job.cfg.loop), list[ScoredGroup]()
         self._failed: asyncio.Task[ScoredGroup] | None = None
         self._group_ended, self._is_open = asyncio.Event(), True
 
@@ -82,7 +84,12 @@ class GroupBuffer:
 
     def _ended(self, ordinal: int, task: asyncio.Task[ScoredGroup]) -> None:
         if ordinal in self._groups:  # else it was taken or dropped
-            self.limits.end(ordinal)
+            if _is_scored(task) and not self._filter.accepts(task.result().trajectories):
+                self._replaced.append(self._groups.pop(ordinal).task.result())
+                self._finished.add(ordinal)
+                self.limits.remove(ordinal)
+            else:
+                self.limits.end(ordinal)
             if self._failed is None and not _is_scored(task):
                 self._failed = task  # the first one: others may follow from it
             self._group_ended.set()
@@ -95,9 +102,8 @@ class GroupBuffer:
             self._unsent.discard(group_id(prompt, "train"))
         return ScoredGroup(trajectories, await score(self._job, trajectories))
 
-    async def take(self) -> list[ScoredGroup]:
-        """Wait for the groups of the next step, remove them and return them, in the order of their prompts. Raises: the
-        error of a group."""
+    async def take(self) -> Batch:
+        """Wait for the groups of the next step, remove them and return them. Raises: the error of a group."""
         self.limits.begin_step(self._job.step)
         while True:
             self._group_ended.clear()
@@ -108,7 +114,7 @@ class GroupBuffer:
                 return self._removed(*found)
             await self._group_ended.wait()
 
-    def _removed(self, taken: list[int], late: list[int]) -> list[ScoredGroup]:
+    def _removed(self, taken: list[int], late: list[int]) -> Batch:
         """Cancel and remove the late groups, remove the taken ones and return them."""
         groups = [self._groups.pop(ordinal).task.result() for ordinal in taken]
         for ordinal in late:
@@ -117,7 +123,12 @@ class GroupBuffer:
             self._unsent.discard(group_id(group.prompt, "train"))  # a task that never ran does not do it
         self._finished |= {*taken, *late}
         self.fill()  # if no request runs, no end of a turn would do it before the next step
-        return groups
+        replaced, self._replaced = self._replaced, []
+        return Batch(
+            trained=[t for group in groups for t in group.trajectories],
+            replaced=[t for group in replaced for t in group.trajectories],
+            metrics=[m for group in (*groups, *replaced) for m in group.metrics] + self._filter.next_step(),
+        )
 
     def cursor(self) -> dict[str, Any]:
         """The data's state from which a run continues: before the first prompt that is not trained. finished: the

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
-from meshrl.loops.step import answer, finish_step, first_sync, score, sync, train_step
+from meshrl.loops.source import next_batch
+from meshrl.loops.step import finish_step, first_sync, sync, train_step
 
 
 async def colocated(job: Job) -> None:
@@ -17,10 +18,9 @@ async def colocated(job: Job) -> None:
         await run.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
         if job.is_over:
             return
-        prompts, cursor = job.next_prompts()
-        trajectories = await answer(job, prompts)
-        metrics, start = start + await score(job, trajectories), []
+        batch = await next_batch(job)
+        metrics, start = start + batch.metrics, []
         with run.updating(job):
-            metrics += await train_step(job, trajectories)
+            metrics += await train_step(job, batch.trained, batch.replaced)
             metrics += await sync(job)
-            await finish_step(job, trajectories, metrics, cursor)
+            await finish_step(job, batch.answers, metrics, batch.cursor)

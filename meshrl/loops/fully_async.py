@@ -23,11 +23,10 @@ async def fully_async(job: Job) -> None:
                 await probe_result(job)
                 return
             with run.spans("wait"):
-                groups = await buffer.take()
-            trajectories = [t for group in groups for t in group.trajectories]
-            metrics += [metric for group in groups for metric in group.metrics]
+                batch = await buffer.take()
+            metrics += batch.metrics
             with run.updating(job):
-                metrics += await train_step(job, trajectories)
+                metrics += await train_step(job, batch.trained, batch.replaced)
                 metrics += await sync(job) + buffer.metrics()
-                await finish_step(job, trajectories, metrics, buffer.cursor())
+                await finish_step(job, batch.answers, metrics, buffer.cursor())
             metrics = []

@@ -69,6 +69,10 @@ class GroupLimits:
         """A group is scored, and was not dropped before."""
         self.scored.add(number)
 
+    def remove(self, number: int) -> None:
+        """A group is not trained; another may start in its place."""
+        del self.versions[number]
+
     def is_in_time(self, oldest: int, version: int) -> bool:
         """Whether a group with tokens of version `oldest` can be trained before it is too old, after all others.
         version: of the trainer."""

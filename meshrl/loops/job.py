@@ -142,12 +142,12 @@ class Job:
         assert self.task.train_prompts is not None, "training needs data.path"
         return self.task.train_prompts
 
-    def next_prompts(self) -> tuple[list[Prompt], dict[str, Any]]:
-        """The prompts of the next step, and the data's state after them. Leaves out prompts that fully_async, which
-        trains them in another order, trained before this run was resumed."""
+    def next_prompts(self, count: int) -> tuple[list[Prompt], dict[str, Any]]:
+        """The next `count` prompts, and the data's state after them. Leaves out prompts that fully_async, which trains
+        them in another order, trained before this run was resumed."""
         finished, prompts = set(self.cursor.get("finished", ())), list[Prompt]()
-        while len(prompts) < self.cfg.loop.prompts_per_step:
-            found = self.feed.next(self.cfg.loop.prompts_per_step - len(prompts))
+        while len(prompts) < count:
+            found = self.feed.next(count - len(prompts))
             prompts += [prompt for prompt in found if prompt.ordinal not in finished]
         later = sorted(ordinal for ordinal in finished if ordinal > prompts[-1].ordinal)
         return prompts, {**self.feed.state(), **({"finished": later} if later else {})}

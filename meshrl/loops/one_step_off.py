@@ -8,19 +8,18 @@ trained, as by `colocated`.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-from meshrl.core.types import Metric, Trajectory
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
-from meshrl.loops.step import answer, finish_step, first_sync, probe_result, score, sync, train_step
+from meshrl.loops.source import Batch, next_batch
+from meshrl.loops.step import finish_step, first_sync, probe_result, sync, train_step
 
 
 async def one_step_off(job: Job) -> None:
     """Run until the job is over, from its current step. Evaluates and saves between a sync and the next batch."""
     run, loop = job.run, job.cfg.loop
     metrics = await first_sync(job)
-    ahead: asyncio.Task[_Batch] | None = None
+    ahead: asyncio.Task[Batch] | None = None
     try:
         while True:
             await evaluate_if_due(job)
@@ -29,13 +28,13 @@ async def one_step_off(job: Job) -> None:
                 await probe_result(job)
                 return
             with run.spans("wait"):
-                trajectories, sampled, cursor = await (ahead or _next_batch(job))
+                batch = await (ahead or next_batch(job))
             ahead = None
             if loop.staleness and job.step + 1 < loop.num_steps:
-                ahead = asyncio.create_task(_next_batch(job))
+                ahead = asyncio.create_task(next_batch(job))
             with run.updating(job):
-                metrics += sampled + await train_step(job, trajectories)
-                await finish_step(job, trajectories, metrics, cursor)
+                metrics += batch.metrics + await train_step(job, batch.trained, batch.replaced)
+                await finish_step(job, batch.answers, metrics, batch.cursor)
             metrics = []
             if ahead is not None and not job.is_over:
                 with run.spans("wait"):
@@ -49,7 +48,7 @@ async def one_step_off(job: Job) -> None:
             await asyncio.gather(ahead, return_exceptions=True)
 
 
-async def _needs_sync(job: Job, ahead: asyncio.Task[_Batch]) -> bool:
+async def _needs_sync(job: Job, ahead: asyncio.Task[Batch]) -> bool:
     """Wait until the batch is sampled. Returns True before that if a sampler was replaced and waits for weights: the
     trainer does not have the version any more with which the batch was started."""
     needs = asyncio.ensure_future(job.rollouts.needs_sync.wait())
@@ -58,13 +57,3 @@ async def _needs_sync(job: Job, ahead: asyncio.Task[_Batch]) -> bool:
         return ahead not in done
     finally:
         needs.cancel()
-
-
-_Batch = tuple[list[Trajectory], list[Metric], dict[str, Any]]
-
-
-async def _next_batch(job: Job) -> _Batch:
-    """The next step's scored trajectories, the metrics of their grading, and the data's state after their prompts."""
-    prompts, cursor = job.next_prompts()
-    trajectories = await answer(job, prompts)
-    return trajectories, await score(job, trajectories), cursor

@@ -129,16 +129,17 @@ async def score(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
 _MAX_REFUSED_STEPS = 3  # in succession
 
 
-async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
+async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Sequence[Trajectory] = ()) -> list[Metric]:
     """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
-    reward there is nothing to train on, and the weights stay.
+    reward there is nothing to train on, and the weights stay. replaced: answers of the step that are not trained.
 
     Raises: AgentError or RewardError when too many attempts or gradings failed; MeshrlError when the engine refused or
     aborted every request of the last _MAX_REFUSED_STEPS steps.
     """
-    check_failures(job.cfg, job.scorer, trajectories)
-    refusals = [t.failure.message for t in trajectories if t.failure is not None and t.failure.kind == "engine"]
-    job.num_refused_steps = job.num_refused_steps + 1 if 0 < len(refusals) == len(trajectories) else 0
+    answers = [*trajectories, *replaced]
+    check_failures(job.cfg, job.scorer, answers)
+    refusals = [t.failure.message for t in answers if t.failure is not None and t.failure.kind == "engine"]
+    job.num_refused_steps = job.num_refused_steps + 1 if 0 < len(refusals) == len(answers) else 0
     if job.num_refused_steps == _MAX_REFUSED_STEPS:
         raise MeshrlError(
             f"step {job.step + 1}: in {_MAX_REFUSED_STEPS} steps in succession the engine refused or aborted every "
@@ -162,7 +163,9 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metri
             metrics += assign_advantages(samples, job.cfg.algo)
             metrics += await update(job, updates)
             job.probed = _rows_to_probe(job, samples) if job.cfg.loop.staleness else None
-    return metrics + rollout_metrics(job, trajectories, samples)
+    if rewards := [t.reward for t in replaced if t.reward is not None]:  # the mean is that of all answers
+        metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
+    return metrics + rollout_metrics(job, answers, samples)
 
 
 def _staleness(samples: Sequence[Sample], version: int) -> Metric:

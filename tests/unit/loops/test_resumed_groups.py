@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_samplers import NUM_STEPS, PER_STEP, Samplers, job_of, settled, take, trained, turn
+from scripted_samplers import NUM_STEPS, PER_STEP, Samplers, job_of, settled, take, turn
 
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.loops.buffer import GroupBuffer
@@ -80,7 +80,7 @@ def test_another_schedule_leaves_out_prompts_that_were_trained():
     job.cursor = {**job.feed.state(), "finished": [1, 4]}
     drawn = []
     for finished in ([4], None):
-        prompts, job.cursor = job.next_prompts()
+        prompts, job.cursor = job.next_prompts(job.cfg.loop.prompts_per_step)
         drawn += [prompt.ordinal for prompt in prompts]
         assert job.cursor.get("finished") == finished
     assert drawn == [0, 2, 3, 5]
@@ -173,6 +173,6 @@ def test_scored_groups_survive_the_end_of_the_block():
                 await samplers.finish(2)
                 step.cancel()
                 raise RuntimeError("the train ranks were lost")
-        assert trained(job.scored) == [2]
+        assert [group.trajectories[0].prompt.ordinal for group in job.scored] == [2]
 
     asyncio.run(scenario())

@@ -1,0 +1,76 @@
+"""The scored groups of a step, for all schedules, and which of them are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshrl.config.loop import LoopConfig
+from meshrl.core.types import Metric, Trajectory
+from meshrl.loops.job import Job
+from meshrl.loops.step import answer, score
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """The answers of a step. trained: those of its groups, in the order of their prompts. replaced: those of groups
+    that others have replaced. metrics: of the grading of all. cursor: the data's state after these groups."""
+
+    trained: list[Trajectory] = field(default_factory=list)
+    replaced: list[Trajectory] = field(default_factory=list)
+    metrics: list[Metric] = field(default_factory=list)
+    cursor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> list[Trajectory]:
+        """All of them."""
+        return self.trained + self.replaced
+
+
+class GroupFilter:
+    """Accepts the groups of a step: those whose answers differ in their reward, and any group once the step has
+    replaced loop.max_replaced_groups others. A group of equal rewards has advantage 0, and so no gradient (dynamic
+    sampling: DAPO, arXiv 2503.14476, equation 11)."""
+
+    def __init__(self, loop: LoopConfig):
+        self._limit = loop.max_replaced_groups
+        self._num_replaced = 0
+
+    def accepts(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether this scored group is trained; if not, it counts as replaced. Answers without a reward don't count."""
+        rewards = {t.reward for t in trajectories if t.reward is not None}
+        if len(rewards) > 1 or self._num_replaced >= self._limit:
+            return True
+        self._num_replaced += 1
+        return False
+
+    def next_step(self) -> list[Metric]:
+        """Start to count again; returns how many groups were replaced, if the config allows any."""
+        count, self._num_replaced = self._num_replaced, 0
+        if not self._limit:
+            return []
+        return [Metric(name="rollout/groups_replaced", sum=count, reduce="sum", unit="groups")]
+
+
+async def next_batch(job: Job) -> Batch:
+    """Sample and score the next prompts_per_step groups that are trained."""
+    batch, accepted, wanted = Batch(), GroupFilter(job.cfg.loop), job.cfg.loop.prompts_per_step
+    missing = wanted
+    while missing:
+        prompts, batch.cursor = job.next_prompts(missing)
+        trajectories = await answer(job, prompts)
+        batch.metrics += await score(job, trajectories)
+        for group in by_prompt(trajectories, job.cfg.loop.samples_per_prompt):
+            if accepted.accepts(group):
+                batch.trained += group
+                missing -= 1
+            else:
+                batch.replaced += group
+    batch.metrics += accepted.next_step()
+    return batch
+
+
+def by_prompt(trajectories: Sequence[Trajectory], group_size: int) -> list[list[Trajectory]]:
+    """The answers to each prompt, from answers in the order of their prompts."""
+    return [[*trajectories[at : at + group_size]] for at in range(0, len(trajectories), group_size)]
