@@ -1,4 +1,4 @@
-"""Mutation testing: insert one fault at a time into a copy of the package; one of its named tests must fail, or
+"""Mutation testing: insert one fault at a time into a copy of the package; the test that it names must fail, or
 not end (some faults are deadlocks).
 
     python tests/mutants/run.py [--list] [--only WORDS] [-j JOBS]
@@ -9,6 +9,7 @@ Exit code 0: every fault is caught, the named tests pass without a fault, and ev
 from __future__ import annotations
 
 import argparse
+import ast
 import compileall
 import os
 import queue
@@ -25,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
-from faults import FAULTS, Fault
+from fault import Fault, plant
+from faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("meshrl", "tests", "pyproject.toml")
@@ -36,7 +38,7 @@ TEST_LIMIT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """caught: a named test failed, or did not end. shown: the name of that test, or the reason why none failed."""
+    """caught: the test failed, or did not end. shown: the name of that test, or the reason why it did not fail."""
 
     name: str
     caught: bool
@@ -46,7 +48,7 @@ class Verdict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="list the faults and the tests that catch them")
+    parser.add_argument("--list", action="store_true", help="list the faults and the test that catches each")
     parser.add_argument("--only", action="append", metavar="WORDS", help="only faults with these words in their name")
     parser.add_argument(
         "-j", "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="faults that are tested in parallel"
@@ -57,7 +59,7 @@ def main() -> int:
         sys.exit(f"no fault has a name with {args.only}; --list lists all faults")
     if args.list:
         for f in faults:
-            print(f"{f.name}\n    {f.file}\n    " + "\n    ".join(f.tests))
+            print(f.name, f.place, f.change, f.test, sep="\n    ")
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         return _try_all(faults, [_copy(Path(folder) / str(i)) for i in range(args.jobs)])
@@ -70,6 +72,8 @@ def _copy(folder: Path) -> Path:
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder / name)
+    for path in {folder / f.file for f in FAULTS}:  # as `plant` writes them: no fault is caught by a missing comment
+        path.write_text(ast.unparse(ast.parse(path.read_text(encoding="utf-8"))), encoding="utf-8")
     # With hashes: time stamps have a resolution of a second, so the bytecode of a file could be older than its fault.
     compileall.compile_dir(folder, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     code = "import meshrl.core.types as m; print(m.__file__)"
@@ -105,7 +109,7 @@ def _try_all(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
         print(f"{word}  {v.name:<{width}}  {v.seconds:5.1f} s  {v.shown}", flush=True)
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        clean = pool.submit(with_copy, _clean, sorted({test for f in faults for test in f.tests}))
+        clean = pool.submit(with_copy, _clean, sorted({f.test for f in faults}))
         missed = []
         for future in [pool.submit(with_copy, _try, f) for f in faults]:
             verdict = future.result()
@@ -120,19 +124,20 @@ def _try_all(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
 def _clean(copy: Path, tests: Sequence[str]) -> Verdict:
     """Run all named tests without a fault. They must pass; otherwise their failures with a fault mean nothing."""
     code, output, seconds = _pytest(copy, tests, CLEAN_LIMIT_S)
-    failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR):? .*", output, re.MULTILINE)
     return Verdict("without any fault", code == 0, "; ".join(failed) or _last_line(output), seconds)
 
 
 def _try(copy: Path, fault: Fault) -> Verdict:
     path = copy / fault.file
     text = path.read_text(encoding="utf-8")
-    if text.count(fault.old) != 1:
-        shown = f"out of date: its text occurs {text.count(fault.old)} times in {fault.file}; update the fault"
-        return Verdict(fault.name, False, shown, 0.0)
     try:
-        path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-        code, output, seconds = _pytest(copy, fault.tests, LIMIT_S)
+        planted = plant(fault, text)
+    except LookupError as error:
+        return Verdict(fault.name, False, str(error), 0.0)
+    try:
+        path.write_text(planted, encoding="utf-8")
+        code, output, seconds = _pytest(copy, [fault.test], LIMIT_S)
     finally:
         path.write_text(text, encoding="utf-8")
     failed = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
@@ -140,7 +145,7 @@ def _try(copy: Path, fault: Fault) -> Verdict:
         return Verdict(fault.name, True, failed[0], seconds)
     if code == -1:
         return Verdict(fault.name, True, f"no end within {LIMIT_S:g} s", seconds)
-    errors = re.findall(r"^ERROR .*", output, re.MULTILINE)
+    errors = re.findall(r"^ERROR:? .*", output, re.MULTILINE)
     shown = f"pytest ended with exit code {code}: {(errors or [_last_line(output)])[0]}"
     return Verdict(fault.name, False, shown, seconds)
 

@@ -6,28 +6,67 @@ import ast
 from pathlib import Path
 
 import pytest
-from faults import FAULTS, Fault
+from fault import Fault, plant
+from faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
+CODE = """
+class Cat:
+    @property
+    def age(self):
+        return self._age - 1  # years
+    @age.setter
+    def age(self, value):
+        if value > 0:
+            self._age = value
+            self.old = (
+                value - 1)
+def age(): return 2 - 1
+"""
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
-def test_the_code_of_a_fault_occurs_once_and_the_edited_file_is_valid_python(fault: Fault):
-    text = (ROOT / fault.file).read_text(encoding="utf-8")
-    assert text.count(fault.old) == 1 and fault.old != fault.new
-    ast.parse(text.replace(fault.old, fault.new))
+def test_the_code_of_a_fault_occurs_once_and_the_edited_file_is_other_valid_python(fault: Fault):
+    code = (ROOT / fault.file).read_text(encoding="utf-8")
+    planted = plant(fault, code)
+    compile(planted, fault.file, "exec")
+    assert planted != ast.unparse(ast.parse(code))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
-def test_the_tests_that_catch_a_fault_exist(fault: Fault):
-    assert fault.tests
-    for test in fault.tests:
-        file, _, name = test.partition("::")
-        functions = {
-            node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)
-        }
-        assert name.partition("[")[0] in functions, test
+def test_the_test_that_catches_a_fault_exists(fault: Fault):
+    file, _, name = fault.test.partition("::")
+    body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    assert name.partition("[")[0] in {node.name for node in body if isinstance(node, ast.FunctionDef)}, fault.test
 
 
 def test_the_names_of_faults_are_unique():
     assert len({f.name for f in FAULTS}) == len(FAULTS) >= 25
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "before", "after"),
+    [
+        ("::age", "2 - 1 => 3", "return 2 - 1", "return 3"),
+        ("::Cat.age", "self.old = value-1 => self.old = 0", "self.old = value - 1", "self.old = 0"),
+        ("::Cat.age", "self._age - 1 => 0", "return self._age - 1", "return 0"),
+        ("::Cat", "self._age = value; self.old = value - 1 => pass", "self._age = value\n", "pass"),
+        ("", "value > 0 => False", "if value > 0:", "if False:"),
+    ],
+)
+def test_a_fault_is_planted_whatever_the_format_of_the_code(place: str, change: str, before: str, after: str):
+    planted = plant(Fault("a fault", "cat.py" + place, change, ""), CODE)
+    assert before in ast.unparse(ast.parse(CODE)) and before not in planted and after in planted
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "error"),
+    [
+        ("::Dog.age", "value > 0 => False", "'a fault': cat.py does not define Dog.age"),
+        ("::age", "3 - 1 => 0", "`3 - 1` occurs 0 times in cat.py::age"),
+        ("::Cat.age", "value => 0", "`value` occurs 3 times in cat.py::Cat.age"),
+    ],
+)
+def test_an_error_states_what_was_not_found_and_where(place: str, change: str, error: str):
+    with pytest.raises(LookupError, match=error.replace(".", r"\.")):
+        plant(Fault("a fault", "cat.py" + place, change, ""), CODE)

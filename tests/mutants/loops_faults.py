@@ -1,0 +1,219 @@
+"""Faults of a training step and of the schedules: proofs, probes, staleness, evaluations, resumed groups."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_LOOPS = "tests/contract/test_loops.py::"
+_BUFFER = "tests/unit/loops/test_buffer.py::"
+_EVALUATED_PROMPTS = "tests/unit/loops/test_evaluated_prompts.py::"
+_JOB_STATE = "tests/unit/loops/test_job_state.py::"
+_PROBED_ROWS = "tests/unit/loops/test_probed_rows.py::"
+_RESUMED_GROUPS = "tests/unit/loops/test_resumed_groups.py::"
+_SAMPLER_PROOF = "tests/unit/loops/test_sampler_proof.py::"
+_STEP_METRICS = "tests/unit/loops/test_step_metrics.py::"
+_RUN_RECORD = "tests/unit/run/test_run_record.py::"
+
+FAULTS = [
+    Fault(
+        "samplers that have finished are idle until the trainer has finished",
+        "meshrl/loops/buffer.py::GroupBuffer._removed",
+        "self.fill() => pass",
+        _BUFFER + "test_samplers_work_while_the_trainer_trains",
+    ),
+    Fault(
+        "a resumed run forgets which later groups were trained",
+        "meshrl/loops/buffer.py::GroupBuffer.cursor",
+        "sorted(self._finished) => []",
+        _RESUMED_GROUPS + "test_a_run_continues_with_the_groups_that_are_not_trained",
+    ),
+    Fault(
+        "a run that returned to a checkpoint trains groups of weights that it has lost",
+        "meshrl/loops/buffer.py::_is_valid",
+        "max(_versions(group), default=0) <= job.trainer.version => True",
+        _RESUMED_GROUPS + "test_groups_of_lost_weights_are_sampled_again",
+    ),
+    Fault(
+        "scored groups are used again although they can not all be trained in time",
+        "meshrl/loops/buffer.py::GroupBuffer.fill",
+        "self.limits.is_in_time(oldest, version) => True",
+        _RESUMED_GROUPS + "test_groups_that_can_not_all_be_trained_in_time_are_sampled_again",
+    ),
+    Fault(
+        "a group that is used again is as old as its newest token",
+        "meshrl/loops/buffer.py::GroupBuffer.fill",
+        "min(_versions(again), default=version) => max(_versions(again), default=version)",
+        _RESUMED_GROUPS + "test_groups_that_can_not_all_be_trained_in_time_are_sampled_again[turns5-2]",
+    ),
+    Fault(
+        "a group that is used again counts as a new one",
+        "meshrl/loops/buffer.py::GroupBuffer.fill",
+        "self.limits.start(prompt.ordinal, oldest) => self.limits.start(prompt.ordinal, version)",
+        _RESUMED_GROUPS + "test_a_group_that_is_used_again_is_trained_before_newer_ones",
+    ),
+    Fault(
+        "an evaluation accepts answers of old weights",
+        "meshrl/loops/evaluate.py::evaluate_if_due",
+        "job.trainer.version => 0",
+        _EVALUATED_PROMPTS + "test_an_evaluation_asks_for_the_weights_of_the_trainer",
+    ),
+    Fault(
+        "an evaluation counts failed gradings as wrong answers",
+        "meshrl/loops/evaluate.py::evaluate_prompts",
+        "check_failures(cfg, scorer, trajectories) => pass",
+        _EVALUATED_PROMPTS + "test_an_evaluation_whose_grader_fails_ends_the_run",
+    ),
+    Fault(
+        "a run that on_step ends is not evaluated",
+        "meshrl/loops/evaluate.py::evaluate_if_due",
+        "job.is_over => job.step == job.cfg.loop.num_steps",
+        "tests/e2e/test_python_api.py::test_false_from_on_step_ends_the_run_as_after_its_last_step",
+    ),
+    Fault(
+        "a best model whose export was interrupted is never written",
+        "meshrl/loops/evaluate.py::evaluate_if_due",
+        "done and job.cfg.loop.save_best => False",
+        _RUN_RECORD + "test_a_best_model_whose_export_was_interrupted_is_written_after_the_resume",
+    ),
+    Fault(
+        "groups are started without a limit of staleness",
+        "meshrl/loops/group_limits.py::GroupLimits.may_start",
+        "self._step + self._staleness + 1 => self._step + self._staleness + 2",
+        _BUFFER + "test_in_any_order_no_group_is_too_old_and_none_is_lost",
+    ),
+    Fault(
+        "a step does not wait for groups that become too old",
+        "meshrl/loops/group_limits.py::GroupLimits.take",
+        "position > num_steps * self._per_step + self._spare => False",
+        _BUFFER + "test_a_slow_group_is_waited_for_before_it_is_too_old",
+    ),
+    Fault(
+        "a step lets more groups age than later steps can train",
+        "meshrl/loops/group_limits.py::GroupLimits.take",
+        "position > num_steps * self._per_step + self._spare => num_steps == 0 and position > self._spare",
+        _BUFFER + "test_in_any_order_no_group_is_too_old_and_none_is_lost",
+    ),
+    Fault(
+        "a step takes the newest groups",
+        "meshrl/loops/group_limits.py::GroupLimits.take",
+        "sorted(self.versions, key=self.versions.__getitem__) => sorted(self.versions, reverse=True)",
+        _BUFFER + "test_the_oldest_groups_are_trained_first",
+    ),
+    Fault(
+        "with staleness 0 spare groups start while the trainer trains",
+        "meshrl/loops/group_limits.py::GroupLimits.may_start",
+        "self._staleness == 0 and self._has_taken => False",
+        _BUFFER + "test_with_staleness_0_no_group_starts_while_the_trainer_trains",
+    ),
+    Fault(
+        "the number of groups falls after a wait that ended with more than the step takes",
+        "meshrl/loops/group_limits.py::GroupLimits._adapt",
+        "self._has_waited => self._has_waited and not num_left",
+        _BUFFER + "test_the_number_of_groups_rises_after_a_wait_that_ended_with_more_groups_than_the_step_takes",
+    ),
+    Fault(
+        "a run that continues as another schedule trains prompts twice",
+        "meshrl/loops/job.py::Job.next_prompts",
+        "[prompt for prompt in found if prompt.ordinal not in finished] => found",
+        _RESUMED_GROUPS + "test_another_schedule_leaves_out_prompts_that_were_trained",
+    ),
+    Fault(
+        "a resume with another dtype has the limit of the earlier one",
+        "meshrl/loops/job.py::Job.restore",
+        'saved["proof_threshold"] if is_same else None => saved["proof_threshold"]',
+        _RUN_RECORD + "test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype",
+    ),
+    Fault(
+        "a resume with another sampler has the limit of the earlier one",
+        "meshrl/loops/job.py::Job.restore",
+        '("model", "rollout") => ("model",)',
+        _JOB_STATE + "test_the_limit_of_the_proof_is_measured_again_when_model_or_sampler_changes[changes5-None]",
+    ),
+    Fault(
+        "a resumed run reads its data from the start",
+        "meshrl/loops/job.py::Job.restore",
+        'self.feed.load_state(saved["data"]) => pass',
+        "tests/e2e/test_resume.py::test_a_resumed_run_equals_one_that_was_not_interrupted[mid-epoch]",
+    ),
+    Fault(
+        "a one-step-off run resumes after the batch that was sampled ahead",
+        "meshrl/loops/one_step_off.py::_next_batch",
+        "prompts, cursor = job.next_prompts()"
+        " => prompts, cursor = job.next_prompts(); "
+        'cursor = {**job.feed.state(), "next_ordinal": job.feed.state()["next_ordinal"] + len(prompts)}',
+        _LOOPS + "test_a_run_that_ended_early_continues_with_the_next_prompts",
+    ),
+    Fault(
+        "the proof takes one mean over all samplers",
+        "meshrl/loops/proof.py::SamplerProof.check",
+        "{name: _mean(rows[names == name]) for name in dict.fromkeys(engines)} => {engines[-1]: _mean(rows)}",
+        _SAMPLER_PROOF + "test_one_stale_engine_among_many_is_named",
+    ),
+    Fault(
+        "one engine of many may sample with other weights",
+        "meshrl/loops/proof.py::SamplerProof.check",
+        "row > ROW_MARGIN * limit => False",
+        _SAMPLER_PROOF + "test_one_stale_row_among_many_ends_the_run",
+    ),
+    Fault(
+        "a step without a token to train is taken",
+        "meshrl/loops/step.py::update",
+        "continue => pass",
+        "tests/e2e/test_own_algorithm_run.py::test_steps_with_only_truncated_answers_do_not_change_the_model",
+    ),
+    Fault(
+        "a probe compares the rows of a later step",
+        "meshrl/loops/step.py::_probe",
+        "zip(rows, ours, theirs, strict=True) => zip(job.probed, ours, theirs, strict=True)",
+        _PROBED_ROWS + "test_a_probe_compares_its_own_rows_when_a_later_step_has_chosen_others",
+    ),
+    Fault(
+        "a run whose engine refuses every answer ends as a success",
+        "meshrl/loops/step.py::train_step",
+        "job.num_refused_steps == _MAX_REFUSED_STEPS => False",
+        "tests/unit/loops/test_refused_answers.py::test_three_steps_without_an_answer_end_the_run_with_the_reason",
+    ),
+    Fault(
+        "no probe after a sync",
+        "meshrl/loops/step.py::sync",
+        "job.probed is not None => False",
+        _LOOPS + "test_a_sampler_with_old_weights_is_caught_within_its_step",
+    ),
+    Fault(
+        "a step whose shortest row is long has no row to probe",
+        "meshrl/loops/step.py::_rows_to_probe",
+        "s is rows[0] => False",
+        _PROBED_ROWS + "test_the_shortest_rows_with_trained_tokens_are_picked",
+    ),
+    Fault(
+        "a probe that compares nothing counts as a proof",
+        "meshrl/loops/step.py::_probe",
+        "not answers or num_compared < len(answers) => False",
+        _PROBED_ROWS + "test_a_probe_that_compares_nothing_is_an_error",
+    ),
+    Fault(
+        "a sync that changes no element reports no fraction",
+        "meshrl/loops/step.py::_changes",
+        "ack.num_changed_elements is not None => ack.num_changed_elements",
+        _STEP_METRICS + "test_a_sync_that_changes_nothing_is_reported_as_zero_and_an_unknown_number_is_not_reported"
+        "[counts3-expected3]",
+    ),
+    Fault(
+        "a step whose messages are not JSON is repeated after a resume",
+        "meshrl/loops/step.py::finish_step",
+        "job.step += 1 => job.step += error is None",
+        _STEP_METRICS + "test_a_step_whose_messages_are_not_json_is_counted_before_the_error",
+    ),
+    Fault(
+        "samplers do not release their memory",
+        "meshrl/loops/step.py::train_step",
+        "await release_samplers(job) => []",
+        "tests/e2e/test_release_memory.py::test_the_memory_is_free_while_the_gradient_is_computed",
+    ),
+    Fault(
+        "the optimizer steps before the sampler's proof",
+        "meshrl/loops/step.py::update",
+        "metrics += report.metrics => metrics += report.metrics; await job.trainer.optim_step(1e-6)",
+        "tests/contract/test_executors.py::test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step",
+    ),
+]

@@ -1,0 +1,161 @@
+"""Faults of the samplers: drawn tokens, versions, stop strings, received weights, released memory."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_EMBEDDED_SAMPLER = "tests/unit/rollout/test_embedded_sampler.py::"
+_EMBEDDED_WEIGHTS = "tests/unit/rollout/test_embedded_weights.py::"
+_NAME_MAP = "tests/unit/rollout/test_name_map.py::"
+_SGLANG_ENGINE = "tests/unit/rollout/test_sglang_engine.py::"
+_STOP_STRINGS = "tests/unit/rollout/test_stop_strings.py::"
+_VLLM_MEMORY = "tests/unit/rollout/test_vllm_memory.py::"
+
+FAULTS = [
+    Fault(
+        "a continued turn of an endpoint repeats its random numbers",
+        "meshrl/rollout/completions.py::CompletionsDialect._events",
+        "continuation_seed(request) => request.seed",
+        "tests/contract/test_rollout_engines.py::test_abort_and_continuation_make_one_turn[endpoint]",
+    ),
+    Fault(
+        "a folder that the server did not load counts as a version",
+        "meshrl/rollout/completions.py::CompletionsDialect._reload",
+        'answer.get("success") is not True => False',
+        "tests/unit/rollout/test_endpoint_engine.py::test_an_answer_other_than_success_is_no_success",
+    ),
+    Fault(
+        "KV caches of old weights are used after a sync",
+        "meshrl/rollout/embedded/engine.py::EmbeddedEngine.begin",
+        "self._flush() => pass",
+        _EMBEDDED_WEIGHTS + "test_weights_may_change_under_running_requests",
+    ),
+    Fault(
+        "answers wait for the next decoding step",
+        "meshrl/rollout/embedded/engine.py::EmbeddedEngine._run",
+        "await asyncio.sleep(0); await asyncio.sleep(0) => await asyncio.sleep(0)",
+        _EMBEDDED_WEIGHTS + "test_answers_are_sent_before_the_next_step",
+    ),
+    Fault(
+        "the acknowledgement of a sync waits for a decoding step",
+        "meshrl/rollout/embedded/engine.py::EmbeddedEngine._run",
+        "version != self._weights.version => version is None",
+        _EMBEDDED_WEIGHTS + "test_answers_are_sent_before_the_next_step",
+    ),
+    Fault(
+        "the fp32 copy of the head is not replaced by a sync",
+        "meshrl/rollout/embedded/runner.py::Runner.flush",
+        "self._head = None => pass",
+        _EMBEDDED_WEIGHTS + "test_no_copy_of_the_old_weights_survives_a_sync_in_bf16",
+    ),
+    Fault(
+        "all rows are drawn with one seed",
+        "meshrl/rollout/embedded/sampler.py::uniforms",
+        "seeds ^ mix64(positions.astype(np.uint64)) => seeds[:1] ^ mix64(positions.astype(np.uint64))",
+        _EMBEDDED_SAMPLER + "test_a_draw_does_not_depend_on_the_other_rows",
+    ),
+    Fault(
+        "the sampler's logprobs ignore the temperature",
+        "meshrl/rollout/embedded/sampler.py::draw",
+        "(z.gather(1, tokens[:, None]) - lse)[:, 0].clamp_(max=0)"
+        " => torch.log_softmax(z * rows.temperature, -1).gather(1, tokens[:, None])[:, 0]",
+        _EMBEDDED_SAMPLER + "test_logprobs_are_those_of_the_tempered_distribution_and_draws_follow_it",
+    ),
+    Fault(
+        "released weights stay in the fused matrices",
+        "meshrl/rollout/embedded/weights.py::EngineWeights.release",
+        "self._fast.split() => pass",
+        _EMBEDDED_WEIGHTS + "test_released_weights_are_freed_and_restored_into_the_fused_tensors",
+    ),
+    Fault(
+        "restored weights are not fused again",
+        "meshrl/rollout/embedded/weights.py::EngineWeights.restore",
+        "self._fast.fuse() => pass",
+        _EMBEDDED_WEIGHTS + "test_released_weights_are_freed_and_restored_into_the_fused_tensors",
+    ),
+    Fault(
+        "no check finds a parameter that the computation does not use",
+        "meshrl/rollout/embedded/weights.py::EngineWeights._read_back",
+        "joint.get(id(p), p).data_ptr() != p.data_ptr() => False",
+        _EMBEDDED_WEIGHTS + "test_a_parameter_outside_its_fused_tensor_is_found_at_commit[weight]",
+    ),
+    Fault(
+        "tokens of mixed weights count as tokens of the last version",
+        "meshrl/rollout/server/answer.py::Answer._token_versions",
+        'versions = versions[: span["start"]] => versions[span["start"] : span["end"]] = max(self._versions.values())',
+        _SGLANG_ENGINE + "test_tokens_of_mixed_weights_are_left_out",
+    ),
+    Fault(
+        "a prompt that the server rendered again goes unnoticed",
+        "meshrl/rollout/server/answer.py::Answer._check_context",
+        "part.context != sent and not (self._has_context and part.context is None)"
+        " => part.context is None and not self._has_context",
+        _SGLANG_ENGINE + "test_an_incomplete_answer_is_refused[wrong_echo-RequestError-sent 20 ids and echoed 21 ids]",
+    ),
+    Fault(
+        "tokens that a server samples after a stop string are trained",
+        "meshrl/rollout/server/answer.py::Answer.add",
+        "part.tokens[:num_output] => part.tokens",
+        _SGLANG_ENGINE + "test_tokens_after_a_stop_string_are_not_part_of_the_turn",
+    ),
+    Fault(
+        "a worker that assembles tensors compares no digest",
+        "meshrl/rollout/server/assembly.py::Assembly.take",
+        "delivery.digests[number] => arrived",
+        "tests/unit/sync/test_sync_slices.py::test_workers_refuse_damaged_transfers",
+    ),
+    Fault(
+        "a server computes with restored weights that have no values yet",
+        "meshrl/rollout/server/engine.py::ServerEngine._resume_if_allowed",
+        "self._awaits_sync => False",
+        _SGLANG_ENGINE + "test_restored_weights_are_used_only_after_their_sync",
+    ),
+    Fault(
+        "an adapter is added without its scale",
+        "meshrl/rollout/server/weights.py::_HostCopy.deliveries",
+        "self._scale => 1.0",
+        "tests/unit/rollout/test_server_copy.py::test_adapters_are_sent_alone_and_the_server_gets_merged_weights",
+    ),
+    Fault(
+        "a server's tensor of another dtype is compared without a cast",
+        "meshrl/rollout/server/worker_weights.py::ReadBackDigests.differing",
+        "patch.of_parameter(param).to(self._dtypes[name]) => patch.of_parameter(param)",
+        _NAME_MAP + "test_a_buffer_is_loaded_and_read_back_in_the_dtype_that_was_sent",
+    ),
+    Fault(
+        "a server worker's parameters are not compared with the received weights",
+        "meshrl/rollout/server/worker_weights.py::ReadBackDigests.differing",
+        "_digest(patch.of_parameter(param).to(self._dtypes[name])) => self._values[key]",
+        _NAME_MAP + "test_the_read_back_compares_each_block[one bit]",
+    ),
+    Fault(
+        "an abort ends every request with the same beginning of its id",
+        "meshrl/rollout/sglang/dialect.py::SglangDialect._new_rid",
+        'f"{self._run}-{self._num_rids:012d}" => f"{self._run}-{self._num_rids}"',
+        _SGLANG_ENGINE + "test_an_abort_ends_no_other_request",
+    ),
+    Fault(
+        "a stop string that spans two tokens is not found",
+        "meshrl/rollout/stop_strings.py::StopSearch.ends_with",
+        "self._tail += self._bytes_of(token) => self._tail = self._bytes_of(token)",
+        _STOP_STRINGS + "test_the_end_is_the_first_token_whose_text_completes_a_stop_string",
+    ),
+    Fault(
+        "a continued turn forgets the beginning of a stop string",
+        "meshrl/rollout/stop_strings.py::StopStrings.search",
+        "search.skip(request.prefix_output) => pass",
+        _STOP_STRINGS + "test_a_continuation_ends_where_the_uninterrupted_turn_ends[3]",
+    ),
+    Fault(
+        "released memory is not freed",
+        "meshrl/rollout/vllm/cpu_build.py::CpuMemory.release",
+        "storage.resize_(0) => pass",
+        _VLLM_MEMORY + "test_on_a_cpu_storages_are_released_and_restored_in_place",
+    ),
+    Fault(
+        "a server's released KV cache wakes up when its weights go to sleep",
+        "meshrl/rollout/vllm/memory.py::WorkerMemory._sleep",
+        "parts | before => parts",
+        _VLLM_MEMORY + "test_parts_are_released_one_by_one",
+    ),
+]

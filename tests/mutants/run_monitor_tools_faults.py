@@ -1,0 +1,233 @@
+"""Faults of a run's folder, checkpoints, resume, verdicts and reported figures."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_PYTHON_API = "tests/e2e/test_python_api.py::"
+_TRAINERS_RESTARTED = "tests/faults/test_trainers_restarted.py::"
+_RECORDER = "tests/unit/monitor/test_recorder.py::"
+_REWARD_TRIAL = "tests/unit/run/test_reward_trial.py::"
+_RUN_FOLDER = "tests/unit/run/test_run_folder.py::"
+_SIGNALS = "tests/unit/run/test_signals.py::"
+_TOKEN_VALUES = "tests/unit/run/test_token_values.py::"
+_REPORT_JUDGEMENT = "tests/unit/tools/test_report_judgement.py::"
+_RUN_STATUS = "tests/unit/tools/test_run_status.py::"
+
+FAULTS = [
+    Fault(
+        "a run that starts at step 0 keeps the files of the earlier run",
+        "meshrl/run/folder.py::set_aside",
+        "moved += [path for name in _OF_A_RUN if (path := folder / name).exists() and not _is_empty(path)] => pass",
+        _RUN_FOLDER + "test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint",
+    ),
+    Fault(
+        "the models of later steps are overwritten",
+        "meshrl/run/folder.py::set_aside",
+        "number > step => number > 1 << 40",
+        _RUN_FOLDER + "test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",
+    ),
+    Fault(
+        "a best score of steps that are repeated is kept",
+        "meshrl/run/folder.py::set_aside",
+        'restore_best(folder, start.step, start.saved.get("best") if start.is_of(folder) else None)'
+        ' => restore_best(folder, 1 << 40, start.saved.get("best") if start.is_of(folder) else None)',
+        _RUN_FOLDER + "test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",
+    ),
+    Fault(
+        "a resume by a relative path takes the run's own checkpoint for that of another run",
+        "meshrl/run/folder.py::Start.is_of",
+        'self.folder.parent.parent.resolve() == (run / "checkpoints").resolve()'
+        ' => self.folder.parent.parent == run / "checkpoints"',
+        _RUN_FOLDER + "test_the_own_checkpoint_of_a_run_may_be_given_by_a_relative_path",
+    ),
+    Fault(
+        "an evaluation calls on_step as if it were a step",
+        "meshrl/run/inputs.py::StepCallback.write",
+        "return => pass",
+        _PYTHON_API + "test_false_from_on_step_ends_the_run_as_after_its_last_step",
+    ),
+    Fault(
+        "two runs write into one folder",
+        "meshrl/run/lease.py::FolderLease.take",
+        "fcntl.LOCK_EX => fcntl.LOCK_SH",
+        _RUN_FOLDER + "test_two_runs_of_one_process_do_not_share_a_folder",
+    ),
+    Fault(
+        "the lease ends when the run is ready",
+        "meshrl/run/lease.py::FolderLease.take",
+        "return True => self.release(); return True",
+        _RUN_STATUS + "test_another_user_can_neither_hold_the_lease_nor_see_it",
+    ),
+    Fault(
+        "every user may hold the lease",
+        "meshrl/run/lease.py::FolderLease.take",
+        "0o600 => 0o644",
+        _RUN_STATUS + "test_another_user_can_neither_hold_the_lease_nor_see_it",
+    ),
+    Fault(
+        "a requeued job does not wait for the end of the earlier one",
+        "meshrl/run/lease.py::until_free",
+        "await asyncio.sleep(_POLL_S) => return",
+        _RUN_FOLDER + "test_a_start_with_resume_auto_waits_for_the_end_of_the_run_before_it",
+    ),
+    Fault(
+        "a resumed run keeps the result of its earlier part",
+        "meshrl/run/live.py::LiveRun.continue_from",
+        '(self.folder / "result.json").unlink(missing_ok=True) => pass',
+        "tests/unit/run/test_run_record.py::test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype",
+    ),
+    Fault(
+        "a resume truncates files before its checks are done",
+        "meshrl/run/live.py::_with_lease",
+        "if start is None: run.continue_from(None) => run.continue_from(start)",
+        "tests/e2e/test_resume.py::test_a_resume_that_is_refused_changes_nothing",
+    ),
+    Fault(
+        "a run that on_step ends writes no model",
+        "meshrl/run/live.py::LiveRun.save_if_due",
+        "job.is_over or every is not None => job.step == self.num_steps or every is not None",
+        _PYTHON_API + "test_false_from_on_step_ends_the_run_as_after_its_last_step",
+    ),
+    Fault(
+        "an error of on_step leaves the step uncounted",
+        "meshrl/run/live.py::LiveRun.report",
+        "self.sink_error = self.sink_error or error => if error: raise error",
+        _RUN_FOLDER + "test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved[on_step]",
+    ),
+    Fault(
+        "a run without evaluations never saves its training state",
+        "meshrl/run/live.py::LiveRun.save_if_due",
+        "is_due or is_old => is_due",
+        _RUN_FOLDER + "test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_default",
+    ),
+    Fault(
+        "no training state is saved at an evaluation",
+        "meshrl/run/live.py::LiveRun.save_if_due",
+        "eval_every if every is None else every => every or 0",
+        _RUN_FOLDER + "test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_default",
+    ),
+    Fault(
+        "a model is saved without the chat template of its training",
+        "meshrl/run/models.py::export_to",
+        "write_template(aside, chat_template) => write_template(aside, None)",
+        "tests/e2e/test_template_and_stops.py::test_supervised_training_takes_the_same_keys_and_saves_the_template",
+    ),
+    Fault(
+        "a run with the default save_every_steps is not restarted before its first checkpoint",
+        "meshrl/run/restart.py::_next_start",
+        "run.save_every_steps == 0 => not run.save_every_steps",
+        "tests/unit/run/test_next_start.py::test_a_run_without_a_checkpoint_begins_again_if_it_saves_states[null]",
+    ),
+    Fault(
+        "a run that ends by an error saves nothing",
+        "meshrl/run/restart.py::run_to_end",
+        "has_begun => False",
+        _RUN_FOLDER + "test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved[reward]",
+    ),
+    Fault(
+        "a damaged newest checkpoint ends the resume",
+        "meshrl/run/restart.py::_restore",
+        "not (may_fall_back and chosen.is_of(run.folder)) => True",
+        _RUN_FOLDER + "test_resume_auto_passes_over_damaged_checkpoints_with_a_note",
+    ),
+    Fault(
+        "an incomplete update is saved as a step",
+        "meshrl/run/signals.py::Stop._interrupt_update",
+        "self.trainer_is_valid = False => pass",
+        _SIGNALS + "test_ctrl_c_waits_for_a_long_update_only_for_a_limited_time",
+    ),
+    Fault(
+        "a state between two steps is saved after an error",
+        "meshrl/run/signals.py::Stop.updating",
+        "self.trainer_is_valid &= not self._has_changed() or job.step > step => pass",
+        _SIGNALS + "test_an_error_in_an_update_leaves_a_state_to_save_unless_it_is_between_two_steps[after it]",
+    ),
+    Fault(
+        "a run without a checkpoint can't begin again",
+        "meshrl/run/start.py::_train",
+        "task.train_prompts.state() => {}",
+        _TRAINERS_RESTARTED + "test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one"
+        "[colocated, dead before the first checkpoint]",
+    ),
+    Fault(
+        "the rows of the reward trial are not used for training",
+        "meshrl/run/task.py::_first_prompts",
+        "feed.load_state(position) => pass",
+        _REWARD_TRIAL + "test_the_rows_that_a_function_was_tried_on_are_drawn_again",
+    ),
+    Fault(
+        "rows without an answer are accepted for a reward that needs one",
+        "meshrl/run/task.py::load_prompts",
+        "term.kind in NEEDS_ANSWER => term.kind is None",
+        _REWARD_TRIAL + "test_a_map_that_returns_no_answer_is_refused_under_a_reward_that_needs_one",
+    ),
+    Fault(
+        "a score that fell within its interval is worse",
+        "meshrl/run/verdict.py::outcome_of",
+        "high < 0 => low < 0",
+        "tests/unit/run/test_verdict.py::test_a_difference_within_the_interval_is_no_change",
+    ),
+    Fault(
+        "exposed communication counts as computation",
+        "meshrl/monitor/recorder.py::Recorder.step_metrics",
+        "max(0, train_ns - exposed_ns) => train_ns",
+        _RECORDER + "test_the_ratio_is_of_the_training_phases_and_counts_overlapping_collectives_once",
+    ),
+    Fault(
+        "the metrics of repeated steps are lost",
+        "meshrl/monitor/sinks.py::split_lines",
+        'record["step"] >= first_step => record["step"] > first_step',
+        _RUN_FOLDER + "test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",
+    ),
+    Fault(
+        "a damaged status file makes `meshrl stop` signal all processes",
+        "meshrl/monitor/status.py::read_status",
+        "not 1 < status.pid < 1 << 31 => status.pid > 1 << 31",
+        "tests/fuzz/test_fuzz_run_folder.py::test_no_process_is_stopped_by_a_damaged_status",
+    ),
+    Fault(
+        "the page shows the entropy of the next token",
+        "meshrl/monitor/token_log.py::TrainerValues.by_turn",
+        'columns["logprobs"], columns["entropies"] = scored'
+        ' => columns["logprobs"], columns["entropies"] = scored[0], np.roll(scored[1], -1)',
+        _TOKEN_VALUES + "test_the_logged_values_are_those_of_the_weights_before_the_step",
+    ),
+    Fault(
+        "logprobs after the first update stand for those before the step",
+        "meshrl/monitor/token_log.py::TrainerValues.by_turn",
+        "sample.old_logprobs is not None => sample.old_logprobs is not None and scored is None",
+        _TOKEN_VALUES + "test_ranks_return_values_only_for_steps_that_are_logged_and_old_logprobs_are_preferred",
+    ),
+    Fault(
+        "a rank that is the later one in three steps is slow",
+        "meshrl/tools/diagnose/measure.py::stragglers",
+        "len(times) >= MIN_STEPS => len(times) > 2",
+        "tests/unit/tools/test_causes.py::test_three_steps_are_too_few_to_name_a_slow_rank",
+    ),
+    Fault(
+        "a part of a rank's time that overlaps with another one counts twice",
+        "meshrl/tools/diagnose/measure.py::divide",
+        "without(time, part) => time",
+        "tests/unit/tools/test_intervals.py::test_the_time_of_each_rank_adds_up_on_any_trace",
+    ),
+    Fault(
+        "embedded data can end its element",
+        "meshrl/tools/page/document.py::data_block",
+        r'json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")'
+        ' => json.dumps(value, separators=(",", ":"))',
+        "tests/unit/tools/test_page_parts.py::test_embedded_data_cannot_end_its_element_and_keeps_every_character",
+    ),
+    Fault(
+        "a reward that rises while the held-out score falls is not suspicious",
+        "meshrl/tools/report/summary.py::_exploited",
+        'run.verdict.outcome != "worse" => run.verdict.outcome == "worse"',
+        _REPORT_JUDGEMENT + "test_a_reward_that_rises_while_the_held_out_score_falls_is_suspicious",
+    ),
+    Fault(
+        "`meshrl stop` signals a process that does not hold the lease",
+        "meshrl/tools/status.py::stop",
+        "not holds_lease(status.pid, folder) => False",
+        _RUN_STATUS + "test_a_process_that_does_not_hold_the_lease_gets_no_signal",
+    ),
+]

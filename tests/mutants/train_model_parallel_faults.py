@@ -1,0 +1,256 @@
+"""Faults of the trainer and the model: gradients, packs, attention, logprobs, loading, shards."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_BUFFERS_OUT = "tests/dist/test_buffers_out.py::"
+_CHECKPOINT_RESHARD = "tests/dist/test_checkpoint_reshard.py::"
+_LORA = "tests/dist/test_lora.py::"
+_ROWS_WITHOUT_GRADIENT = "tests/dist/test_rows_without_gradient.py::"
+_START_PROBE = "tests/dist/test_start_probe.py::"
+_STREAMED_LOAD = "tests/dist/test_streamed_load.py::"
+_FUZZ_MODEL = "tests/fuzz/test_fuzz_model.py::"
+_CAUSAL_MODEL = "tests/unit/model/test_causal_model.py::"
+_HUB_NAMES = "tests/unit/model/test_hub_names.py::"
+_LOGPROB = "tests/unit/model/test_logprob.py::"
+_PACKED_ATTENTION = "tests/unit/model/test_packed_attention.py::"
+_TRAINER_ON_META = "tests/unit/model/test_trainer_on_meta.py::"
+_WEIGHT_NAMES = "tests/unit/model/test_weight_names.py::"
+_PACKING = "tests/unit/train/test_packing.py::"
+
+FAULTS = [
+    Fault(
+        "a step without any gradient has no dummy micro-batch",
+        "meshrl/train/batch_plan.py::make_batch_plan",
+        "len(first[0]) => len(first[0]) + (not trained)",
+        _ROWS_WITHOUT_GRADIENT + "test_they_are_scored_only_and_nothing_else_changes",
+    ),
+    Fault(
+        "the token budget does not count a shared prompt",
+        "meshrl/train/batch_plan.py::_Bin.added_tokens",
+        "row.prefix if self.groups.get(row.group) else 0 => row.prefix",
+        _PACKING + "test_a_plan_of_groups_counts_each_prompt_once_in_a_micro_batch",
+    ),
+    Fault(
+        "files of a checkpoint are not compared with their hashes",
+        "meshrl/train/checkpoint_files.py::require_as_written",
+        "digest.hexdigest() != fact.blake2b => False",
+        _CHECKPOINT_RESHARD + "test_a_damaged_checkpoint_is_refused_by_every_rank_before_anything_is_changed"
+        "[a flipped bit of a tensor]",
+    ),
+    Fault(
+        "the gradient is FSDP's mean over ranks instead of the sum",
+        "meshrl/train/engine.py::TrainEngine.forward_backward",
+        "total * self.coordinates.loss_scale => total",
+        "tests/dist/test_equality.py::test_the_gradient_does_not_depend_on_ranks_micro_batches_or_packs[2-fp32]",
+    ),
+    Fault(
+        "rows with an advantage get no backward pass",
+        "meshrl/train/engine.py::TrainEngine.forward_backward",
+        "at >= num_scored => at > num_scored",
+        _ROWS_WITHOUT_GRADIENT + "test_they_are_scored_only_and_nothing_else_changes",
+    ),
+    Fault(
+        "the optimizer steps with a gradient that is not finite",
+        "meshrl/train/engine.py::TrainEngine.optim_step",
+        "not np.isfinite(norm) => False",
+        "tests/dist/test_optimizer_step.py::test_a_norm_that_is_not_finite_skips_the_step_on_every_rank[1-inf-train0]",
+    ),
+    Fault(
+        "a policy is trained in train mode",
+        "meshrl/train/engine.py::TrainEngine.wrap",
+        "lm.eval() => lm.train()",
+        _START_PROBE + "test_models_that_are_random_in_train_mode_are_trained_without_randomness[mixtral-fp32]",
+    ),
+    Fault(
+        "the reference model has the adapters too",
+        "meshrl/train/engine.py::TrainEngine.forward",
+        "nullcontext() if adapter else without_adapters(self.model.lm) => nullcontext()",
+        _LORA + "test_only_adapters_are_trained_and_without_them_the_model_is_the_reference[1-fp32]",
+    ),
+    Fault(
+        "logprobs are not shifted by one token",
+        "meshrl/train/packing.py::pack",
+        "np.arange(-1, cu[-1] - 1) => np.arange(0, cu[-1])",
+        _CAUSAL_MODEL + "test_the_logprob_of_a_token_comes_from_the_position_before_it",
+    ),
+    Fault(
+        "positions count through the entire pack",
+        "meshrl/train/packing.py::pack",
+        "np.concatenate([np.arange(p.start, p.stop) for p in pieces]) => np.arange(cu[-1])",
+        _PACKING + "test_rows_lie_end_to_end_and_each_starts_at_position_0",
+    ),
+    Fault(
+        "a dummy micro-batch trains",
+        "meshrl/train/packing.py::pack",
+        'bare_row("dummy", [0, 0], scored=False) => bare_row("dummy", [0, 0], scored=True)',
+        _PACKING + "test_a_dummy_is_a_batch_that_trains_nothing",
+    ),
+    Fault(
+        "a model with random scores is accepted",
+        "meshrl/train/probe.py::require_independent_rows",
+        "not np.array_equal(first, again) => first.shape != again.shape",
+        _START_PROBE + "test_a_model_that_scores_at_random_in_eval_mode_is_refused_at_start",
+    ),
+    Fault(
+        "the start probe accepts leaks between rows of up to ten nats",
+        "meshrl/train/probe.py::require_independent_rows",
+        "difference <= TOLERANCE_NATS => difference <= 10",
+        _START_PROBE + "test_a_model_whose_packed_rows_see_each_other_is_refused_at_start[qwen3_moe-attention-bf16]",
+    ),
+    Fault(
+        "replicas count twice in the disk space of a checkpoint",
+        "meshrl/train/state.py::state_bytes",
+        "replica(p)[0] == 0 => replica(p)[0] >= 0",
+        _CHECKPOINT_RESHARD + "test_replicas_are_saved_once_and_another_strategy_reads_them[NO_SHARD]",
+    ),
+    Fault(
+        "buffers that the forward reads are not sent",
+        "meshrl/train/weights.py::held_weights",
+        "[*parameters.items(), *buffers.items()] => parameters.items()",
+        _BUFFERS_OUT + "test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them[2-deepseek_v3-False]",
+    ),
+    Fault(
+        "attention runs over the entire pack",
+        "meshrl/model/attention.py::PackedAttention.__init__",
+        "self.num_tokens = cu_seqlens[-1]"
+        " => self.num_tokens = cu_seqlens[-1]; cu_seqlens, parents = [0, cu_seqlens[-1]], None",
+        _PACKED_ATTENTION + "test_changing_one_row_changes_no_bit_of_another[qwen2-float32]",
+    ),
+    Fault(
+        "an answer does not see its shared prompt",
+        "meshrl/model/attention.py::PackedAttention.__init__",
+        "(cu_seqlens, parents, device) => (cu_seqlens, None, device)",
+        _PACKED_ATTENTION + "test_answers_after_a_shared_prompt_equal_plain_transformers_one_row_at_a_time[qwen2]",
+    ),
+    Fault(
+        "answers in one batch all see the prompt of the first",
+        "meshrl/model/attention.py::PackedAttention._buckets",
+        "torch.arange(prefixes[s].start, prefixes[s].stop)"
+        " => torch.arange(prefixes[members[0]].start, prefixes[members[0]].stop)",
+        _PACKED_ATTENTION + "test_rows_padded_to_full_vectors_equal_the_definition_in_bf16[prompts_of_equal_length]",
+    ),
+    Fault(
+        "activation checkpointing keeps every activation",
+        "meshrl/model/causal.py::CausalModel.checkpoint_layers",
+        "partial(checkpoint, block.forward, use_reentrant=False) => partial(block.forward)",
+        _START_PROBE + "test_checkpointed_blocks_are_computed_twice_with_a_backward_pass[checkpointed]",
+    ),
+    Fault(
+        "the fast decoder reads a position from the device in each step",
+        "meshrl/model/fast_decoder.py::FastDecoder._rotation",
+        "self._num_positions > TABLE_POSITIONS => int(position_ids.max()) >= TABLE_POSITIONS",
+        "tests/unit/rollout/test_engine_on_meta.py::test_a_step_of_decode_waits_for_the_device_once",
+    ),
+    Fault(
+        "the fast decoder leaves the adapters out",
+        "meshrl/model/fast_decoder.py::_FusedLinear.__init__",
+        "adapter is not None => adapter is not None and start < 0",
+        "tests/unit/model/test_fast_decoder.py::test_a_model_with_adapters_is_computed_as_its_modules_do",
+    ),
+    Fault(
+        "an adapter's config loads another model",
+        "meshrl/model/folder.py::check_folder",
+        "adapter.exists() => not folder.exists()",
+        _FUZZ_MODEL + "test_a_folder_does_not_load_another_model",
+    ),
+    Fault(
+        "each expert of the files is read from the first expert's place",
+        "meshrl/model/hub_names.py::_blocks",
+        "starts[dim] - view.offsets[dim] => 0 * starts[dim]",
+        _HUB_NAMES + "test_boxes_of_hub_tensors_are_the_files_that_transformers_writes[glm4_moe]",
+    ),
+    Fault(
+        "the names of gate and up are swapped",
+        "meshrl/model/hub_names.py::HubNames._reverted",
+        "_view(hub_name, tensor, shapes[source])"
+        ' => _view(hub_name.replace("gate_p", "?").replace("up_p", "gate_p").replace("?", "up_p"), '
+        "tensor, shapes[source])",
+        _HUB_NAMES + "test_boxes_of_hub_tensors_are_the_files_that_transformers_writes",
+    ),
+    Fault(
+        "each expert is sent as the first of its box",
+        "meshrl/model/hub_names.py::_blocks",
+        "at - start => 0 * (at - start)",
+        _HUB_NAMES + "test_a_box_of_several_experts_is_cut_at_its_own_borders",
+    ),
+    Fault(
+        "rotary buffers are rounded to bf16",
+        "meshrl/model/load.py::cast_parameters",
+        "model.parameters() => [*model.parameters(), *model.buffers()]",
+        _CAUSAL_MODEL + "test_casting_keeps_buffers_in_fp32_and_ties",
+    ),
+    Fault(
+        "a tied head gets separate memory when a model leaves the meta device",
+        "meshrl/model/load.py::materialize",
+        "setattr(root.get_submodule(owner), leaf, root.get_parameter(name)) => root.get_submodule(owner), leaf",
+        _WEIGHT_NAMES + "test_memory_for_a_model_keeps_its_ties_and_buffers[qwen2]",
+    ),
+    Fault(
+        "rotary buffers are uninitialized memory when a model leaves the meta device",
+        "meshrl/model/load.py::materialize",
+        "saved.items() => ()",
+        _WEIGHT_NAMES + "test_memory_for_a_model_keeps_its_ties_and_buffers[qwen2]",
+    ),
+    Fault(
+        "a sharded model is not compared with Transformers' own forward",
+        "meshrl/model/load.py::require_same_scores",
+        "_require_same(compared, lm, path) => pass",
+        _STREAMED_LOAD + "test_a_sharded_model_that_scores_differently_is_refused[llama-leak-gives packed rows]",
+    ),
+    Fault(
+        "the loss reads the temperatures from the device",
+        "meshrl/model/logprob.py::_ChunkedLogprob.forward",
+        'hidden.device.type == "cpu" => True',
+        _TRAINER_ON_META + "test_no_step_of_a_layer_waits_for_the_device",
+    ),
+    Fault(
+        "the products of the head are rounded to bf16 on accelerators",
+        "meshrl/model/logprob.py::Head.logits",
+        "torch.mm(hidden, self.weight.T, out_dtype=wide) => torch.mm(hidden, self.weight.T).to(wide)",
+        _TRAINER_ON_META + "test_bf16_rows_take_one_varlen_kernel_a_layer_and_an_fp32_head",
+    ),
+    Fault(
+        "the trainer ignores the temperature",
+        "meshrl/model/logprob.py::_ChunkedLogprob.forward",
+        "z.div_(temperature[part, None].to(dtype)) => z",
+        _LOGPROB + "test_temperature_divides_the_logits_and_greedy_scores_as_one",
+    ),
+    Fault(
+        "logits are rounded to bf16",
+        "meshrl/model/logprob.py::_ChunkedLogprob.forward",
+        "head.logits(hidden[part]) => head.logits(hidden[part]).bfloat16().float()",
+        _LOGPROB + "test_bf16_models_are_scored_in_fp32",
+    ),
+    Fault(
+        "adapters are merged without their scale",
+        "meshrl/model/lora.py::merged_rows",
+        "scale => 1.0",
+        _LORA + "test_merged_weights_equal_pefts_own_merge_for_any_cuts[2]",
+    ),
+    Fault(
+        "each rank reads from a wrong row of the files",
+        "meshrl/model/stream.py::_contiguous_parts",
+        "offsets[0] * step => offsets[0]",
+        _STREAMED_LOAD + "test_a_streamed_model_equals_transformers_model_to_the_bit[2-llama untied]",
+    ),
+    Fault(
+        "an index of weights names files outside its folder",
+        "meshrl/model/weight_files.py::_by_index",
+        "Path(file).name == file => True",
+        _FUZZ_MODEL + "test_a_damaged_index_is_refused_and_no_file_outside_is_read",
+    ),
+    Fault(
+        "FSDP2 is assumed to shard a tensor before TP",
+        "meshrl/parallel/boxes.py::_order_of_cuts",
+        "first + last[::-1] => sorted(first + last)",
+        "tests/unit/parallel/test_boxes.py::test_ranges_of_fsdp_over_tp_are_chunks_of_chunks_for_any_number_of_rows",
+    ),
+    Fault(
+        "a block's full parameters are used as this rank's shard",
+        "meshrl/parallel/fsdp.py::reshard",
+        "isinstance(module, FSDPModule) => module is root",
+        _STREAMED_LOAD + "test_every_sharding_strategy_reads_its_own_shards[SHARD_GRAD_OP]",
+    ),
+]
