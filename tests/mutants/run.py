@@ -30,7 +30,7 @@ from fault import Fault, plant
 from faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("meshrl", "tests", "pyproject.toml")
+COPIED = ("meshrl", "tests", "docs", "pyproject.toml")
 LIMIT_S = 300.0  # for one call of pytest with a fault; a single test has TEST_LIMIT_S
 CLEAN_LIMIT_S = 3600.0  # for the call that runs the tests of all faults
 TEST_LIMIT_S = 60
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _copy(folder: Path) -> Path:
-    """A copy of the package and its tests, which shadows the installed package for processes that run in it."""
+    """A copy of the package, its tests and docs, which shadows the installed package for processes that run in it."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
