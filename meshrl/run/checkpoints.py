@@ -38,8 +38,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, trainer: TrainGroup, keep: int, note: Callable[[str], None]):
         self.folder, self.trainer, self.keep, self.note = folder / "checkpoints", trainer, keep, note
-        self.saved_step = self.newest_on_disk()  # also of a checkpoint that is still being written
         self._writing: asyncio.Task[None] | None = None
+        self._step = 0  # of the save in _writing
         self._began = time.monotonic()  # the last save, or this object
         self._metrics: list[Metric] = []
 
@@ -62,7 +62,7 @@ class Checkpoints:
 
         Raises: CheckpointError when the disk is full, and the error of the previous save.
         """
-        if step == self.saved_step:
+        if step == (self.newest_on_disk() if self._writing is None else self._step):
             return
         await self.settle()
         with output_errors(self.folder, CONTINUE_LATER, CheckpointError):
@@ -71,7 +71,7 @@ class Checkpoints:
         final = state_folder(self.folder, step)
         temporary = make_temporary_folder(final)
         await self.trainer.save(str(temporary))
-        self.saved_step, self._began = step, time.monotonic()
+        self._step, self._began = step, time.monotonic()
         self._writing = asyncio.create_task(self._commit(step, final, temporary, saved))
 
     async def _commit(self, step: int, final: Path, temporary: Path, saved: dict[str, Any]) -> None:
@@ -105,12 +105,6 @@ class Checkpoints:
             elif not self._writing.cancelled():
                 self._writing.exception()  # lost ranks are already reported; the next save reports a full disk
             self._writing = None
-        self.saved_step = self.newest_on_disk()
-
-    async def drop_failed(self) -> None:
-        """Forget the last save if it has failed and its error was raised, so that another one may be tried."""
-        if self._writing is not None and not self.is_writing:
-            await self.abandon()
 
     async def settle(self) -> None:
         """Wait until the current save, if there is one, is on disk. Raises: its error."""
@@ -118,27 +112,25 @@ class Checkpoints:
             await asyncio.shield(self._writing)
             self._writing = None
 
-    async def _finish(self) -> None:
-        """`settle` at the end of the run: a signal is raised when the save is on disk."""
-        interruption: asyncio.CancelledError | None = None
-        while (writing := self._writing) is not None and not writing.done():
-            try:
-                await asyncio.wait({writing})
-            except asyncio.CancelledError as error:
-                interruption = error
-        await self.settle()
-        if interruption is not None:
-            raise interruption
-
     async def __aenter__(self) -> Checkpoints:
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """`settle`; a signal is raised when the save is on disk."""
+        interruption: asyncio.CancelledError | None = None
+        while self._writing is not None and self.is_writing:
+            try:
+                await asyncio.wait({self._writing})
+            except asyncio.CancelledError as signal:
+                interruption = signal
         try:
-            await self._finish()
+            await self.settle()
         except MeshrlError as of_the_save:
             if error is None or isinstance(error, asyncio.CancelledError):
                 raise
             error.add_note(f"the checkpoint that was being written is not complete: {of_the_save}")
+            return
+        if interruption is not None:
+            raise interruption

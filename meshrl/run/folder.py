@@ -1,4 +1,5 @@
-"""The folder of a run: its name, the checkpoint that the run starts from, and what is moved aside for it."""
+"""The folder of a run: its name, the checkpoint that the run starts from, what is moved aside for it, its models,
+and the record of the best one. No torch is imported."""
 
 from __future__ import annotations
 
@@ -15,21 +16,29 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
 from meshrl.config.source import leaves
 from meshrl.core.errors import CheckpointError, MeshrlError
-from meshrl.core.files import is_there, write_text
+from meshrl.core.files import CONTINUE_LATER, Unreadable, is_there, output_errors, read_json, replacing, write_text
 from meshrl.core.lookup import similar_names
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import split_lines
 from meshrl.monitor.status import STATUS_FILE
 from meshrl.monitor.trace import FOLDER as TRACES
-from meshrl.run.models import BEST_FILE, restore_best
 from meshrl.train.checkpoint_files import (
     MANIFEST,
     read_controller,
     read_manifest,
     remove_leftovers,
+    state_folder,
     states,
     step_folders,
+    write_json,
+)
+
+_METRICS, _BEST, _EARLIER = "metrics.jsonl", "best.json", "earlier_"
+_RESULT = "result.json"  # written when a run ends
+_OF_A_RUN = (
+    *(_METRICS, f"checkpoints/{_BEST}", _RESULT, "report.html", "view.html", "reward.png", "stacks.txt"),
+    *(NOTES_FILE, TRACES, "tensorboard", "wandb"),
 )
 
 
@@ -78,44 +87,36 @@ def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int, note:
     Raises: MeshrlError when the folder contains a run that would be overwritten; CheckpointError when the checkpoint is
     damaged, from another command, or beyond num_steps.
     """
-    own = states(folder / "checkpoints")
     if run.resume == "auto":
         return newest_start(folder, kind, num_steps, note)
-    if run.resume == "never":
-        if own:
-            raise MeshrlError(
-                f"{folder} contains checkpoints up to step {own[-1][0]}; run.resume=auto continues from there. For a "
-                "new run, choose another run.name"
-            )
-        if (folder / _METRICS).exists() and not _ended_before_its_first_step(folder):
-            raise _occupied(folder)
-        return None
-    start = _read(state_in(Path(run.resume)), kind, num_steps)
-    is_own = start.is_of(folder)
-    if (folder / _METRICS).exists() and not is_own and not _ended_before_its_first_step(folder):
-        raise _occupied(folder)
-    if is_own and own[-1][0] > start.step:
+    newest = max((step for step, _ in states(folder / "checkpoints")), default=0)
+    start = None
+    if run.resume != "never":
+        state = state_in(Path(run.resume))
+        start = Start(read_manifest(state).step, state, read_controller(state))
+        _require_fitting(start, kind, num_steps)
+    elif newest:
         raise MeshrlError(
-            f"{folder} has a newer checkpoint, after step {own[-1][0]}; a run that starts from step {start.step} would "
-            "overwrite it. Choose another run.name, or continue from the newest with run.resume=auto"
+            f"{folder} contains checkpoints up to step {newest}; run.resume=auto continues from there. For a "
+            "new run, choose another run.name"
+        )
+    if start is not None and start.is_of(folder):
+        if newest > start.step:
+            raise MeshrlError(
+                f"{folder} has a newer checkpoint, after step {newest}; a run that starts from step {start.step} would "
+                "overwrite it. Choose another run.name, or continue from the newest with run.resume=auto"
+            )
+    elif (folder / _METRICS).exists() and not _ended_before_its_first_step(folder):
+        raise MeshrlError(
+            f"{folder} already contains a run; choose another run.name. Or set run.resume=auto, which continues it; "
+            "without a checkpoint it starts again, and moves the files of that run to a folder earlier_N"
         )
     return start
-
-
-_METRICS = "metrics.jsonl"
-_RESULT = "result.json"  # written when a run ends
 
 
 def _ended_before_its_first_step(folder: Path) -> bool:
     metrics = folder / _METRICS
     return (folder / _RESULT).is_file() and metrics.is_file() and metrics.stat().st_size == 0
-
-
-def _occupied(folder: Path) -> MeshrlError:
-    return MeshrlError(
-        f"{folder} already contains a run; choose another run.name. Or set run.resume=auto, which continues it; "
-        "without a checkpoint it starts again, and moves the files of that run to a folder earlier_N"
-    )
 
 
 def similar_runs(missing: Path) -> str:
@@ -135,21 +136,19 @@ def state_in(given: Path) -> Path:
     return given if is_there(given / MANIFEST) else given / "state"
 
 
-def _read(folder: Path, kind: str, num_steps: int) -> Start:
-    saved, step = read_controller(folder), read_manifest(folder).step
-    _require_fitting(folder, saved, step, kind, num_steps)
-    return Start(step, folder, saved)
-
-
-def _require_fitting(folder: Path, saved: dict[str, Any], step: int, kind: str, num_steps: int) -> None:
-    if saved.get("kind") != kind:
+def _require_fitting(start: Start, kind: str, num_steps: int) -> None:
+    """Raises: CheckpointError when it is a checkpoint of another command, or beyond num_steps."""
+    assert start.folder is not None
+    if (found := start.saved.get("kind")) != kind:
         raise CheckpointError(
-            f"{folder} is a checkpoint of `meshrl {saved.get('kind')}`, not of `meshrl {kind}`. To start from "
-            f"its model, set model.path to {folder.parent / 'model'} and run.resume to never"
+            f"{start.folder} is a checkpoint of `meshrl {found}`, not of `meshrl {kind}`. To start from "
+            f"its model, set model.path to {start.folder.parent / 'model'} and run.resume to never"
         )
-    if step > num_steps:
+    if start.step > num_steps:
         steps = "loop.num_steps" if kind == "train" else "sft.num_steps"
-        raise CheckpointError(f"{folder} is after step {step}, but this run ends at step {num_steps}; raise {steps}")
+        raise CheckpointError(
+            f"{start.folder} is after step {start.step}, but this run ends at step {num_steps}; raise {steps}"
+        )
 
 
 def newest_start(
@@ -163,13 +162,13 @@ def newest_start(
         if before is not None and step >= before:
             continue
         try:
-            saved = read_controller(state)
+            start = Start(step, state, read_controller(state))
         except CheckpointError as damage:
             first = first or damage
             note(f"checkpoint passed over: {damage}")
             continue
-        _require_fitting(state, saved, step, kind, num_steps)
-        return Start(step, state, saved)
+        _require_fitting(start, kind, num_steps)
+        return start
     if first is not None and before is None:
         raise first
     return None
@@ -181,8 +180,9 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
     files stay, and with `start` also the notes, because they state why a run returned to an earlier step. Unfinished
     saves are removed. Returns the new folder; None when there was nothing to move."""
     checkpoints, rollouts, metrics = folder / "checkpoints", folder / "rollouts", folder / _METRICS
-    numbers = [_number(path) for place in (folder, checkpoints, rollouts) for path in place.glob(EARLIER + "*")]
-    aside = folder / f"{EARLIER}{1 + max(numbers, default=0)}"
+    asides = [path for place in (folder, checkpoints, rollouts) for path in place.glob(_EARLIER + "*")]
+    numbers = [int(number) for path in asides if (number := path.name.removeprefix(_EARLIER)).isdecimal()]
+    aside = folder / f"{_EARLIER}{1 + max(numbers, default=0)}"
     step, first_repeated = (start.step, start.first_repeated_step) if start is not None else (-1, 0)
     later = split_lines(metrics, first_repeated)[1] if start is not None and metrics.exists() else ""
     remove_leftovers(checkpoints)
@@ -197,7 +197,7 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
         os.rename(path, to / path.name)
     if start is not None:
         best = restore_best(folder, start.step, start.saved.get("best") if start.is_of(folder) else None)
-        for path, text in ((aside / _METRICS, later), (aside / "checkpoints" / BEST_FILE, best)):
+        for path, text in ((aside / _METRICS, later), (aside / "checkpoints" / _BEST, best)):
             if text:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, text)
@@ -220,18 +220,6 @@ def bytes_of(folder: Path) -> int:
     return total
 
 
-EARLIER = "earlier_"
-_OF_A_RUN = (
-    *(_METRICS, f"checkpoints/{BEST_FILE}", _RESULT, "report.html", "view.html", "reward.png", "stacks.txt"),
-    *(NOTES_FILE, TRACES, "tensorboard", "wandb"),
-)
-
-
-def _number(path: Path) -> int:
-    number = path.name.removeprefix(EARLIER)
-    return int(number) if number.isdecimal() else 0
-
-
 def _is_empty(path: Path) -> bool:
     return path.stat().st_size == 0 if path.is_file() else path.is_dir() and not any(path.iterdir())
 
@@ -242,3 +230,131 @@ def changed_keys(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and not key.startswith("run."):
             yield f"changed since the checkpoint: {key} was {before.get(key)!r}, is {after.get(key)!r}"
+
+
+# ---- models and the best one
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The highest held-out score of a run, the number of finished steps at that evaluation, and the model: its folder,
+    or for step 0 the value of model.path. term: the loop.eval_term of the score; None = not recorded."""
+
+    step: int
+    score: float
+    model: str
+    term: str | None = None
+
+
+def model_folder(run: Path, step: int) -> Path:
+    return state_folder(run / "checkpoints", step).with_name("model")
+
+
+def newest_model(run: Path) -> str | None:
+    """The folder of the newest model that the run has written; None if it has none."""
+    models = [folder / "model" for _, folder in step_folders(run / "checkpoints")]
+    return next((str(model) for model in reversed(models) if model.is_dir()), None)
+
+
+def write_template(model: Path, text: str | None) -> None:
+    """Replace the chat template in a written model's folder; None = keep the tokenizer's template."""
+    if text is not None:  # Transformers prefers this file to a template in tokenizer_config.json
+        (model / "chat_template.jinja").write_text(text, encoding="utf-8", newline="")
+
+
+def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> None:
+    """Record the best model in checkpoints/best.json, and remove the former best models, unless a checkpoint records
+    them as its best. is_retained: whether the model of a step is retained in any case.
+
+    best.json always refers to a complete model: it is replaced after the new model is written and before an old one is
+    removed. It is a file and not a link, so that it survives copies, archives and file systems without links.
+    """
+    beaten = best_facts(run)
+    steps = {*beaten.get("beaten", ()), beaten["step"]} if beaten is not None else set()
+    needed = steps & _best_of_states(run)
+    model = best.model
+    if best.step:  # relative, so that the run's folder may move
+        model = os.path.relpath(model, _best_file(run).parent)
+    facts = {"step": best.step, "score": best.score, "term": best.term, "model": model, "beaten": sorted(needed)}
+    _write_best(run, facts)
+    for step in steps - needed - {0, best.step}:
+        if not is_retained(step):
+            _remove_model(run, step)
+
+
+def prune_models(run: Path, keep: int | None) -> None:
+    """Remove the models of a run, except the newest `keep` and those that best.json or a checkpoint records as the
+    best. None = keep all."""
+    steps = [step for step, folder in step_folders(run / "checkpoints") if (folder / "model").is_dir()]
+    old = {*steps[:-keep]} if keep is not None else set()
+    if old:
+        best = best_facts(run)
+        for step in old - _best_of_states(run) - ({best["step"]} if best is not None else set()):
+            _remove_model(run, step)
+
+
+def _remove_model(run: Path, step: int) -> None:
+    folder = model_folder(run, step)
+    with suppress(OSError):  # the folder that remains when this is interrupted is not taken for a model
+        shutil.rmtree(folder.rename(folder.with_name("model.aside")))
+        folder.parent.rmdir()  # unless it contains a state
+
+
+def _best_of_states(run: Path) -> set[int]:
+    """The steps whose models the checkpoints record as the best ones."""
+    found = set()
+    for _, folder in states(run / "checkpoints"):
+        with suppress(CheckpointError):  # damaged: no run continues from there
+            best = read_controller(folder).get("best")
+            if best is not None:
+                found.add(best["step"])
+    return found
+
+
+def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> str | None:
+    """If the run found its best model later than step `step`, restore `best`, which was the best at that step. Returns
+    the text of the replaced best.json, None if it stays. Other former best models are removed when the best model
+    changes again."""
+    now = best_facts(run)
+    if now is None or now["step"] <= step:
+        return None
+    replaced = _best_file(run).read_text(encoding="utf-8")
+    if best is None:
+        _best_file(run).unlink()
+    else:
+        _write_best(run, best)
+    return replaced
+
+
+def read_best(run: Path) -> Best | None:
+    """The best model recorded in checkpoints/best.json; None before the first evaluation."""
+    facts = best_facts(run)
+    if facts is None:
+        return None
+    model = str(_best_file(run).parent / facts["model"]) if facts["step"] else facts["model"]
+    return Best(facts["step"], facts["score"], model, facts.get("term"))
+
+
+def best_facts(run: Path) -> dict[str, Any] | None:
+    """The contents of best.json: step, score, term, model, beaten (steps of former best models that a state needs)."""
+    path = _best_file(run)
+    if not path.exists():
+        return None
+    try:
+        facts = read_json(path)
+        return facts | {"step": int(facts["step"]), "score": float(facts["score"]), "model": str(facts["model"])}
+    except (Unreadable, KeyError, TypeError, ValueError, OverflowError) as cause:
+        raise CheckpointError(
+            f"{path} is damaged: {cause}. Remove it; the run then takes its next evaluation as the best so far"
+        ) from cause
+
+
+def _write_best(run: Path, facts: dict[str, Any]) -> None:
+    with output_errors(_best_file(run), CONTINUE_LATER):
+        _best_file(run).parent.mkdir(exist_ok=True)
+        with replacing(_best_file(run)) as aside:
+            write_json(aside, facts)  # flushed to disk, because a resume needs it
+
+
+def _best_file(run: Path) -> Path:
+    return run / "checkpoints" / _BEST

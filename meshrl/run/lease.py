@@ -39,7 +39,7 @@ class FolderLease:
     def take(self) -> bool:
         """Take the lease. Returns False when the file system has no locks.
 
-        Raises: BlockingIOError when another process holds it; OSError when the file can't be created.
+        Raises: MeshrlError when another process holds it; OSError when the file can't be created.
         """
         # Writable, because NFS locks only such files; for this user alone, because every reader could lock it.
         self._fd = fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -52,7 +52,7 @@ class FolderLease:
             except BlockingIOError:
                 if time.monotonic() > until:
                     self.release()
-                    raise
+                    raise in_use(self.path.parent) from None
                 time.sleep(_POLL_S / 4)
             except OSError:
                 return False  # the open file still shows this process to `holds_lease`

@@ -17,7 +17,7 @@ from typing import Any
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.core.errors import MeshrlError, RankFailure
-from meshrl.core.files import CONTINUE_LATER, output_errors, write_text
+from meshrl.core.files import CONTINUE_LATER, output_errors, replacing, write_text
 from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric
 from meshrl.loops.job import Resumable
@@ -29,18 +29,29 @@ from meshrl.monitor.spans import Spans
 from meshrl.monitor.status import StatusFile
 from meshrl.monitor.trackers import open_trackers
 from meshrl.run.checkpoints import Checkpoints
-from meshrl.run.folder import Start, changed_keys, choose_start, run_name, set_aside
+from meshrl.run.folder import (
+    Best,
+    Start,
+    best_facts,
+    choose_start,
+    model_folder,
+    prune_models,
+    read_best,
+    replace_best,
+    run_name,
+    set_aside,
+    write_template,
+)
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
-from meshrl.run.lease import FolderLease, in_use, until_free
-from meshrl.run.models import Best, best_facts, export_to, model_folder, prune_models, read_best, replace_best
+from meshrl.run.lease import FolderLease, until_free
 from meshrl.run.signals import Stop
 from meshrl.run.tracing import Tracing
+from meshrl.train.checkpoint_files import require_space
 
 AUTO_SAVE_S = 600.0  # at most so much time is lost with a run's processes, if save_every_steps is null
 WriteReport = Callable[[Path], object]
 """Called with the run's folder after all other files are written."""
-
-
+_OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
 _OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 
 
@@ -56,11 +67,11 @@ class LiveRun:
 
     start: the checkpoint from which the run continues, None for a new run; before `continue_from`, a resumed run
     changes no file in its folder, because it may still be refused. summary: more entries for result.json; called once,
-    at the end. chat_template: the text that replaces the tokenizer's template in written models. exported_step: of the
-    newest model; 0 = none yet.
+    at the end. chat_template: the text that replaces the tokenizer's template in written models. save_every_steps: the
+    value of save_key.
     """
 
-    checkpoints: Checkpoints  # set when the ranks have started
+    checkpoints: Checkpoints  # while the loop runs
 
     def __init__(
         self,
@@ -96,21 +107,12 @@ class LiveRun:
         self._sync_metrics: dict[str, float] = {}
         self.is_open = self.ends_early = False
         self.sink_error: Exception | None = None  # raised when the step is counted
-        self.restarts = self.exported_step = 0
+        self.restarts = 0
         self.chat_template: str | None = None
         self.summary: Callable[[], dict[str, Any]] = dict
-
-    @property
-    def save_key(self) -> str:
-        """The key that sets when training states are saved."""
-        return f"{'loop' if self.kind == 'train' else 'sft'}.save_every_steps"
-
-    @property
-    def save_every_steps(self) -> int | None:
-        """The value of save_key."""
-        section = self.loaded.config.loop if self.kind == "train" else self.loaded.config.sft
-        value: int | None = section.save_every_steps
-        return value
+        is_sft = kind == "sft"
+        self.save_key = "sft.save_every_steps" if is_sft else "loop.save_every_steps"
+        self.save_every_steps: int | None = (loaded.config.sft if is_sft else loaded.config.loop).save_every_steps
 
     @property
     def seconds(self) -> float:
@@ -175,7 +177,6 @@ class LiveRun:
         """Start to save a checkpoint of the last finished step, unless it is saved."""
         saved = {
             "kind": self.kind,
-            "exported_step": self.exported_step,
             "best": best_facts(self.folder),
             "config": self.loaded.config.model_dump(mode="json"),
             "chat_template": self.chat_template,
@@ -183,25 +184,23 @@ class LiveRun:
         with self.stop.saving(), self.spans("save"):
             await self.checkpoints.save(job.step, saved | job.snapshot())
 
-    async def restore(self, job: Resumable, start: Start) -> None:
-        """Set the job, its trainer and the run's folder to this state. Raises: as job.restore."""
-        await job.restore(start.step, start.saved, start.folder)
-        self.exported_step = start.saved["exported_step"] if start.is_of(self.folder) else 0
-        if start.folder is not None:
-            self.note(f"continues from {start.folder}, after step {start.step}")
-            for line in changed_keys(start.saved["config"], self.loaded.config.model_dump(mode="json")):
-                self.note(f"  {line}")
-        self.continue_from(start)
-        self.checkpoints.saved_step = self.checkpoints.newest_on_disk()  # later ones were moved aside
-
     async def export_model(self, step: int) -> Path:
-        """Write the trainer's model, once for each step, in the compute dtype and with its tokenizer."""
-        path = model_folder(self.folder, step)
-        if self.exported_step != step or not path.is_dir():  # a state may be older than the models that are kept
-            await export_to(self.checkpoints.trainer, path, self.loaded.config.model.path, self.chat_template)
-            self.exported_step = step
-            self.note(f"wrote {path}")
-            prune_models(self.folder, self.loaded.config.run.keep_models)
+        """Write the trainer's model, once for each step, in the compute dtype and with its tokenizer; a folder of this
+        name is always complete. Raises: CheckpointError when the disk is full."""
+        path, cfg, trainer = model_folder(self.folder, step), self.loaded.config, self.checkpoints.trainer
+        if path.is_dir():
+            return path
+        with output_errors(path, CONTINUE_LATER):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        needed = await trainer.model_bytes() + _OTHER_FILES_BYTES
+        if cfg.model.lora.enabled:
+            needed += await trainer.state_bytes()  # the adapters alone are a third of that
+        require_space(path.parent, needed, "a model")
+        with output_errors(path, CONTINUE_LATER), replacing(path) as aside:
+            await trainer.export(str(aside), cfg.model.path)
+            write_template(aside, self.chat_template)
+        self.note(f"wrote {path}")
+        prune_models(self.folder, cfg.run.keep_models)
         return path
 
     async def keep_best(self, step: int, score: float) -> None:
@@ -213,12 +212,10 @@ class LiveRun:
                 return
             model = str(await self.export_model(step)) if step else self.loaded.config.model.path
             await self.checkpoints.settle()  # the checkpoint that is being written may refer to the former best model
-            replace_best(self.folder, Best(step, score, model, term), self._is_retained)
-
-    def _is_retained(self, step: int) -> bool:
-        """Whether the model of a step is retained when a better one is written."""
-        every = self.loaded.config.loop.save_every_steps or 0
-        return step == self.num_steps or bool(every and step % every == 0)
+            every = self.save_every_steps or self.num_steps
+            replace_best(
+                self.folder, Best(step, score, model, term), lambda old: old == self.num_steps or old % every == 0
+            )
 
     def continue_from(self, start: Start | None) -> None:
         """Move the output of later steps aside, and write from this state on; None: from the beginning. Called again
@@ -308,8 +305,7 @@ async def wait_for_folder(loaded: Loaded[Any]) -> None:
     of a requeued job, to end. Raises: MeshrlError."""
     run = loaded.config.run
     if run.resume != "never" and run.name != "auto":
-        folder = Path(run.folder) / run.name
-        await until_free(folder, print_message)
+        await until_free(Path(run.folder) / run.name, print_message)
 
 
 @contextmanager
@@ -321,66 +317,48 @@ def live_run(
     write_report: WriteReport,
     objects: Objects = NO_OBJECTS,
 ) -> Iterator[LiveRun]:
-    """A run with its folder and open sinks. For a resumed run, the caller calls `restore` when no check can refuse it
-    any more. When the block ends, also by a failure or an interrupt, result.json is written, with the keys status,
-    error and wall_s, those of the run's summary and, if writes to an output have failed, failed_writes with their
-    number by output; and then the report. A refused run changes no file.
+    """A run with its folder and open sinks. For a resumed run, the caller calls `continue_from` when no check can
+    refuse it any more. When the block ends, also by a failure or an interrupt, result.json is written, with the keys
+    status, error and wall_s, those of the run's summary and, if writes to an output have failed, failed_writes with
+    their number by output; and then the report. A refused run changes no file.
 
     kind: "train", "sft" or "eval", whose steps are answers. Raises: MeshrlError when another process has the folder's
     lease; MeshrlError and CheckpointError, as choose_start; ConfigError when a sink can't be opened; OutputError when
     the folder or the metrics can't be written.
     """
-    cfg = loaded.config
-    with output_errors(Path(cfg.run.folder), _OTHER_FOLDER):
-        folder = Path(cfg.run.folder) / run_name(loaded)
+    place, notes = Path(loaded.config.run.folder), list[str]()  # notes: until the run's terminal is open
+    with output_errors(place, _OTHER_FOLDER):
+        folder = place / run_name(loaded)
         folder.mkdir(parents=True, exist_ok=True)
         lease = FolderLease(folder)
-        try:
-            has_locks = lease.take()
-        except BlockingIOError:
-            raise in_use(folder) from None
+        has_locks = lease.take()
     try:
-        with _with_lease(loaded, kind, num_steps, folder, stop, write_report, objects) as run:
+        with output_errors(folder, _OTHER_FOLDER):
+            start = choose_start(loaded.config.run, folder, kind, num_steps, notes.append)
+        run = LiveRun(loaded, kind, num_steps, folder, start, stop, objects)
+        for note in notes:
+            run.note(note)
+        status, error = "done", None
+        try:
+            if start is None:
+                run.continue_from(None)
             if not has_locks:
                 run.note(f"the file system of {folder} has no locks: a second run in this folder is not refused")
             yield run
+            if run.is_open:
+                run.sinks.pop(0).close()  # the metrics: an error here is one of the run
+        except BaseException as e:
+            status = "interrupted" if isinstance(e, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"
+            error = f"{type(e).__name__}: {e}" if status == "failed" else None
+            if isinstance(e, RankFailure) and (path := run.keep_stacks(e)) is not None:
+                e.add_note(f"the stacks of all ranks at the failure: {path}")
+            raise
+        finally:
+            for sink in run.sinks:
+                sink.close(failed=status != "done")
+            if run.is_open:
+                run.write_result(status, error, write_report)
+            else:
+                run.status.restore_file()
     finally:
         lease.release()
-
-
-@contextmanager
-def _with_lease(
-    loaded: Loaded[Any],
-    kind: str,
-    num_steps: int,
-    folder: Path,
-    stop: Stop,
-    write_report: WriteReport,
-    objects: Objects,
-) -> Iterator[LiveRun]:
-    notes: list[str] = []  # until the run's terminal is open
-    with output_errors(folder, _OTHER_FOLDER):
-        start = choose_start(loaded.config.run, folder, kind, num_steps, notes.append)
-    run = LiveRun(loaded, kind, num_steps, folder, start, stop, objects)
-    for note in notes:
-        run.note(note)
-    status, error = "done", None
-    try:
-        if start is None:
-            run.continue_from(None)
-        yield run
-        if run.is_open:
-            run.sinks.pop(0).close()  # the metrics: an error here is one of the run
-    except BaseException as e:
-        status = "interrupted" if isinstance(e, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"
-        error = f"{type(e).__name__}: {e}" if status == "failed" else None
-        if isinstance(e, RankFailure) and (path := run.keep_stacks(e)) is not None:
-            e.add_note(f"the stacks of all ranks at the failure: {path}")
-        raise
-    finally:
-        for sink in run.sinks:
-            sink.close(failed=status != "done")
-        if run.is_open:
-            run.write_result(status, error, write_report)
-        else:
-            run.status.restore_file()

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from meshrl.cluster.launch import Groups
 from meshrl.core.errors import CheckpointError, RankFailure, SyncError
 from meshrl.loops.job import Resumable
-from meshrl.run.folder import Start, newest_start
+from meshrl.run.checkpoints import Checkpoints
+from meshrl.run.folder import Start, changed_keys, newest_start
 from meshrl.run.live import LiveRun
 from meshrl.run.signals import GRACE_S
 from meshrl.sync.layout import Layout
@@ -47,30 +48,54 @@ def failures_raised(groups: Groups) -> Iterator[None]:
 async def run_to_end(
     run: LiveRun, job: Resumable, groups: Groups, layout: Layout | None, loop: Callable[[], Awaitable[None]]
 ) -> None:
-    """Run the loop of `job` from run.start to its end, with restarts; a run that is ended by a signal or by an error
-    saves a checkpoint of its last finished step.
+    """Run the loop of `job` from run.start to its end. After a loss of train ranks, new ones continue from the last
+    checkpoint; a run without one begins again, unless it saves none. A run that is ended by a signal or by an error
+    saves a checkpoint of its last finished step. At the end the last checkpoint is on disk.
 
-    layout: of the syncs, if the run samples. Raises: as `_with_restarts`.
+    layout: of the syncs, if the run samples. Raises: errors of restoring and of the loop; a RankFailure that reports an
+    exception (it would occur again), or that occurs after cluster.max_restarts restarts, under torchrun (use its
+    --max-restarts), or without a checkpoint if save_every_steps is 0. If ranks are lost again while new ones start, the
+    first failure is raised.
     """
-    run.stop.can_fall_back = lambda: run.checkpoints.newest_on_disk() > 0
-    has_begun = False
-
-    async def begun() -> None:
-        nonlocal has_begun
-        has_begun = True
-        await loop()
-
-    try:
-        await _with_restarts(run, job, groups, layout, begun)
-    except asyncio.CancelledError:
-        await _save_at_the_end(run, job, "interrupted", GRACE_S if run.stop.is_urgent else None)
-        raise
-    except RankFailure:
-        raise
-    except Exception as error:
-        if has_begun:
-            await _save_after(error, run, job)
-        raise
+    cfg = run.loaded.config
+    start, origin = run.start, run.start or Start(0, None, job.snapshot())
+    first: RankFailure | None = None
+    has_begun, lost_at = False, 0.0
+    async with Checkpoints(run.folder, job.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
+        run.stop.can_fall_back = lambda: run.checkpoints.newest_on_disk() > 0
+        try:
+            while True:
+                run.stop.trainer_is_valid = start is None  # else False until the trainer has loaded the checkpoint
+                try:
+                    with failures_raised(groups):
+                        if first is not None:
+                            await groups.restart_trainers(layout)
+                        if start is not None:
+                            await _restore(run, job, start, first is not None or cfg.run.resume == "auto")
+                        if first is not None:
+                            run.note(f"the train ranks were restarted in {time.monotonic() - lost_at:.1f} s")
+                        first, run.stop.trainer_is_valid, has_begun = None, True, True
+                        try:
+                            return await loop()
+                        except SyncError:
+                            await asyncio.sleep(_CAUSE_WAIT_S)  # the failure of a lost train rank ends this wait
+                            raise
+                except RankFailure as failure:
+                    if run.stop.signal is not None:  # the run would have ended after this step
+                        run.stop.trainer_is_valid = False
+                        raise asyncio.CancelledError from failure
+                    if first is None:
+                        first, lost_at = failure, time.monotonic()
+                    else:
+                        first.add_note(f"while new train ranks started: {_first_line(failure)}")
+                    start = await _next_start(run, groups, first, failure, origin)
+        except asyncio.CancelledError:
+            await _save_at_the_end(run, job, "interrupted", GRACE_S if run.stop.is_urgent else None)
+            raise
+        except Exception as error:
+            if has_begun and not isinstance(error, RankFailure):
+                await _save_after(error, run, job)
+            raise
 
 
 async def _save_after(error: Exception, run: LiveRun, job: Resumable) -> None:
@@ -104,62 +129,19 @@ async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float
         except (TimeoutError, RankFailure):
             pass
         else:
-            await run.checkpoints.drop_failed()
+            if not run.checkpoints.is_writing:  # it may have failed, and its error was raised
+                await run.checkpoints.abandon()
             await run.save(job)
             return
     await run.checkpoints.abandon(_LAST_SAVE_S)
-    last = run.checkpoints.saved_step
+    last = run.checkpoints.newest_on_disk()
     ends_with = f"its last checkpoint, after step {last}" if last else "no checkpoint"
     run.note(f"{how} in the middle of a step, which is not saved; the run ends with {ends_with}")
 
 
-async def _with_restarts(
-    run: LiveRun, job: Resumable, groups: Groups, layout: Layout | None, loop: Callable[[], Awaitable[None]]
-) -> None:
-    """A run without a checkpoint begins again, unless it saves none.
-
-    Raises: errors of restoring and of the loop; a RankFailure that reports an exception (it would occur again), or that
-    occurs after cluster.max_restarts restarts, under torchrun (use its --max-restarts), or without a checkpoint if
-    save_every_steps is 0. If ranks are lost again while new ones start, the first failure is raised.
-    """
-    start, began = run.start, 0.0
-    origin = run.start or Start(0, None, job.snapshot())
-    first: RankFailure | None = None
-    most = run.loaded.config.cluster.max_restarts
-    while True:
-        run.stop.trainer_is_valid = start is None  # else False until the trainer has loaded the checkpoint
-        try:
-            with failures_raised(groups):
-                if first is not None:
-                    await groups.restart_trainers(layout)
-                if start is not None:
-                    await _restore(run, job, start, first is not None or run.loaded.config.run.resume == "auto")
-                if first is not None:
-                    run.note(f"the train ranks were restarted in {time.monotonic() - began:.1f} s")
-                first, run.stop.trainer_is_valid = None, True
-                try:
-                    return await loop()
-                except SyncError:
-                    await asyncio.sleep(_CAUSE_WAIT_S)  # if a lost train rank is the cause, its failure ends this wait
-                    raise
-        except RankFailure as failure:
-            if run.stop.signal is not None:  # the run would have ended after this step
-                run.stop.trainer_is_valid = False
-                raise asyncio.CancelledError from failure
-            if first is None:
-                first, began = failure, time.monotonic()
-            else:
-                first.add_note(f"while new train ranks started: {_first_line(failure)}")
-            start = await _next_start(run, groups, first, failure, origin)
-            run.restarts += 1
-            count = f"restart {run.restarts} of {most}"
-            run.note(f"{_first_line(failure)}; starting the train ranks again after step {start.step}, {count}")
-            if (stacks := run.keep_stacks(failure)) is not None:
-                run.note(f"the stacks of all ranks at the failure: {stacks}")
-
-
 async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bool) -> None:
-    """Restore `start`, or if it is damaged and may_fall_back the newest older checkpoint of the run that is not.
+    """Set the job, its trainer and the run's folder to the state of `start`, or if it is damaged and may_fall_back, to
+    that of the newest older checkpoint of the run that is not.
 
     Raises: the error of `start` if there is none; errors other than CheckpointError at once.
     """
@@ -167,7 +149,12 @@ async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bo
     chosen: Start | None = start
     while chosen is not None:
         try:
-            return await run.restore(job, chosen)
+            await job.restore(chosen.step, chosen.saved, chosen.folder)
+            if chosen.folder is not None:
+                run.note(f"continues from {chosen.folder}, after step {chosen.step}")
+                for line in changed_keys(chosen.saved["config"], run.loaded.config.model_dump(mode="json")):
+                    run.note(f"  {line}")
+            return run.continue_from(chosen)
         except CheckpointError as damage:
             first = first or damage
             if not (may_fall_back and chosen.is_of(run.folder)):
@@ -179,7 +166,7 @@ async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bo
 
 
 async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure: RankFailure, origin: Start) -> Start:
-    """The state to continue from. Raises: `first`, with the reason why the run can't continue."""
+    """The state from which new train ranks continue. Raises: `first`, with the reason why the run can't continue."""
     if not groups.can_restart_after(failure):
         raise first
     if run.restarts >= run.loaded.config.cluster.max_restarts:
@@ -200,6 +187,11 @@ async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure:
             "this key to save the state at each evaluation and every ten minutes, or set a number of steps"
         )
         raise first
+    run.restarts += 1
+    count = f"restart {run.restarts} of {run.loaded.config.cluster.max_restarts}"
+    run.note(f"{_first_line(failure)}; starting the train ranks again after step {start.step}, {count}")
+    if (stacks := run.keep_stacks(failure)) is not None:
+        run.note(f"the stacks of all ranks at the failure: {stacks}")
     return start
 
 

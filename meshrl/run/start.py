@@ -27,7 +27,7 @@ from meshrl.core.terminal import counted, open_standard_streams, print_message
 from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
 from meshrl.loops.fully_async import fully_async
-from meshrl.loops.job import Job, Task
+from meshrl.loops.job import Job
 from meshrl.loops.one_step_off import one_step_off
 from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
@@ -37,12 +37,10 @@ from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.process.leases import sweep
-from meshrl.run.checkpoints import Checkpoints
 from meshrl.run.evaluation import EvalRequest, EvalResult, run_evaluation
-from meshrl.run.folder import bytes_of
+from meshrl.run.folder import bytes_of, newest_model, read_best
 from meshrl.run.inputs import NO_OBJECTS, Objects
 from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run, wait_for_folder
-from meshrl.run.models import model_folder, read_best
 from meshrl.run.restart import failures_raised, run_to_end
 from meshrl.run.signals import Stop
 from meshrl.run.task import first_prompt, load_sft_source, load_task, reward_workers
@@ -146,6 +144,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
         if (prompt := first_prompt(task.tokenizer, task.train_prompts, task.eval_prompts)) is not None:
             run.note(f"first prompt: {prompt}")
+        if cfg.data.chat_template is not None:
+            run.chat_template = task.tokenizer.chat_template
         async with (
             # Detects rewards that can't work.
             reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
@@ -162,45 +162,35 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             ) as groups,
         ):
             assert groups.trainer is not None and groups.rollouts is not None and task.train_prompts is not None
-            async with Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
-                groups.rollouts.note = run.note
-                with failures_raised(groups):
-                    layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
-                    await groups.rollouts.reconcile(layout)
-                    await trial
-                if cfg.data.chat_template is not None:
-                    run.chat_template = task.tokenizer.chat_template
-                noted = _note_left_out(run.note, task, cfg)
-                await _note_ready(
-                    run,
-                    groups.trainer,
-                    num_eval_prompts=len(task.eval_prompts),
-                    max_context_tokens=task.max_context_tokens,
-                )
-                job = Job(
-                    cfg=cfg,
-                    run=run,
-                    task=task,
-                    trainer=groups.trainer,
-                    rollouts=groups.rollouts,
-                    scorer=scorer,
-                    layout=layout,
-                    rollout_log=RolloutLog(
-                        run.folder,
-                        partial(text_of, task.tokenizer, special=True),
-                        run.writes,
-                        cfg.monitor.rollout_log_every_steps,
-                    ),
-                    cursor=task.train_prompts.state(),
-                )
-                run.summary = partial(_summary, run, job)
-                with garbage_of_the_run(cfg.cluster.executor == "inline"):
-                    await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
+            groups.rollouts.note = run.note
+            with failures_raised(groups):
+                layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
+                await groups.rollouts.reconcile(layout)
+                await trial
+            decode = partial(text_of, task.tokenizer, special=True)
+            job = Job(
+                cfg=cfg,
+                run=run,
+                task=task,
+                trainer=groups.trainer,
+                rollouts=groups.rollouts,
+                scorer=scorer,
+                layout=layout,
+                rollout_log=RolloutLog(run.folder, decode, run.writes, cfg.monitor.rollout_log_every_steps),
+                cursor=task.train_prompts.state(),
+            )
+            num_left_out = job.feed.num_left_out
+            _note_left_out(run, job, num_left_out, task.num_eval_left_out)
+            await _note_ready(run, job.trainer, len(task.eval_prompts), task.max_context_tokens)
+            run.summary = partial(_summary, run, job)
+            with garbage_of_the_run(cfg.cluster.executor == "inline"):
+                await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
         with run.writes.attempt("reward.png"):
             save_curve(run.folder / "reward.png", job.rewards, job.evals)
-        _note_left_out(run.note, task, cfg, noted)
+        if job.feed.num_left_out > num_left_out:  # streaming finds them one by one
+            _note_left_out(run, job, job.feed.num_left_out)
         note_run_without_signal(job)
-        if (verdict := read_verdict(run.folder, job.cfg.eval_term)) is not None:
+        if (verdict := read_verdict(run.folder, cfg.eval_term)) is not None:
             for line in verdict.lines:
                 run.note(line)
         _note_end(run, job.step)
@@ -213,25 +203,23 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
     with live_run(loaded, "sft", cfg.sft.num_steps, stop, write_report, objects) as run:
         _note_start(run)
         source, left_out, run.chat_template = await asyncio.to_thread(load_sft_source, cfg, objects)
-        ranks = cfg.cluster.num_train_ranks
         async with launched(
             cfg.model,
             cfg.train,
             None,
             cfg.cluster,
-            num_train_ranks=ranks,
+            num_train_ranks=cfg.cluster.num_train_ranks,
             num_rollout_ranks=0,
             folder=Path(cfg.run.folder),
             seed=cfg.run.seed,
         ) as groups:
             assert groups.trainer is not None
-            async with Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
-                if left_out:
-                    run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
-                await _note_ready(run, groups.trainer)
-                job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source, cursor=source.state())
-                run.summary = lambda: {"steps": job.step, "loss_curve": job.losses, "model": _newest_model(run)}
-                await run_to_end(run, job, groups, None, partial(sft_loop, job))
+            job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source, cursor=source.state())
+            if left_out:
+                run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
+            await _note_ready(run, job.trainer)
+            run.summary = lambda: {"steps": job.step, "loss_curve": job.losses, "model": newest_model(run.folder)}
+            await run_to_end(run, job, groups, None, partial(sft_loop, job))
         _note_end(run, job.step)
     return run.folder
 
@@ -247,7 +235,7 @@ def _note_start(run: LiveRun) -> None:
 
 
 async def _note_ready(
-    run: LiveRun, trainer: TrainGroup, *, num_eval_prompts: int = 0, max_context_tokens: int = 0
+    run: LiveRun, trainer: TrainGroup, num_eval_prompts: int = 0, max_context_tokens: int = 0
 ) -> None:
     run.note(f"ready after {run.seconds:.1f} s")
     sizes = WrittenSizes(
@@ -267,20 +255,10 @@ def _note_end(run: LiveRun, steps: int) -> None:
     run.note(f"done: {counted(steps, 'step')}{since} in {run.seconds:.0f} s; see {run.folder / 'report.html'}")
 
 
-def _note_left_out(note: Callable[[str], None], task: Task, cfg: RunConfig, noted: int | None = None) -> int:
-    """Note how many prompts are too long, and return the number of training prompts among them. Called at the start
-    and, with that number as `noted`, at the end, because streaming finds them one by one."""
-    assert task.train_prompts is not None
-    found, limit = task.train_prompts.num_left_out, cfg.data.max_prompt_tokens
-    if found > (noted or 0):
-        note(f"left out {found} training prompts over {limit} tokens")
-    if noted is None and task.num_eval_left_out:
-        note(f"left out {task.num_eval_left_out} held-out prompts over {limit} tokens")
-    return found
-
-
-def _newest_model(run: LiveRun) -> str | None:
-    return str(model_folder(run.folder, run.exported_step)) if run.exported_step else None
+def _note_left_out(run: LiveRun, job: Job, num_training: int, num_held_out: int = 0) -> None:
+    for num, what in ((num_training, "training"), (num_held_out, "held-out")):
+        if num:
+            run.note(f"left out {num} {what} prompts over {job.cfg.data.max_prompt_tokens} tokens")
 
 
 def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
@@ -292,7 +270,7 @@ def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
         "evals": [{"step": step, "mean_at_k": value, "term": job.cfg.eval_term} for step, value in job.evals],
         "reward_curve": job.rewards,
         "final_rss_bytes": int(rss),
-        "model": _newest_model(run),
+        "model": newest_model(run.folder),
         "best": {"step": best.step, "mean_at_k": best.score, "term": best.term, "model": best.model} if best else None,
         "verdict": verdict.facts if verdict else None,
     }

@@ -11,8 +11,7 @@ from typing import Any
 from meshrl.config.source import HUB_ID
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.core.files import is_there
-from meshrl.run.folder import similar_runs, state_in
-from meshrl.run.models import read_best
+from meshrl.run.folder import read_best, similar_runs, state_in
 from meshrl.train.checkpoint_files import MANIFEST, read_controller, step_folders
 
 

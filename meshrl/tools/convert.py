@@ -11,8 +11,7 @@ from meshrl.model.gguf import convert_gguf, is_gguf
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.lora import add_adapters
 from meshrl.model.save import save_pretrained
-from meshrl.run.folder import state_in
-from meshrl.run.models import write_template
+from meshrl.run.folder import state_in, write_template
 from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller
 from meshrl.train.state import load_model
 

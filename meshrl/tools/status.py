@@ -13,8 +13,8 @@ from meshrl.core.terminal import command
 from meshrl.monitor.notes import NOTES_FILE, important
 from meshrl.monitor.status import read_status
 from meshrl.process.family import family
+from meshrl.run.folder import read_best
 from meshrl.run.lease import holds_lease, is_running
-from meshrl.run.models import read_best
 from meshrl.run.verdict import verdict_of
 from meshrl.tools.report.folder import text_of_file
 from meshrl.tools.runs import read_facts

@@ -18,7 +18,7 @@ from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
 from meshrl.monitor.sinks import MetricsLine, metrics_lines
-from meshrl.run.models import read_best
+from meshrl.run.folder import read_best
 from meshrl.run.verdict import Verdict, evaluations, verdict_of
 from meshrl.tools.state import METRICS_FILE, State, read_part, read_state, require_run
 

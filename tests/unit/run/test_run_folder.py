@@ -23,10 +23,9 @@ from meshrl.config.run import RunConfig
 from meshrl.core.errors import MeshrlError, RewardError
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.run import lease, start
-from meshrl.run.folder import run_name
+from meshrl.run.folder import Best, read_best, run_name
 from meshrl.run.inputs import Objects
 from meshrl.run.live import LiveRun, live_run, wait_for_folder
-from meshrl.run.models import Best, read_best
 from meshrl.run.signals import Stop
 from meshrl.tools.report.page import write_report
 from meshrl.train.checkpoint_files import (

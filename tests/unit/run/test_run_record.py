@@ -21,10 +21,9 @@ from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.notes import important
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.monitor.status import read_status
-from meshrl.run import models
-from meshrl.run.folder import Start
+from meshrl.run import live
+from meshrl.run.folder import Best, Start, model_folder, prune_models, read_best, replace_best
 from meshrl.run.live import LiveRun, live_run
-from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best
 from meshrl.run.signals import Stop
 from meshrl.tools.report.page import write_report
 from meshrl.train.checkpoint_files import (
@@ -219,7 +218,7 @@ def test_a_model_without_enough_disk_space_is_not_begun(config: Path, monkeypatc
         assert wait_until(lambda: read_status(run).phase == "export")
         raise CheckpointError(f"{what} takes too much")
 
-    monkeypatch.setattr(models, "require_space", no_room)
+    monkeypatch.setattr(live, "require_space", no_room)
     with pytest.raises(CheckpointError, match="a model takes too much"):
         train(config, "no_room", "loop.num_steps=1", "loop.save_best=false")
     assert [step for step, _ in states(run / "checkpoints")] == [1], "the training state is saved nevertheless"
@@ -283,7 +282,7 @@ def test_a_best_model_whose_export_was_interrupted_is_written_after_the_resume(c
     script.write_text("0.25 0.75")
     options = ("loop.num_steps=2", "loop.eval_every_steps=1", f"reward.terms.answer.args.script={script}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "require_space", _no_room)
+        patch.setattr(live, "require_space", _no_room)
         with pytest.raises(CheckpointError, match="a model takes too much"):
             train(config, "late", *options)
     script.write_text("0.5")

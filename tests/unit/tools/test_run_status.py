@@ -155,7 +155,7 @@ def test_stop_does_not_wait_for_a_run_that_takes_the_folder_over(tmp_path, run_o
 def _took(lease: FolderLease) -> bool:
     try:
         return lease.take()
-    except BlockingIOError:
+    except MeshrlError:
         return False
 
 
