@@ -20,7 +20,7 @@ from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.files import output_errors
 from meshrl.core.terminal import print_output
-from meshrl.core.types import Metric, Trajectory
+from meshrl.core.types import Trajectory
 from meshrl.data.decode import text_of
 from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, evaluation_text, score_of
 from meshrl.loops.job import Task
@@ -75,7 +75,28 @@ async def run_evaluation(stop: Stop, loaded: Loaded[RunConfig], request: EvalReq
         run.summary = answers.summary
         try:
             with _model(cfg, folder, request) as model:
-                trajectories, metrics = await _evaluate(run, cfg, model, task, answers, objects)
+                async with (
+                    reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
+                    launched(
+                        model,
+                        cfg.train,
+                        cfg.rollout,
+                        cfg.cluster,
+                        num_train_ranks=0,
+                        num_rollout_ranks=cfg.sampling_ranks[1],
+                        folder=Path(cfg.run.folder),
+                        seed=cfg.run.seed,
+                    ) as groups,
+                ):
+                    assert groups.rollouts is not None
+                    groups.rollouts.note = run.note
+                    await groups.rollouts.trust_loaded_weights()
+                    await trial
+                    run.note(f"ready after {run.seconds:.1f} s")
+                    with run.spans("eval"):
+                        trajectories, metrics = await evaluate_prompts(
+                            cfg, task, groups.rollouts, scorer, min_version=0, scored=answers.add
+                        )
         except BaseException:
             run.note(f"ended early: {len(answers.trajectories)} of {num_answers} answers are scored; see {folder}")
             raise
@@ -89,31 +110,6 @@ async def run_evaluation(stop: Stop, loaded: Loaded[RunConfig], request: EvalReq
     for name, unit in named.items() if not objects.quiet else ():
         print_output(f"{_label(name, cfg.loop.eval_samples):<38} {values[name]:.4g} {unit}".rstrip())
     return EvalResult(folder=folder, metrics={name: values[name] for name in named}, trajectories=trajectories)
-
-
-async def _evaluate(
-    run: LiveRun, cfg: RunConfig, model: ModelConfig, task: Task, answers: _Answers, objects: Objects
-) -> tuple[list[Trajectory], list[Metric]]:
-    async with (
-        reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
-        launched(
-            model,
-            cfg.train,
-            cfg.rollout,
-            cfg.cluster,
-            num_train_ranks=0,
-            num_rollout_ranks=cfg.sampling_ranks[1],
-            folder=Path(cfg.run.folder),
-            seed=cfg.run.seed,
-        ) as groups,
-    ):
-        assert groups.rollouts is not None
-        groups.rollouts.note = run.note
-        await groups.rollouts.trust_loaded_weights()
-        await trial
-        run.note(f"ready after {run.seconds:.1f} s")
-        with run.spans("eval"):
-            return await evaluate_prompts(cfg, task, groups.rollouts, scorer, min_version=0, scored=answers.add)
 
 
 class _Answers:

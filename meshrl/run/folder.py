@@ -106,17 +106,12 @@ def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int, note:
                 f"{folder} has a newer checkpoint, after step {newest}; a run that starts from step {start.step} would "
                 "overwrite it. Choose another run.name, or continue from the newest with run.resume=auto"
             )
-    elif (folder / _METRICS).exists() and not _ended_before_its_first_step(folder):
-        raise MeshrlError(
+    elif (metrics := folder / _METRICS).exists() and not ((folder / _RESULT).is_file() and _is_empty(metrics)):
+        raise MeshrlError(  # a run that ended before its first step occupies no name
             f"{folder} already contains a run; choose another run.name. Or set run.resume=auto, which continues it; "
             "without a checkpoint it starts again, and moves the files of that run to a folder earlier_N"
         )
     return start
-
-
-def _ended_before_its_first_step(folder: Path) -> bool:
-    metrics = folder / _METRICS
-    return (folder / _RESULT).is_file() and metrics.is_file() and metrics.stat().st_size == 0
 
 
 def similar_runs(missing: Path) -> str:
@@ -269,35 +264,34 @@ def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> N
     best.json always refers to a complete model: it is replaced after the new model is written and before an old one is
     removed. It is a file and not a link, so that it survives copies, archives and file systems without links.
     """
-    beaten = best_facts(run)
-    steps = {*beaten.get("beaten", ()), beaten["step"]} if beaten is not None else set()
-    needed = steps & _best_of_states(run)
+    former = best_facts(run)
+    beaten = {*former.get("beaten", ()), former["step"]} if former is not None else set()
     model = best.model
     if best.step:  # relative, so that the run's folder may move
         model = os.path.relpath(model, _best_file(run).parent)
-    facts = {"step": best.step, "score": best.score, "term": best.term, "model": model, "beaten": sorted(needed)}
-    _write_best(run, facts)
-    for step in steps - needed - {0, best.step}:
-        if not is_retained(step):
-            _remove_model(run, step)
+    facts = {"step": best.step, "score": best.score, "term": best.term, "model": model}
+    _write_best(run, {**facts, "beaten": sorted(beaten & _best_of_states(run))})
+    _remove_models(run, [step for step in beaten if not is_retained(step)])
 
 
 def prune_models(run: Path, keep: int | None) -> None:
     """Remove the models of a run, except the newest `keep` and those that best.json or a checkpoint records as the
     best. None = keep all."""
     steps = [step for step, folder in step_folders(run / "checkpoints") if (folder / "model").is_dir()]
-    old = {*steps[:-keep]} if keep is not None else set()
-    if old:
-        best = best_facts(run)
-        for step in old - _best_of_states(run) - ({best["step"]} if best is not None else set()):
-            _remove_model(run, step)
+    if keep is not None:
+        _remove_models(run, steps[:-keep])
 
 
-def _remove_model(run: Path, step: int) -> None:
-    folder = model_folder(run, step)
-    with suppress(OSError):  # the folder that remains when this is interrupted is not taken for a model
-        shutil.rmtree(folder.rename(folder.with_name("model.aside")))
-        folder.parent.rmdir()  # unless it contains a state
+def _remove_models(run: Path, steps: list[int]) -> None:
+    """Remove the models of these steps, except those that best.json or a checkpoint records as the best."""
+    if not steps:
+        return
+    best = best_facts(run)
+    for step in {*steps} - _best_of_states(run) - ({best["step"]} if best is not None else set()):
+        folder = model_folder(run, step)
+        with suppress(OSError):  # the folder that remains when this is interrupted is not taken for a model
+            shutil.rmtree(folder.rename(folder.with_name("model.aside")))
+            folder.parent.rmdir()  # unless it contains a state
 
 
 def _best_of_states(run: Path) -> set[int]:

@@ -15,11 +15,12 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from meshrl.config.run import RunSection
 from meshrl.core.errors import MeshrlError
+from meshrl.core.terminal import print_message
 from meshrl.monitor.status import Status, read_status
 from meshrl.process.family import has_open
 
@@ -114,11 +115,13 @@ def _holder_of(folder: Path) -> str:
     return f"the run of process {status.pid} on {status.host}"
 
 
-async def until_free(folder: Path, note: Callable[[str], None]) -> None:
-    """Wait until no other process holds the lease of `folder`, at most _WAIT_S. Raises: MeshrlError after this time."""
-    if not is_leased(folder):
+async def wait_for_folder(run: RunSection) -> None:
+    """If this start continues the run in a folder, wait until no earlier process of that run, such as that of a
+    requeued job, holds the folder's lease, at most _WAIT_S. Raises: MeshrlError after this time."""
+    folder = Path(run.folder) / run.name
+    if run.resume == "never" or run.name == "auto" or not is_leased(folder):
         return
-    note(f"{folder} is in use by {_holder_of(folder)}; waiting up to {_WAIT_S:.0f} s for its end")
+    print_message(f"{folder} is in use by {_holder_of(folder)}; waiting up to {_WAIT_S:.0f} s for its end")
     until = time.monotonic() + _WAIT_S
     while is_leased(folder):
         if time.monotonic() > until:

@@ -43,7 +43,7 @@ from meshrl.run.folder import (
     write_template,
 )
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
-from meshrl.run.lease import FolderLease, until_free
+from meshrl.run.lease import FolderLease
 from meshrl.run.signals import Stop
 from meshrl.run.tracing import Tracing
 from meshrl.train.checkpoint_files import require_space
@@ -298,14 +298,6 @@ def _tracing(run: LiveRun) -> Tracing:
         "torch": version("torch"),
     }
     return Tracing(run.folder, run.num_steps, cfg.monitor.trace_steps, run.spans, run.writes, facts)
-
-
-async def wait_for_folder(loaded: Loaded[Any]) -> None:
-    """If this start continues the run in a folder, wait a limited time for an earlier process of that run, such as that
-    of a requeued job, to end. Raises: MeshrlError."""
-    run = loaded.config.run
-    if run.resume != "never" and run.name != "auto":
-        await until_free(Path(run.folder) / run.name, print_message)
 
 
 @contextmanager

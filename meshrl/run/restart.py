@@ -75,11 +75,7 @@ async def run_to_end(
                         if first is not None:
                             run.note(f"the train ranks were restarted in {time.monotonic() - lost_at:.1f} s")
                         first, run.stop.trainer_is_valid, has_begun = None, True, True
-                        try:
-                            return await loop()
-                        except SyncError:
-                            await asyncio.sleep(_CAUSE_WAIT_S)  # the failure of a lost train rank ends this wait
-                            raise
+                        return await _until_over(loop)
                 except RankFailure as failure:
                     if run.stop.signal is not None:  # the run would have ended after this step
                         run.stop.trainer_is_valid = False
@@ -96,6 +92,14 @@ async def run_to_end(
             if has_begun and not isinstance(error, RankFailure):
                 await _save_after(error, run, job)
             raise
+
+
+async def _until_over(loop: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await loop()
+    except SyncError:
+        await asyncio.sleep(_CAUSE_WAIT_S)  # if a lost train rank is the cause, its failure ends this wait
+        raise
 
 
 async def _save_after(error: Exception, run: LiveRun, job: Resumable) -> None:
@@ -166,7 +170,8 @@ async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bo
 
 
 async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure: RankFailure, origin: Start) -> Start:
-    """The state from which new train ranks continue. Raises: `first`, with the reason why the run can't continue."""
+    """The state from which new train ranks continue; the restart is counted and noted. Raises: `first`, with the reason
+    why the run can't continue."""
     if not groups.can_restart_after(failure):
         raise first
     if run.restarts >= run.loaded.config.cluster.max_restarts:

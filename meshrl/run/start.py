@@ -40,7 +40,8 @@ from meshrl.process.leases import sweep
 from meshrl.run.evaluation import EvalRequest, EvalResult, run_evaluation
 from meshrl.run.folder import bytes_of, newest_model, read_best
 from meshrl.run.inputs import NO_OBJECTS, Objects
-from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run, wait_for_folder
+from meshrl.run.lease import wait_for_folder
+from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run
 from meshrl.run.restart import failures_raised, run_to_end
 from meshrl.run.signals import Stop
 from meshrl.run.task import first_prompt, load_sft_source, load_task, reward_workers
@@ -138,7 +139,7 @@ def garbage_of_the_run(has_tensors: bool) -> Iterator[None]:
 async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects) -> Path:
     cfg = loaded.config
     try_user_functions(cfg.algo)
-    await wait_for_folder(loaded)
+    await wait_for_folder(cfg.run)
     with live_run(loaded, "train", cfg.loop.num_steps, stop, write_report, objects) as run:
         _note_start(run)
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
@@ -199,7 +200,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
 
 async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Objects) -> Path:
     cfg = loaded.config
-    await wait_for_folder(loaded)
+    await wait_for_folder(cfg.run)
     with live_run(loaded, "sft", cfg.sft.num_steps, stop, write_report, objects) as run:
         _note_start(run)
         source, left_out, run.chat_template = await asyncio.to_thread(load_sft_source, cfg, objects)

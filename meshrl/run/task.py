@@ -40,7 +40,8 @@ class Prompts(NamedTuple):
 
 
 def load_prompts(cfg: RunConfig, objects: Objects, training: bool) -> Prompts:
-    """Load tokenizer, agent and prompts, without importing torch. training: also load the training rows.
+    """Load tokenizer, agent and prompts, without importing the code of loops and ranks, which takes seconds. training:
+    also load the training rows.
 
     Raises: ConfigError, DataError.
     """
@@ -59,7 +60,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
 
     Raises: ConfigError, also for tools that the chat template does not describe; DataError.
     """
-    from meshrl.loops.job import Task  # with torch
+    from meshrl.loops.job import Task  # with the code of the ranks
 
     read = load_prompts(cfg, objects, training)
     task = Task(

@@ -25,7 +25,7 @@ from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.run import lease, start
 from meshrl.run.folder import Best, read_best, run_name
 from meshrl.run.inputs import Objects
-from meshrl.run.live import LiveRun, live_run, wait_for_folder
+from meshrl.run.live import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.tools.report.page import write_report
 from meshrl.train.checkpoint_files import (
@@ -88,7 +88,7 @@ def test_a_start_with_resume_auto_waits_for_the_end_of_the_run_before_it(config:
     with _in_use(folder) as other:
 
         async def second() -> None:
-            waiting = asyncio.create_task(wait_for_folder(loaded))
+            waiting = asyncio.create_task(lease.wait_for_folder(loaded.config.run))
             await asyncio.sleep(0.5)
             assert not waiting.done()
             other.communicate("\n")
