@@ -24,7 +24,7 @@ MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _ConfiguredTable:
     """A table that a section of the config names. columns: column names by their keys. prefix: "" or "eval_", of the
     keys of its path and split."""
 
@@ -46,7 +46,7 @@ def check_data(case: Case) -> Iterator[Problem]:
     """Problems of the data. Training rows are checked only for training: an evaluation does not need them."""
     section = _section(case.config)
     if isinstance(section, SftConfig):
-        name, tables = "sft", [_Table("sft", section, {"sft.messages": section.messages})]
+        name, tables = "sft", [_ConfiguredTable("sft", section, {"sft.messages": section.messages})]
     else:
         name, tables = "data", list(_tables(section, case.purpose == "train"))
     kinds: dict[str, Kind] = {}
@@ -73,22 +73,22 @@ def _section(config: RunConfig | SftRunConfig) -> DataConfig | SftConfig:
     return config.sft if isinstance(config, SftRunConfig) else config.data
 
 
-def _tables(data: DataConfig, training: bool) -> Iterator[_Table]:
+def _tables(data: DataConfig, training: bool) -> Iterator[_ConfiguredTable]:
     columns: dict[str, str | None] = {} if data.map else {"data.prompt": data.prompt, "data.answer": data.answer}
     if training and data.path is not None:
-        yield _Table("data", data, columns)
+        yield _ConfiguredTable("data", data, columns)
     for name, source in data.sources.items() if training else ():
         key = f"data.sources.{name}"
         own: dict[str, str | None] = {
             f"{key}.{column}" if getattr(source, column) else f"data.{column}": getattr(source, column) or value
             for column, value in (("prompt", data.prompt), ("answer", data.answer))
         }
-        yield _Table(key, source, {} if source.map or data.map else own)
+        yield _ConfiguredTable(key, source, {} if source.map or data.map else own)
     if data.eval_path is not None:
-        yield _Table("data", data, columns, "eval_")
+        yield _ConfiguredTable("data", data, columns, "eval_")
 
 
-def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterator[Problem]:
+def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind]) -> Iterator[Problem]:
     """Problems of one table. Stores the table's kind in `kinds`, if it has one."""
     source: RowTable | Path | None
     kind: Kind
@@ -127,7 +127,9 @@ def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterat
             yield Problem((key, table.path), text)
 
 
-def _without_effect(format_key: str, format: str, tables: list[_Table], kinds: dict[str, Kind]) -> Iterator[Problem]:
+def _without_effect(
+    format_key: str, format: str, tables: list[_ConfiguredTable], kinds: dict[str, Kind]
+) -> Iterator[Problem]:
     if format != "auto" and kinds and set(kinds.values()) == {"rows"}:
         yield Problem((format_key,), "would have no effect: all rows are given in memory. Remove it.")
     for section in dict.fromkeys(table.section for table in tables if table.slice.subset is not None):

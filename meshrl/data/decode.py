@@ -15,7 +15,7 @@ _PAD = b"\xff"  # fills words; no valid UTF-8 has this byte
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _TokenTable:
     """The padded bytes of all ids end to end, uint64; where those of each id start, and how many words there are,
     int64[V]."""
 
@@ -32,7 +32,7 @@ class _Table:
 
 
 # By tokenizer, with and without special tokens: the tokenizer's size and its table.
-_tables: WeakKeyDictionary[Any, dict[bool, tuple[int, _Table | None]]] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[Any, dict[bool, tuple[int, _TokenTable | None]]] = WeakKeyDictionary()
 
 
 def text_of(tokenizer: Any, ids: np.ndarray, special: bool = False) -> str:
@@ -47,7 +47,7 @@ def _decoded(tokenizer: Any, ids: np.ndarray, special: bool) -> str:
     return tokenizer.decode(ids.tolist(), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
-def _table_of(tokenizer: Any, special: bool) -> _Table | None:
+def _table_of(tokenizer: Any, special: bool) -> _TokenTable | None:
     """The table of a tokenizer; None for a tokenizer that is not byte level."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if type(decoder).__name__ != "ByteLevel":
@@ -60,7 +60,7 @@ def _table_of(tokenizer: Any, special: bool) -> _Table | None:
     return table
 
 
-def _checked_table(tokenizer: Any, special: bool) -> _Table | None:
+def _checked_table(tokenizer: Any, special: bool) -> _TokenTable | None:
     """The table, if it gives the tokenizer's texts for all ids in order and in a random order."""
     to_byte = bytes_of_letters()
     left_out = set() if special else {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -75,7 +75,7 @@ def _checked_table(tokenizer: Any, special: bool) -> _Table | None:
     parts = [part.replace(_PAD, "\ufffd".encode()) for part in parts]  # the text has this letter for such a byte
     sizes = np.array([-(-len(part) // _WORD) for part in parts])
     padded = b"".join(part.ljust(size * _WORD, _PAD) for part, size in zip(parts, sizes.tolist()))
-    table = _Table(np.frombuffer(padded, np.uint64), sizes.cumsum() - sizes, sizes)
+    table = _TokenTable(np.frombuffer(padded, np.uint64), sizes.cumsum() - sizes, sizes)
     shuffled = np.random.default_rng(0).permutation(len(sizes))
     for order in (np.arange(len(sizes)), shuffled):
         for ids in np.array_split(order, -(-len(order) // _CHECKED_IDS)):

@@ -29,7 +29,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class MetricMeaning:
     """The explanation of one metric of a run."""
 
     entry: Entry
@@ -37,7 +37,7 @@ class Meaning:
     label: str
 
 
-def meaning_of(name: str) -> Meaning | None:
+def meaning_of(name: str) -> MetricMeaning | None:
     """The explanation of a metric; None if there is none. Metrics of the first sync have the texts of all syncs."""
     name = name.removeprefix("first_") if name.startswith("first_sync/") else name
     for _, _, entries in SECTIONS:
@@ -45,7 +45,7 @@ def meaning_of(name: str) -> Meaning | None:
             for index, pattern in enumerate(entry.names):
                 if re.fullmatch(re.sub("<[^>]*>", ".+", pattern), name):
                     unit = entry.units[index if len(entry.units) > 1 else 0]
-                    return Meaning(entry, unit, entry.labels[index] if entry.labels else name)
+                    return MetricMeaning(entry, unit, entry.labels[index] if entry.labels else name)
     return None
 
 

@@ -41,7 +41,7 @@ class AnswerPart:
     reason: str | None = None
 
 
-class Answer:
+class ServerAnswer:
     """Collects the parts of one answer. Tokens after the one that completes a stop string are left out."""
 
     def __init__(

@@ -20,7 +20,7 @@ from meshrl.core.errors import CapabilityError, EngineEnded
 from meshrl.core.types import Request, Turn
 from meshrl.rollout.admission import bounds_of, check_admission, check_scorable
 from meshrl.rollout.base import EngineStats, check_parts
-from meshrl.rollout.server.answer import Answer, Labels
+from meshrl.rollout.server.answer import Labels, ServerAnswer
 from meshrl.rollout.server.dialect import Dialect
 from meshrl.rollout.server.gate import Gate
 from meshrl.rollout.server.weights import ServerWeights
@@ -73,7 +73,7 @@ class ServerEngine:
         search = self._stop_strings.search(request)
         async with self._gate.admission(request.id) as is_admitted:
             versions: Labels | int = self._weights.version if self._dialect.loaded_label is None else self._labels
-            answer = Answer(request, bounds, self._dialect.name, versions, search)
+            answer = ServerAnswer(request, bounds, self._dialect.name, versions, search)
             if not is_admitted:
                 answer.reason = "abort"
                 return answer.turn(self.engine_id)

@@ -11,7 +11,7 @@ from textwrap import indent
 from meshrl.core.terminal import counted
 from meshrl.tools.compare.tables import (
     Compared,
-    Table,
+    ComparisonTable,
     configuration,
     cost,
     held_out,
@@ -40,7 +40,7 @@ def compare(folders: Sequence[Path], out: Path | None) -> tuple[str, Path]:
     return "\n\n".join([*map(_text, tables), _samples_note(runs), *shown]), path
 
 
-def _text(one: Table) -> str:
+def _text(one: ComparisonTable) -> str:
     rows = table([one.head, *one.rows]) if one.rows else ()
     return "\n".join([one.title.upper(), *(f"  {line}" for line in rows), *one.notes])
 
@@ -67,7 +67,7 @@ def _sample_text(row: dict[str, LoggedPrompt]) -> str:
     return "\n".join(lines)
 
 
-def page(runs: Sequence[Compared], tables: Sequence[Table]) -> str:
+def page(runs: Sequence[Compared], tables: Sequence[ComparisonTable]) -> str:
     """The complete page."""
     names = [run.label for run in runs]
     header = f"<header><h1>{escape(' · '.join(names))}</h1></header>"
@@ -93,7 +93,7 @@ def _figure(runs: Sequence[Compared], name: str, title: str) -> str:
     return figure(title, unit, lines) if any(len(line.values) > 1 for line in lines) else ""
 
 
-def _html(one: Table) -> str:
+def _html(one: ComparisonTable) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in one.head)
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'

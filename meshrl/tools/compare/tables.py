@@ -36,7 +36,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ComparisonTable:
     """rows: the first cell is the name of the row. notes: sentences below the table."""
 
     title: str
@@ -73,7 +73,7 @@ def _read(folder: Path, label: str) -> Compared:
     return Compared(label, run, evaluations)
 
 
-def configuration(runs: Sequence[Compared]) -> Table:
+def configuration(runs: Sequence[Compared]) -> ComparisonTable:
     """The keys with different values, the models of evaluations, and groups of runs that differ in the seed at most."""
     configs = [
         {s.key: s for s in run.run.settings if not s.origin.startswith("unused") and s.key not in _OWN} for run in runs
@@ -95,7 +95,7 @@ def configuration(runs: Sequence[Compared]) -> Table:
     for i, run in enumerate(runs, start=1):
         groups.setdefault(str([row[i] for row in rows if row[0] != "run.seed"]), []).append(run)
     notes += [_spread(group) for group in groups.values() if len(group) > 1]
-    return Table("Configuration", ["key", *(run.label for run in runs)], rows, notes)
+    return ComparisonTable("Configuration", ["key", *(run.label for run in runs)], rows, notes)
 
 
 def _spread(group: Sequence[Compared]) -> str:
@@ -110,7 +110,7 @@ def _spread(group: Sequence[Compared]) -> str:
     return f"{text}: their last held-out scores are {scores}from {min(last):.3f} to {max(last):.3f}."
 
 
-def held_out(runs: Sequence[Compared]) -> Table:
+def held_out(runs: Sequence[Compared]) -> ComparisonTable:
     """Scores with intervals, and the differences from the first run."""
     head = ["", "run", "step", "score", "interval", f"difference from {runs[0].label}"]
     several = any(len({one[0] for one in run.evaluations.values()}) > 1 for run in runs)
@@ -127,7 +127,7 @@ def held_out(runs: Sequence[Compared]) -> Table:
         "Intervals are 95 % intervals over held-out prompts, not over seeds. A difference is the mean over the prompts "
         "that both runs answered; it is unchanged when its interval contains 0."
     ]
-    return Table("Held-out score", head, rows, notes if rows else [])
+    return ComparisonTable("Held-out score", head, rows, notes if rows else [])
 
 
 def _difference(before: Asked, after: Asked) -> str:
@@ -161,7 +161,7 @@ def difference_interval(differences: Sequence[float]) -> tuple[float, float]:
     return center - half, center + half
 
 
-def cost(runs: Sequence[Compared]) -> Table:
+def cost(runs: Sequence[Compared]) -> ComparisonTable:
     """Steps, time and speed."""
     rows = [
         ["state", *(run.run.state.word for run in runs)],
@@ -174,7 +174,7 @@ def cost(runs: Sequence[Compared]) -> Table:
     phases = dict.fromkeys([*PHASES, *(phase for run in runs for phase in run.run.phases)])
     totals = [{phase: sum(steps.values()) for phase, steps in run.run.phases.items()} for run in runs]
     rows += [[f"time of {p}", *(number(t[p], "s") if p in t else "" for t in totals)] for p in phases]
-    return Table("Time", ["", *(run.label for run in runs)], [row for row in rows if any(row[1:])])
+    return ComparisonTable("Time", ["", *(run.label for run in runs)], [row for row in rows if any(row[1:])])
 
 
 def same_prompts(runs: Sequence[Compared]) -> Iterator[dict[str, LoggedPrompt]]:

@@ -36,7 +36,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SavedSetting:
     """One line of config.yaml, such as train.optimizer.lr = 1e-06 from gsm8k.yaml:12."""
 
     key: str
@@ -89,7 +89,7 @@ class RunFolder:
     series: dict[str, Series]
     phases: dict[str, dict[int, float]]
     wall_s: float
-    settings: list[Setting]
+    settings: list[SavedSetting]
     notes: str
     first_eval: tuple[int, dict[str, LoggedPrompt]] | None
     last_eval: tuple[int, dict[str, LoggedPrompt]] | None
@@ -179,9 +179,9 @@ def text_of_file(path: Path) -> str:
         raise MeshrlError(f"{path}: {cause}") from cause
 
 
-def read_settings(path: Path) -> list[Setting]:
+def read_settings(path: Path) -> list[SavedSetting]:
     """The lines of a resolved config: `key: value   # origin`, indented by two spaces; "# key: value" is unused."""
-    found: list[Setting] = []
+    found: list[SavedSetting] = []
     above: list[str] = []
     for line in text_of_file(path).splitlines():
         body, mark, origin = line.rpartition("  # ")
@@ -189,13 +189,13 @@ def read_settings(path: Path) -> list[Setting]:
         level = (len(text) - len(text.lstrip())) // 2
         name, _, value = text.strip().removeprefix("# ").partition(":")
         if mark:
-            found.append(Setting(".".join([*above[:level], name]), value.strip(), origin))
+            found.append(SavedSetting(".".join([*above[:level], name]), value.strip(), origin))
         else:
             above = [*above[:level], name]
     return found
 
 
-def criterion_of(settings: list[Setting]) -> tuple[str | None, float]:
+def criterion_of(settings: list[SavedSetting]) -> tuple[str | None, float]:
     """The values of loop.eval_term and loop.eval_pass_score, or their defaults; None for an unknown term."""
     values = {setting.key: setting.value for setting in settings}
     first = next((key.split(".")[2] for key in values if key.startswith("reward.terms.")), None)

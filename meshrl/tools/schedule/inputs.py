@@ -19,7 +19,7 @@ from meshrl.core.types import Trajectory, Turn
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import MetricsLine
 from meshrl.tools.report.folder import read_run, seconds_by_phase
-from meshrl.tools.schedule.setup import Answer, Costs, TurnLengths
+from meshrl.tools.schedule.setup import AnswerLengths, Costs, TurnLengths
 from meshrl.tools.schedule.simulate import PROBED_ROWS
 
 FORWARD_SHARE = 1 / 3  # of the time of forward and backward
@@ -33,7 +33,7 @@ class Inputs:
     """lengths: the answers of each group. source: where the times come from; notes: what the user should know."""
 
     costs: Costs
-    lengths: list[list[Answer]]
+    lengths: list[list[AnswerLengths]]
     source: str
     notes: tuple[str, ...] = ()
 
@@ -134,7 +134,7 @@ def _outside_phases(lines: Sequence[MetricsLine], warm: Sequence[MetricsLine]) -
     return max(0.0, median(between))
 
 
-def _probe_s(costs: Costs, groups: Iterable[Sequence[Answer]], ranks: int) -> float:
+def _probe_s(costs: Costs, groups: Iterable[Sequence[AnswerLengths]], ranks: int) -> float:
     """A forward pass of some short rows in the trainer, and one of each row in the samplers. Without tokens, the
     trainer's pass costs as much as that of a sampler."""
     lengths = sorted(answer.trained for group in groups for answer in group)
@@ -143,8 +143,8 @@ def _probe_s(costs: Costs, groups: Iterable[Sequence[Answer]], ranks: int) -> fl
     return train + PROBED_ROWS * costs.decode_step_s + costs.prefill_token_s * tokens
 
 
-def _groups(trajectories: Iterable[Trajectory]) -> list[list[Answer]]:
-    groups: dict[str, list[Answer]] = {}
+def _groups(trajectories: Iterable[Trajectory]) -> list[list[AnswerLengths]]:
+    groups: dict[str, list[AnswerLengths]] = {}
     for trajectory in trajectories:
         contexts, parents = _contexts(trajectory.turns), {turn.parent for turn in trajectory.turns}
         turns = tuple(
@@ -153,7 +153,7 @@ def _groups(trajectories: Iterable[Trajectory]) -> list[list[Answer]]:
         )
         rows = [t.context + t.output for i, t in enumerate(turns) if i not in parents]
         if turns:
-            groups.setdefault(trajectory.group_id, []).append(Answer(turns, sum(rows)))
+            groups.setdefault(trajectory.group_id, []).append(AnswerLengths(turns, sum(rows)))
     return list(groups.values())
 
 
@@ -275,7 +275,7 @@ def _parsed(texts: Sequence[str]) -> dict[str, float]:
     return given
 
 
-def _assumed_lengths(given: dict[str, float], config: RunConfig) -> list[list[Answer]]:
+def _assumed_lengths(given: dict[str, float], config: RunConfig) -> list[list[AnswerLengths]]:
     """Answers with log-normal lengths, independent of each other, cut off at rollout.sampling.max_new_tokens."""
     if "answer_tokens" not in given:
         raise ConfigError("--assume: answer_sigma and prompt_tokens need answer_tokens, the mean length of an answer")
@@ -285,20 +285,20 @@ def _assumed_lengths(given: dict[str, float], config: RunConfig) -> list[list[An
     drawn = np.random.default_rng(0).standard_normal((NUM_ASSUMED_GROUPS, size))
     tokens = np.clip(np.rint(np.exp(math.log(max(mean, 1.0)) - sigma**2 / 2 + sigma * drawn)), 1, most).astype(int)
     return [
-        [Answer((TurnLengths(prompt * (i == 0), prompt, n),), prompt + n) for i, n in enumerate(group)]
+        [AnswerLengths((TurnLengths(prompt * (i == 0), prompt, n),), prompt + n) for i, n in enumerate(group)]
         for group in tokens.tolist()
     ]
 
 
-def resized(lengths: Sequence[Sequence[Answer]], config: RunConfig) -> list[list[Answer]]:
+def resized(lengths: Sequence[Sequence[AnswerLengths]], config: RunConfig) -> list[list[AnswerLengths]]:
     """Groups of loop.samples_per_prompt answers, each turn cut off at rollout.sampling.max_new_tokens."""
     size, most = config.loop.samples_per_prompt, config.rollout.sampling.max_new_tokens
     return [[_cut(group[i % len(group)], most) for i in range(size)] for group in lengths]
 
 
-def _cut(answer: Answer, most: int) -> Answer:
+def _cut(answer: AnswerLengths, most: int) -> AnswerLengths:
     over = sum(max(0, turn.output - most) for turn in answer.turns)
     if not over:
         return answer
     turns = tuple(replace(turn, output=min(turn.output, most)) for turn in answer.turns)
-    return Answer(turns, answer.trained - over)
+    return AnswerLengths(turns, answer.trained - over)

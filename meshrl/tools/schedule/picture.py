@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from meshrl.monitor.sinks import duration
 from meshrl.tools.page.charts import Scale, ticks
-from meshrl.tools.schedule.sampler import Group
+from meshrl.tools.schedule.sampler import SimulatedGroup
 from meshrl.tools.schedule.simulate import FIRST_STEPS, Prediction, Simulation
 
 WIDTH, LEFT, RIGHT = 960, 76, 944
@@ -62,7 +62,7 @@ def _panel(prediction: Prediction, window: float) -> list[str]:
 def _groups(sim: Simulation, x: Scale) -> list[str]:
     """A bar for each group, from its start until it is scored. A group takes the first free lane."""
     free: list[float] = []  # by lane: when it is free again
-    bars: list[tuple[int, Group, float]] = []
+    bars: list[tuple[int, SimulatedGroup, float]] = []
     for group in sim.groups:
         end = group.scored_at if group.is_scored else math.inf
         lane = next((i for i, until in enumerate(free) if until <= group.began), len(free))

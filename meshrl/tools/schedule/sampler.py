@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshrl.tools.schedule.setup import Answer, Costs, TurnLengths
+from meshrl.tools.schedule.setup import AnswerLengths, Costs, TurnLengths
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class SimulatedGroup:
     """began, scored_at: times; NaN until then. version: of the weights at its start. oldest: the version of the first
     token of each answer. step: in which it was trained; None = not yet, or dropped."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[AnswerLengths]
     sampler: Sampler
     version: int
     number: int
@@ -34,10 +34,10 @@ class Group:
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class SimulatedRow:
     """One turn in a sampler. produced: tokens that it had when it (last) joined."""
 
-    group: Group
+    group: SimulatedGroup
     index: int
     turn: int
     produced: int = 0
@@ -53,8 +53,8 @@ class Sampler:
 
     def __init__(self, costs: Costs, max_running: int):
         self._costs, self._max_running = costs, max_running
-        self.waiting: deque[Row] = deque()
-        self.running: list[tuple[int, int, Row]] = []  # a heap: (step after which it ends, order, row)
+        self.waiting: deque[SimulatedRow] = deque()
+        self.running: list[tuple[int, int, SimulatedRow]] = []  # a heap: (step after which it ends, order, row)
         self._order = itertools.count()
         self._steps = 0
         self.since = self.delay_s = 0.0
@@ -73,7 +73,7 @@ class Sampler:
         """When the next running row ends."""
         return self.since + self.delay_s + (self.running[0][0] - self._steps) * self.step_s
 
-    def advance(self, now: float) -> list[Row]:
+    def advance(self, now: float) -> list[SimulatedRow]:
         """Continue to the end of the step that is computed at `now`. Returns the rows that end there."""
         self.change += 1
         if not self.running:
@@ -117,11 +117,11 @@ class Sampler:
                 self._push(row)
             self.delay_s = (self._costs.prefill_step_s + self._costs.prefill_token_s * tokens) if rows else 0.0
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: SimulatedGroup) -> None:
         self.waiting = deque(row for row in self.waiting if row.group is not group)
         self.running = [entry for entry in self.running if entry[2].group is not group]
         heapq.heapify(self.running)
 
-    def _push(self, row: Row) -> None:
+    def _push(self, row: SimulatedRow) -> None:
         left = max(1, row.lengths.output - row.produced)
         heapq.heappush(self.running, (self._steps + left, next(self._order), row))

@@ -37,7 +37,7 @@ class TurnLengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerLengths:
     """The turns of a trajectory, and the tokens of its training rows."""
 
     turns: tuple[TurnLengths, ...]
@@ -54,7 +54,7 @@ class Setup:
     rollout_ranks: int
     max_running: int
     costs: Costs
-    lengths: Sequence[Sequence[Answer]]
+    lengths: Sequence[Sequence[AnswerLengths]]
 
     def with_loop(self, **values: Any) -> Setup:
         """The same with other values of loop.*."""

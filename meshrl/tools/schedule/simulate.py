@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshrl.loops.group_limits import GroupLimits
-from meshrl.tools.schedule.sampler import Group, Row, Sampler
+from meshrl.tools.schedule.sampler import Sampler, SimulatedGroup, SimulatedRow
 from meshrl.tools.schedule.setup import Setup
 
 Wait = float | None
@@ -30,7 +30,7 @@ FIRST_STEPS = 3  # not counted in a prediction, because samplers and trainer do 
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SimulatedSpan:
     """A busy time of the trainer. step: from 0."""
 
     phase: Literal["train", "sync"]
@@ -52,13 +52,13 @@ class Simulation:
         self._order = itertools.count()
         count = setup.rollout_ranks or setup.train_ranks
         self.samplers = [Sampler(setup.costs, setup.max_running) for _ in range(count)]
-        self.groups: list[Group] = []
+        self.groups: list[SimulatedGroup] = []
         self._grader_free_at = 0.0
         self.num_running = self.num_scored = 0  # unfinished answers; groups that were scored so far
         self.on_turn_end: Callable[[], None] = lambda: None
-        self.on_scored: Callable[[Group], None] = lambda group: None
+        self.on_scored: Callable[[SimulatedGroup], None] = lambda group: None
         self.ends: list[float] = []
-        self.spans: list[Span] = []
+        self.spans: list[SimulatedSpan] = []
         self.staleness: list[list[int]] = []
 
     def at(self, time: float, event: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class Simulation:
 
     # ---- sampling
 
-    def start(self, count: int) -> list[Group]:
+    def start(self, count: int) -> list[SimulatedGroup]:
         """Start `count` groups: the controller sends their requests together."""
         new = []
         for number in range(len(self.groups), len(self.groups) + count):
@@ -90,13 +90,13 @@ class Simulation:
             sampler = min(self.samplers, key=lambda s: s.num_groups)
             sampler.num_groups += 1
             self.num_running += len(answers)
-            new.append(Group(answers, sampler, self.version, number, self.now, unfinished=len(answers)))
+            new.append(SimulatedGroup(answers, sampler, self.version, number, self.now, unfinished=len(answers)))
         self.groups += new
-        rows = [Row(group, index, 0) for group in new for index in range(len(group.answers))]
+        rows = [SimulatedRow(group, index, 0) for group in new for index in range(len(group.answers))]
         self.at(self.now + self.costs.request_s * len(rows), lambda: self._send(rows))
         return new
 
-    def _send(self, rows: Sequence[Row]) -> None:
+    def _send(self, rows: Sequence[SimulatedRow]) -> None:
         changed = []
         for row in rows:
             if not row.group.dropped:
@@ -123,13 +123,13 @@ class Simulation:
         if sampler.running:
             self.at(sampler.next_end, lambda: self._continue(sampler) if sampler.change == change else None)
 
-    def _end_turns(self, sampler: Sampler, rows: Sequence[Row]) -> None:
+    def _end_turns(self, sampler: Sampler, rows: Sequence[SimulatedRow]) -> None:
         following = []
         for row in rows:
             if row.group.dropped:
                 continue
             if row.turn + 1 < len(row.group.answers[row.index].turns):
-                following.append(Row(row.group, row.index, row.turn + 1))
+                following.append(SimulatedRow(row.group, row.index, row.turn + 1))
                 continue
             row.group.unfinished -= 1
             self.num_running -= 1
@@ -142,7 +142,7 @@ class Simulation:
             sampler.busy_since = None
         self.on_turn_end()
 
-    def _grade(self, group: Group) -> None:
+    def _grade(self, group: SimulatedGroup) -> None:
         group.sampler.num_groups -= 1
         self._grader_free_at = max(self._grader_free_at, self.now) + self.costs.reward_group_s
 
@@ -153,7 +153,7 @@ class Simulation:
 
         self.at(self._grader_free_at, scored)
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: SimulatedGroup) -> None:
         group.dropped = True
         if group.unfinished:
             sampler = group.sampler
@@ -164,20 +164,20 @@ class Simulation:
             self._schedule(sampler)
             self._end_turns(sampler, [])
 
-    def all_scored(self, groups: Sequence[Group]) -> Iterator[Wait]:
+    def all_scored(self, groups: Sequence[SimulatedGroup]) -> Iterator[Wait]:
         while not all(group.is_scored for group in groups):
             yield None
 
     # ---- training
 
-    def train(self, groups: Sequence[Group]) -> Iterator[Wait]:
+    def train(self, groups: Sequence[SimulatedGroup]) -> Iterator[Wait]:
         tokens = sum(answer.trained for group in groups for answer in group.answers)
         began = self.now
         self.staleness.append([self.version - oldest for group in groups for oldest in group.oldest.values()])
         for group in groups:
             group.step = self.step
         yield self.costs.train_step_s + self.costs.train_token_s * tokens / self.setup.train_ranks
-        self.spans.append(Span("train", self.step, began, self.now))
+        self.spans.append(SimulatedSpan("train", self.step, began, self.now))
 
     def sync(self) -> Iterator[Wait]:
         began = self.now
@@ -195,7 +195,7 @@ class Simulation:
         if self.loop.staleness:
             first_s = max(sampler.delay_s for sampler in self.samplers)  # a message waits for it, too
             yield first_s + self.costs.probe_s + PROBED_ROWS * self._message_s
-        self.spans.append(Span("sync", self.step, began, self.now))
+        self.spans.append(SimulatedSpan("sync", self.step, began, self.now))
 
     @property
     def _message_s(self) -> float:
@@ -228,7 +228,7 @@ def _colocated(sim: Simulation) -> Iterator[Wait]:
 
 
 def _one_step_off(sim: Simulation) -> Iterator[Wait]:
-    loop, ahead = sim.loop, list[Group]()
+    loop, ahead = sim.loop, list[SimulatedGroup]()
     while sim.step < loop.num_steps:
         groups = ahead or sim.start(loop.prompts_per_step)
         yield from sim.all_scored(groups)
@@ -253,7 +253,7 @@ def _fully_async(sim: Simulation) -> Iterator[Wait]:
         if count:
             sim.start(count)
 
-    def scored(group: Group) -> None:
+    def scored(group: SimulatedGroup) -> None:
         if not group.dropped:
             limits.end(group.number)
         fill()

@@ -37,7 +37,7 @@ _HERE = "meshrl.tools.viewer"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChosenAnswer:
     """One answer of the rollout log. name: STEP/GROUP/ANSWER. step: finished steps before it was sampled."""
 
     name: str
@@ -73,7 +73,7 @@ def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]
 # ---- which answer
 
 
-def find_answer(run: Path, which: str) -> Answer:
+def find_answer(run: Path, which: str) -> ChosenAnswer:
     """Raises: ConfigError when `which` is no STEP/GROUP/ANSWER; MeshrlError when the run has no such answer; it lists
     what there is."""
     found = re.fullmatch(r"(?:(eval)_)?(\d{1,9})/(.+)/(\d{1,9})", which)
@@ -91,7 +91,7 @@ def find_answer(run: Path, which: str) -> Answer:
         raise MeshrlError(f"{answers.title} has no answer {which}; there are: {known}{error}")
     with data_errors(f"{answers.title}, {name}", "a trajectory"):
         check_turns(named[name])
-    return Answer(name, step if kind == "eval" else step - 1, named[name])
+    return ChosenAnswer(name, step if kind == "eval" else step - 1, named[name])
 
 
 def _row(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -114,7 +114,7 @@ def _row(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, list[str]]:
 # ---- which weights
 
 
-def choose_weights(run: Path, answer: Answer) -> tuple[SavedWeights, int]:
+def choose_weights(run: Path, answer: ChosenAnswer) -> tuple[SavedWeights, int]:
     """The saved weights that are nearest to those that sampled the answer's last token, and the number of finished
     steps of the latter. Raises: MeshrlError when there are none."""
     given = next((s.value for s in read_settings(run / "config.yaml") if s.key == "model.path"), "")
@@ -141,7 +141,7 @@ def choose_weights(run: Path, answer: Answer) -> tuple[SavedWeights, int]:
     return min(found, key=lambda weights: (abs(weights.step - wanted), weights.step)), wanted
 
 
-def _finished_steps(run: Path, answer: Answer) -> int:
+def _finished_steps(run: Path, answer: ChosenAnswer) -> int:
     """After how many finished steps the trainer had the weights that sampled the answer's last token."""
     version = max((int(turn.versions.max()) for turn in answer.trajectory.turns if len(turn.versions)), default=None)
     with suppress(MeshrlError):  # without metrics, the weights of the schedule colocated are assumed
@@ -153,7 +153,7 @@ def _finished_steps(run: Path, answer: Answer) -> int:
     return answer.step
 
 
-def _origin(answer: Answer, weights: SavedWeights, wanted: int) -> str:
+def _origin(answer: ChosenAnswer, weights: SavedWeights, wanted: int) -> str:
     """Which weights the page shows."""
     used = f"the weights after step {weights.step}" if weights.step else "the weights before the first step"
     text = f"Computed in fp32 with {used} ({weights.place})"
@@ -185,7 +185,7 @@ def _computed(weights: SavedWeights, ids: np.ndarray) -> tuple[list[str], Any]:
         return texts, attention_maps(load_causal_lm(place), ids)
 
 
-def _page(run: Path, answer: Answer, texts: list[str], sampled: np.ndarray, maps: Any, notes: list[str]) -> str:
+def _page(run: Path, answer: ChosenAnswer, texts: list[str], sampled: np.ndarray, maps: Any, notes: list[str]) -> str:
     facts = {
         "tokens": texts,
         "sampled": [int(flag) for flag in sampled],

@@ -6,12 +6,12 @@ import numpy as np
 
 from meshrl.core.types import Request
 from meshrl.rollout.admission import Bounds
-from meshrl.rollout.server.answer import MIXED, Answer, AnswerPart
+from meshrl.rollout.server.answer import MIXED, AnswerPart, ServerAnswer
 
 
 def test_tokens_of_mixed_weights_are_dropped_with_their_most_likely_tokens():
     request = Request(id="a", context_ids=np.array([1, 2], np.int32), want=("topk:1",))
-    answer = Answer(request, Bounds(stop_ids=frozenset(), limit=8, limit_reason="length"), "server", {"first": 0})
+    answer = ServerAnswer(request, Bounds(stop_ids=frozenset(), limit=8, limit_reason="length"), "server", {"first": 0})
     answer.add(
         AnswerPart(
             tokens=[3, 4, 5],

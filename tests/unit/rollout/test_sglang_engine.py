@@ -12,7 +12,7 @@ from tiny_tokenizers import numbered_tokenizer
 
 from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, StaleWeightsError, SyncError
 from meshrl.rollout.admission import Bounds
-from meshrl.rollout.server.answer import Answer
+from meshrl.rollout.server.answer import ServerAnswer
 from meshrl.rollout.server.http import HttpClient
 from meshrl.rollout.sglang.dialect import LOADER, SglangDialect, part_of, require_fit
 from meshrl.rollout.stop_strings import StopStrings
@@ -311,7 +311,7 @@ def _answer(stop=()):
     request = ask("a", CONTEXT, stop=stop)
     bounds = Bounds(stop_ids=frozenset(), limit=16, limit_reason="length")
     search = StopStrings(lambda: numbered_tokenizer(64)).search(request)
-    return Answer(request, bounds, "SGLang", {"run:3": 3}, search)
+    return ServerAnswer(request, bounds, "SGLang", {"run:3": 3}, search)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import pytest
 from meshrl.config.loop import LoopConfig
 from meshrl.tools.schedule.advise import best_of_each_kind, recommended
 from meshrl.tools.schedule.picture import picture
-from meshrl.tools.schedule.setup import Answer, Costs, Setup, TurnLengths
+from meshrl.tools.schedule.setup import AnswerLengths, Costs, Setup, TurnLengths
 from meshrl.tools.schedule.simulate import SCHEDULES, Simulation, predict, simulate
 
 PER_STEP, SIZE = 4, 2
 
 
-def answer(output: int, prompt: int = 10) -> Answer:
-    return Answer((TurnLengths(prompt, prompt, output),), prompt + output)
+def answer(output: int, prompt: int = 10) -> AnswerLengths:
+    return AnswerLengths((TurnLengths(prompt, prompt, output),), prompt + output)
 
 
 def setup(kind="colocated", lengths=None, costs=None, max_running=64, rollout_ranks=1, **loop) -> Setup:
@@ -35,7 +35,7 @@ def setup(kind="colocated", lengths=None, costs=None, max_running=64, rollout_ra
     )
 
 
-def long_tailed(seed: int) -> list[list[Answer]]:
+def long_tailed(seed: int) -> list[list[AnswerLengths]]:
     rng = random.Random(seed)
     return [[answer(max(1, round(rng.lognormvariate(3, 1.2)))) for _ in range(SIZE)] for _ in range(60)]
 
@@ -148,7 +148,7 @@ def test_in_flight_restart_repeats_the_tokens():
 
 def test_turns_of_an_answer_follow_each_other():
     turns = (TurnLengths(10, 10, 20), TurnLengths(5, 35, 30))
-    made = setup(lengths=[[Answer(turns, 65)] * SIZE], num_steps=1)
+    made = setup(lengths=[[AnswerLengths(turns, 65)] * SIZE], num_steps=1)
     assert simulate(made).ends == pytest.approx([0.5 + 0.001 * 65 * PER_STEP * SIZE])
 
 
