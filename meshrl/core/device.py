@@ -37,18 +37,18 @@ def device_type() -> str:
         if forced not in _BACKENDS:
             raise ConfigError(f"MESHRL_DEVICE is {forced!r}; allowed: {', '.join(_BACKENDS)}. Unset it, or correct it")
         return forced
-    found = _accelerator()
-    return found if found in _BACKENDS else "cpu"
+    accelerator = _accelerator()
+    return accelerator if accelerator in _BACKENDS else "cpu"
 
 
 def device_notice() -> str | None:
     """Why ranks on this machine use the CPU although it has an accelerator; None where they use it or there is none."""
-    found = _accelerator()
-    if found in _BACKENDS or os.environ.get("MESHRL_DEVICE"):
+    accelerator = _accelerator()
+    if accelerator in _BACKENDS or os.environ.get("MESHRL_DEVICE"):
         return None
     usable = ", ".join(name for name in _BACKENDS if name != "cpu")
     return (
-        f"the accelerator of this machine is {found}, for which torch.distributed has no backend: ranks on this "
+        f"the accelerator of this machine is {accelerator}, for which torch.distributed has no backend: ranks on this "
         f"machine use the CPU. Accelerators that ranks can use: {usable}."
     )
 

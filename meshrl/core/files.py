@@ -36,17 +36,17 @@ def size_of(path: Path) -> int:
     Raises: Unreadable.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError as cause:
         raise Unreadable("no such file") from cause
     except (OSError, ValueError) as cause:  # a loop of links, a name too long or with a NUL, a folder closed to us
         raise Unreadable(f"can't be looked up ({getattr(cause, 'strerror', None) or cause})") from cause
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise Unreadable("is a folder, not a file")
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
         raise Unreadable(f"is {kind}, not a regular file; write its content to a file, and name that file")
-    return found.st_size
+    return status.st_size
 
 
 def is_there(path: Path) -> bool:
@@ -103,10 +103,10 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object that a file contains. Raises: Unreadable."""
-    found = parse_json(read_text(path))
-    if not isinstance(found, dict):
-        raise Unreadable(f"not a JSON object {{key: value}}, but a {type(found).__name__}")
-    return found
+    value = parse_json(read_text(path))
+    if not isinstance(value, dict):
+        raise Unreadable(f"not a JSON object {{key: value}}, but a {type(value).__name__}")
+    return value
 
 
 def parse_json(text: str, constants: bool = True) -> Any:
@@ -117,18 +117,18 @@ def parse_json(text: str, constants: bool = True) -> Any:
     Raises: Unreadable with line and column, or with the fault.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_object, parse_constant=None if constants else _refuse_constant)
-        if text.count("[") + text.count("{") > MAX_DEPTH and _depth(found) > MAX_DEPTH:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=None if constants else _refuse_constant)
+        if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
             raise RecursionError
         if _SURROGATE.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as cause:
         raise Unreadable(f"not JSON that can be read: nested more than {MAX_DEPTH} deep") from cause
     except UnicodeEncodeError as cause:
         raise Unreadable("it contains a lone surrogate (\\ud800 to \\udfff), which is not valid text") from cause
     except ValueError as cause:
         raise Unreadable(f"not JSON ({cause})") from cause
-    return found
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -62,9 +62,9 @@ def import_object(path: str) -> Any:
     try:
         return attrgetter(name)(module)
     except AttributeError as error:
-        public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
-        where = getattr(module, "__file__", None) or f"module {module_name}"
-        raise ConfigError(f"{where} has no {name!r}{did_you_mean(name, public)}") from error
+        public = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        location = getattr(module, "__file__", None) or f"module {module_name}"
+        raise ConfigError(f"{location} has no {name!r}{did_you_mean(name, public)}") from error
 
 
 def can_be_imported(path: str) -> bool:
@@ -75,12 +75,12 @@ def can_be_imported(path: str) -> bool:
     return top in sys.modules or here is not None or importlib.util.find_spec(top) is not None
 
 
-def similar_names(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+def similar_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     """The known names that are most similar to `name`, best first; case does not matter."""
-    by_lower = {each.lower(): each for each in known}
-    return [by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.45)]
+    by_lower = {each.lower(): each for each in names}
+    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.45)]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """`; did you mean 'nearest'?`, or an empty text when no known name is similar."""
-    return "".join(f"; did you mean {found!r}?" for found in similar_names(name, known, 1))
+    return "".join(f"; did you mean {nearest!r}?" for nearest in similar_names(name, names, 1))

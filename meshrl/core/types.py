@@ -174,9 +174,9 @@ class Trajectory:
 
         Raises: DataError when the agent left no decoded message in a turn.
         """
-        return "\n".join(self._text_of(number) for number in range(len(self.turns)))
+        return "\n".join(self._turn_text(number) for number in range(len(self.turns)))
 
-    def _text_of(self, number: int) -> str:
+    def _turn_text(self, number: int) -> str:
         message = self.turns[number].messages[-1] if self.turns[number].messages else {}
         content = message.get("content")
         if isinstance(content, list):  # parts of a multimodal message
