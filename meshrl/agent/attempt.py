@@ -55,12 +55,12 @@ async def attempt(
         trajectory.status, trajectory.failure = "failed", failure
     if not isinstance(trajectory, Trajectory):
         raise MeshrlError(f"agent {name} returned {trajectory!r:.80}; it must return a Trajectory")
-    own = start_trajectory(prompt, index, ctx)
-    if (trajectory.id, trajectory.purpose) != (own.id, own.purpose):
+    expected = start_trajectory(prompt, index, ctx)
+    if (trajectory.id, trajectory.purpose) != (expected.id, expected.purpose):
         raise MeshrlError(
             f"agent {name} returned the trajectory {trajectory.id!r} with purpose {trajectory.purpose!r} as attempt "
-            f"{own.id!r} with purpose {own.purpose!r}; return the one that meshrl.agent.loop:start_trajectory makes of "
-            "the prompt, index and ctx of this call"
+            f"{expected.id!r} with purpose {expected.purpose!r}; return the one that "
+            "meshrl.agent.loop:start_trajectory makes of the prompt, index and ctx of this call"
         )
     check_turns(trajectory)
     return trajectory

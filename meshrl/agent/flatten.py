@@ -42,12 +42,12 @@ def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metr
     samples: list[Sample] = []
     for trajectory in scored:
         check_turns(trajectory)
-        samples.extend(_rows_of(trajectory))
+        samples.extend(_trajectory_rows(trajectory))
     _set_prefix_lengths(samples)
     return samples, _metrics(train, samples)
 
 
-def _rows_of(trajectory: Trajectory) -> list[Sample]:
+def _trajectory_rows(trajectory: Trajectory) -> list[Sample]:
     trained_before: set[int] = set()  # turns that an earlier row trains
     rows: list[Sample] = []
     for path in leaf_paths(trajectory.turns):
@@ -141,21 +141,21 @@ def _recorded(
 
 def _temperature(trajectory: Trajectory, path: list[int]) -> float:
     """The one temperature of a row's turns; greedy turns (0) report logprobs of temperature 1."""
-    found = {}
+    temperatures = {}
     for i in path:
         sampling = trajectory.turns[i].sampling
-        found[i] = sampling.temperature or 1.0
+        temperatures[i] = sampling.temperature or 1.0
         if (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) != (1.0, 0, 0.0, 1.0):
             raise TurnError(
                 f"trajectory {trajectory.id!r}, turn {i}: sampled with {sampling}; training needs top_p 1, top_k 0, "
                 "min_p 0 and repetition_penalty 1, or sampler and trainer would have different distributions"
             )
-    if len(set(found.values())) > 1:
+    if len(set(temperatures.values())) > 1:
         raise TurnError(
-            f"trajectory {trajectory.id!r}: one row mixes the temperatures {found} (by turn); the trainer scores a row "
-            "with one temperature. Sample all turns of a trajectory with the same temperature"
+            f"trajectory {trajectory.id!r}: one row mixes the temperatures {temperatures} (by turn); the trainer "
+            "scores a row with one temperature. Sample all turns of a trajectory with the same temperature"
         )
-    return next(iter(found.values()))
+    return next(iter(temperatures.values()))
 
 
 def _set_prefix_lengths(samples: list[Sample]) -> None:
@@ -167,8 +167,8 @@ def _set_prefix_lengths(samples: list[Sample]) -> None:
     for rows in groups.values():
         first = rows[0]
         shared = min(s.prefix_len for s in rows)  # so far: the root turn's context
-        for other in rows[1:]:
-            differ = np.flatnonzero(first.tokens[:shared] != other.tokens[:shared])
+        for row in rows[1:]:
+            differ = np.flatnonzero(first.tokens[:shared] != row.tokens[:shared])
             shared = int(differ[0]) if len(differ) else shared
         spans = [{(s.media[name].digest, start, size) for name, start, size in s.media_spans} for s in rows]
         common = set.intersection(*spans)
@@ -215,7 +215,7 @@ def _duplicates(train: list[Trajectory]) -> list[bool]:
         outputs = [turn.output_ids for turn in trajectory.turns]
         tokens = outputs[0] if len(outputs) == 1 else np.concatenate([np.zeros(0, np.int32), *outputs])
         alike = seen[trajectory.group_id, tuple(map(len, outputs)), tokens[:_FIRST_TOKENS].tobytes()]
-        flags.append(len(tokens) > 0 and any(np.array_equal(tokens, other) for other in alike))
+        flags.append(len(tokens) > 0 and any(np.array_equal(tokens, earlier) for earlier in alike))
         if not flags[-1]:
             alike.append(tokens)
     return flags

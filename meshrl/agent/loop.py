@@ -185,11 +185,11 @@ def next_context(
 def _insert(trajectory: Trajectory, turn: Turn, media_spans: Sequence[tuple[str, int, int]]) -> None:
     """Add a turn with its full context to the tree, and cut the context to the tokens after the turn's parent."""
     turn.parent = attach(trajectory.turns, turn.context_ids)
-    known = len(path_ids(trajectory.turns, turn.parent))
-    turn.context_ids = turn.context_ids[known:]
-    turn.media_spans = [(name, start - known, size) for name, start, size in media_spans if start >= known]
+    num_earlier = len(path_ids(trajectory.turns, turn.parent))
+    turn.context_ids = turn.context_ids[num_earlier:]
+    turn.media_spans = [(name, start - num_earlier, size) for name, start, size in media_spans if start >= num_earlier]
     if turn.routed_experts is not None:
-        turn.routed_experts = turn.routed_experts[known:]
+        turn.routed_experts = turn.routed_experts[num_earlier:]
     trajectory.turns.append(turn)
 
 
@@ -220,13 +220,15 @@ class MultiTurn:
             raise ConfigError(f"{key} is {type(tools).__name__} {tools!r:.80}; it must be a list of names")
         if not tools:
             raise ConfigError(f"{key} is empty; name at least one tool, or use agent.kind: single_turn")
-        found = [as_tool(look_up(t, TOOLS, key) if isinstance(t, str) else t, key) for t in tools]
-        self._tools: dict[str, Tool] = {tool.name: tool for tool in found}
-        if len(self._tools) < len(found):
-            twice = next(tool.name for tool in found if self._tools[tool.name] is not tool or found.count(tool) > 1)
+        resolved = [as_tool(look_up(t, TOOLS, key) if isinstance(t, str) else t, key) for t in tools]
+        self._tools: dict[str, Tool] = {tool.name: tool for tool in resolved}
+        if len(self._tools) < len(resolved):
+            twice = next(
+                tool.name for tool in resolved if self._tools[tool.name] is not tool or resolved.count(tool) > 1
+            )
             raise ConfigError(f"{key}: two tools are named {twice!r}; give each its own name")
         self._max_turns = max_turns
-        self.tools = [tool.schema for tool in found]
+        self.tools = [tool.schema for tool in resolved]
 
     async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
         if not prompt.messages:

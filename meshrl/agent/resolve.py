@@ -43,25 +43,25 @@ def resolve_agent(cfg: AgentConfig) -> Agent:
         inspect.signature(kind).bind(*(_PARAMETERS if is_async else ()), **cfg.args)
     except TypeError as cause:
         is_plain = inspect.isfunction(kind) and not is_async
-        own = [name for name in inspect.signature(kind).parameters if not (is_async and name in _PARAMETERS)]
-        hint = f"; allowed: {', '.join(own) or 'none'}"
+        accepted = [name for name in inspect.signature(kind).parameters if not (is_async and name in _PARAMETERS)]
+        hint = f"; allowed: {', '.join(accepted) or 'none'}"
         if is_plain:
             hint = "; an agent that is a function must be defined with `async def`"
         raise ConfigError(f"agent.args {cfg.args} don't fit {name}: {cause}{hint}") from cause
     return as_agent(partial(kind, **cfg.args) if is_async else kind(**cfg.args), name)
 
 
-def as_agent(given: Any, name: str) -> Agent:
+def as_agent(candidate: Any, name: str) -> Agent:
     """An object with `run` and `tools`, or an async function, as an agent. name: for errors. Raises: ConfigError."""
-    if inspect.iscoroutinefunction(given):
-        require_parameters(name, given, *_PARAMETERS)
-        return FunctionAgent(given)
-    if isinstance(given, type) or not hasattr(given, "run") or not hasattr(given, "tools"):
+    if inspect.iscoroutinefunction(candidate):
+        require_parameters(name, candidate, *_PARAMETERS)
+        return FunctionAgent(candidate)
+    if isinstance(candidate, type) or not hasattr(candidate, "run") or not hasattr(candidate, "tools"):
         raise ConfigError(
-            f"{name} is {shown(given)}; it must be an object with the method `run` and the list `tools` of "
+            f"{name} is {shown(candidate)}; it must be an object with the method `run` and the list `tools` of "
             "meshrl.agent.loop.Agent (an instance, not the class), or an async function as that method"
         )
-    agent = cast(Agent, given)
+    agent = cast(Agent, candidate)
     if not inspect.iscoroutinefunction(agent.run):
         raise ConfigError(f"{name}: its method `run` must be defined with `async def`")
     require_parameters(f"{name}.run", agent.run, *_PARAMETERS)

@@ -54,21 +54,21 @@ class Tool:
         return {"type": "function", "function": body}
 
 
-def as_tool(given: Any, key: str) -> Tool:
+def as_tool(tool: Any, key: str) -> Tool:
     """A Tool as it is, and a function by its types and docstring (data/tool_schema.py).
 
     key: of the value in errors. Raises: ConfigError for anything else, and for a function without a description.
     """
-    if isinstance(given, Tool):
-        return given
-    if not callable(given) or isinstance(given, type):
-        what = f"{type(given).__name__} {given!r:.80}"
-        raise ConfigError(f"{key}: a tool is {what}; it must be a function or a meshrl.agent.tools:Tool")
+    if isinstance(tool, Tool):
+        return tool
+    if not callable(tool) or isinstance(tool, type):
+        shown = f"{type(tool).__name__} {tool!r:.80}"
+        raise ConfigError(f"{key}: a tool is {shown}; it must be a function or a meshrl.agent.tools:Tool")
     try:
-        return Tool(**function_schema(given), function=given)
+        return Tool(**function_schema(tool), function=tool)
     except DataError as cause:
         raise ConfigError(
-            f"{key}: {getattr(given, '__name__', given)!r} is no tool: {cause}. Give each parameter a type, and the "
+            f"{key}: {getattr(tool, '__name__', tool)!r} is no tool: {cause}. Give each parameter a type, and the "
             "function a docstring that describes each of them under `Args:`, or make a meshrl.agent.tools:Tool of it"
         ) from cause
 
@@ -89,15 +89,17 @@ async def call_tool(tools: Mapping[str, Tool], body: str) -> str:
         if name not in tools:
             raise ToolError(f"no tool is called {name!r}; there are: {', '.join(tools)}")
         tool = tools[name]
-        known, needed = set(tool.parameters.get("properties", ())), set(tool.parameters.get("required", ()))
-        if not needed <= set(arguments) <= known:
+        allowed, required = set(tool.parameters.get("properties", ())), set(tool.parameters.get("required", ()))
+        if not required <= set(arguments) <= allowed:
             raise ToolError(
-                f"{name} takes the arguments {sorted(known)}, of which {sorted(needed)} are required; got "
+                f"{name} takes the arguments {sorted(allowed)}, of which {sorted(required)} are required; got "
                 f"{sorted(arguments)}"
             )
         for argument, value in arguments.items():
             _check_type(tool, argument, value)
-        answer = await _result(tool, arguments)
+        is_async = any(map(inspect.iscoroutinefunction, (tool.function, type(tool.function).__call__)))
+        answer = tool.function(**arguments) if is_async else await _in_thread(tool, arguments)
+        answer = await answer if inspect.isawaitable(answer) else answer
         text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
     except ToolError as refusal:
         text = f"{ERROR}{refusal}"
@@ -114,13 +116,6 @@ def is_being_cancelled(error: BaseException) -> bool:
     code that it waits for."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
-
-async def _result(tool: Tool, arguments: dict[str, Any]) -> Any:
-    """The tool's result. Raises: ToolError, and the exceptions of an async function."""
-    is_async = any(map(inspect.iscoroutinefunction, (tool.function, type(tool.function).__call__)))
-    result = tool.function(**arguments) if is_async else await _in_thread(tool, arguments)
-    return await result if inspect.isawaitable(result) else result
 
 
 async def _in_thread(tool: Tool, arguments: dict[str, Any]) -> Any:

@@ -58,57 +58,57 @@ def check_turns(trajectory: Trajectory) -> None:
     Raises: TurnError.
     """
     for i, turn in enumerate(trajectory.turns):
-        where = f"trajectory {trajectory.id!r}, turn {i}"
+        place = f"trajectory {trajectory.id!r}, turn {i}"
         if not -1 <= turn.parent < i:
-            raise TurnError(f"{where}: parent is {turn.parent}; it must be an earlier turn's index, or -1 for none")
+            raise TurnError(f"{place}: parent is {turn.parent}; it must be an earlier turn's index, or -1 for none")
         num_context, num_sampled = len(turn.context_ids), len(turn.output_ids)
-        _check_array(where, "context_ids", turn.context_ids, np.int32, num_context)
-        _check_array(where, "output_ids", turn.output_ids, np.int32, num_sampled)
-        _check_array(where, "logprobs", turn.logprobs, np.float32, num_sampled)
-        _check_array(where, "versions", turn.versions, np.int32, num_sampled)
+        _check_array(place, "context_ids", turn.context_ids, np.int32, num_context)
+        _check_array(place, "output_ids", turn.output_ids, np.int32, num_sampled)
+        _check_array(place, "logprobs", turn.logprobs, np.float32, num_sampled)
+        _check_array(place, "versions", turn.versions, np.int32, num_sampled)
         for name, array in turn.extras.items():
-            _check_array(where, f"extras[{name!r}]", array, array.dtype, num_sampled, per_token_dims=None)
+            _check_array(place, f"extras[{name!r}]", array, array.dtype, num_sampled, per_token_dims=None)
         if turn.routed_experts is not None:
             total = num_context + num_sampled
-            _check_array(where, "routed_experts", turn.routed_experts, np.int16, total, per_token_dims=2)
+            _check_array(place, "routed_experts", turn.routed_experts, np.int16, total, per_token_dims=2)
         if num_sampled and turn.parent < 0 and num_context == 0:
-            raise TurnError(f"{where}: tokens were sampled from an empty context; index 0 of a row has no logprob")
+            raise TurnError(f"{place}: tokens were sampled from an empty context; index 0 of a row has no logprob")
         if not np.isfinite(turn.logprobs).all():
             at = int(np.flatnonzero(~np.isfinite(turn.logprobs))[0])
-            raise TurnError(f"{where}: logprobs[{at}] is {turn.logprobs[at]}; the engine must report finite numbers")
+            raise TurnError(f"{place}: logprobs[{at}] is {turn.logprobs[at]}; the engine must report finite numbers")
         if num_sampled and int(turn.versions.min()) < 0:
-            raise TurnError(f"{where}: a sampled token has weight version {int(turn.versions.min())}; it must be >= 0")
+            raise TurnError(f"{place}: a sampled token has weight version {int(turn.versions.min())}; it must be >= 0")
         reward = turn.reward
         if reward is not None and not (isinstance(reward, (Real, np.floating)) and abs(reward) <= MAX_REWARD):
             raise TurnError(
-                f"{where}: reward is {turn.reward!r:.40}; it must be a finite number of at most {MAX_REWARD:g} in size"
+                f"{place}: reward is {turn.reward!r:.40}; it must be a finite number of at most {MAX_REWARD:g} in size"
             )
-        _check_spans(where, turn, trajectory)
+        _check_spans(place, turn, trajectory)
 
 
 def _check_array(
-    where: str, name: str, array: np.ndarray, dtype: np.dtype | type, length: int, per_token_dims: int | None = 0
+    place: str, name: str, array: np.ndarray, dtype: np.dtype | type, length: int, per_token_dims: int | None = 0
 ) -> None:
     """per_token_dims: dimensions after the first; None = any."""
     if array.dtype != dtype:
-        raise TurnError(f"{where}: {name} is {array.dtype}; it must be {np.dtype(dtype)}")
+        raise TurnError(f"{place}: {name} is {array.dtype}; it must be {np.dtype(dtype)}")
     good_dims = array.ndim >= 1 if per_token_dims is None else array.ndim == 1 + per_token_dims
     if not good_dims or len(array) != length:
         raise TurnError(
-            f"{where}: {name} has shape {array.shape}; it must be [{length}{', ...' if per_token_dims != 0 else ''}] "
+            f"{place}: {name} has shape {array.shape}; it must be [{length}{', ...' if per_token_dims != 0 else ''}] "
             "(context_ids: C tokens new to this turn, output_ids: R tokens; routed_experts covers C + R, the rest R)"
         )
 
 
-def _check_spans(where: str, turn: Turn, trajectory: Trajectory) -> None:
+def _check_spans(place: str, turn: Turn, trajectory: Trajectory) -> None:
     end_before = 0
     for media_id, start, length in turn.media_spans:
         if media_id not in trajectory.prompt.media:
-            known = sorted(trajectory.prompt.media)
-            raise TurnError(f"{where}: media span of {media_id!r}, which the prompt does not have (it has {known})")
+            media_ids = sorted(trajectory.prompt.media)
+            raise TurnError(f"{place}: media span of {media_id!r}, which the prompt does not have (it has {media_ids})")
         if start < end_before or length < 1 or start + length > len(turn.context_ids):
             raise TurnError(
-                f"{where}: media span ({media_id!r}, {start}, {length}) overlaps another or leaves the context of "
+                f"{place}: media span ({media_id!r}, {start}, {length}) overlaps another or leaves the context of "
                 f"{len(turn.context_ids)} tokens"
             )
         end_before = start + length
