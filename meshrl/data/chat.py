@@ -53,8 +53,8 @@ def load_tokenizer(
     with as_data_error(f"the chat template for {str(path)!r} ({(chat_template or 'its own'):.80}) "):
         if chat_template is not None:
             tokenizer.chat_template = template_text(chat_template)
-        own = tokenizer.chat_template or {}
-        named = own if isinstance(own, dict) else {"default": own}
+        templates = tokenizer.chat_template or {}
+        named = templates if isinstance(templates, dict) else {"default": templates}
         checked = named.values() if chat_template is not None or chat_template_kwargs else ()
         reads = {name for text in checked for name in variables_read_by(text)}
     require_read(chat_template_kwargs or (), reads)
@@ -89,12 +89,12 @@ def _require_plain_files(folder: Path) -> None:
             continue
         with as_data_error(f"{file}: ", ". Copy the tokenizer's files again, or write them by save_pretrained."):
             size_of(file)
-            found = read_json(file) if name in _JSON_FILES else {}
+            content = read_json(file) if name in _JSON_FILES else {}
             if name == "chat_template.jinja" and read_text(file) and file.read_bytes().startswith(codecs.BOM_UTF8):
                 raise Unreadable("it begins with a byte order mark, which would precede every prompt; remove it")
-        if "auto_map" in found and name == "tokenizer_config.json" and not is_there(folder / "tokenizer.json"):
+        if "auto_map" in content and name == "tokenizer_config.json" and not is_there(folder / "tokenizer.json"):
             raise DataError(
-                f"{file}: auto_map names code of its own ({found['auto_map']!r:.120}), which meshrl never runs. "
+                f"{file}: auto_map names code of its own ({content['auto_map']!r:.120}), which meshrl never runs. "
                 "Give a tokenizer that was saved as tokenizer.json."
             )
 
@@ -112,21 +112,21 @@ def _damage(folder: Path) -> str | None:
     return None
 
 
-def is_template_text(given: str) -> bool:
+def is_template_text(template: str) -> bool:
     """Whether this is the text or the name of a template and not a path: a text without Jinja would make every prompt
     the same."""
-    return given in BUILT_IN or "{{" in given or "{%" in given
+    return template in BUILT_IN or "{{" in template or "{%" in template
 
 
-def template_text(given: str | Path) -> str:
+def template_text(template: str | Path) -> str:
     """The template's text, as given, of the built-in one, or from the file at the path.
 
     Raises: DataError, with a text that follows the path, for a file that can't be read or contains no template.
     """
-    if isinstance(given, str) and is_template_text(given):
-        return BUILT_IN.get(given, given)
+    if isinstance(template, str) and is_template_text(template):
+        return BUILT_IN.get(template, template)
     with as_data_error(""):
-        text = read_text(Path(given))
+        text = read_text(Path(template))
     if not is_template_text(text):
         raise DataError(f"has neither {{{{ nor {{% in it, so every prompt would be the text {text[:60]!r}")
     return text
@@ -155,8 +155,8 @@ def variables_read_by(text: str) -> set[str]:
     except TemplateSyntaxError as cause:
         lines = text.splitlines()
         line = lines[cause.lineno - 1].strip() if 0 < cause.lineno <= len(lines) else ""
-        what = (cause.message or "").rstrip(".")  # the caller ends the sentence
-        raise DataError(f"is not valid Jinja in line {cause.lineno} ({line:.120}): {what}") from cause
+        reason = (cause.message or "").rstrip(".")  # the caller ends the sentence
+        raise DataError(f"is not valid Jinja in line {cause.lineno} ({line:.120}): {reason}") from cause
     except RecursionError as cause:
         raise DataError("is not valid Jinja: its blocks are nested too deeply") from cause
 
@@ -217,15 +217,17 @@ def _apply_template(
     except TooLongError as cause:
         raise DataError(
             f"the chat template of {tokenizer.name_or_path!r} takes more than {TEMPLATE_LIMIT_S:g} s for "
-            f"{len(messages)} messages{_line_of(cause)}: its loops are too long. Use another chat_template.jinja"
+            f"{len(messages)} messages{_template_line(cause)}: its loops are too long. Use another chat_template.jinja"
         ) from cause
     except Exception as cause:  # a template is a program: it may raise anything
         roles = [m.get("role") for m in messages]
-        what = cause if isinstance(cause, TemplateError) else f"{type(cause).__name__}: {cause}"
-        raise DataError(f"the chat template refused messages with roles {roles}{_line_of(cause)}: {what}") from cause
+        reason = cause if isinstance(cause, TemplateError) else f"{type(cause).__name__}: {cause}"
+        raise DataError(
+            f"the chat template refused messages with roles {roles}{_template_line(cause)}: {reason}"
+        ) from cause
 
 
-def _line_of(error: BaseException) -> str:
+def _template_line(error: BaseException) -> str:
     """The template's line in which the error was raised; Jinja's frames have the line numbers of the template."""
     line, frame = getattr(error, "lineno", None), error.__traceback__
     while frame is not None:
@@ -244,10 +246,10 @@ def stop_token_ids(tokenizer: Any, model: str | Path | None = None) -> tuple[int
 
     Raises: DataError when the file exists but is not JSON, or names a value that is not a token id.
     """
-    found = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     if model is not None and is_there(config := Path(model) / "generation_config.json"):
-        found.update(_eos_of_generation_config(config))
-    return tuple(sorted(found | _end_of_turn(tokenizer)))
+        ids.update(_generation_config_eos(config))
+    return tuple(sorted(ids | _end_of_turn(tokenizer)))
 
 
 def _end_of_turn(tokenizer: Any) -> set[int]:
@@ -281,7 +283,7 @@ def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
     return end
 
 
-def _eos_of_generation_config(path: Path) -> list[int]:
+def _generation_config_eos(path: Path) -> list[int]:
     with as_data_error(f"{path}: "):
         named = read_json(path).get("eos_token_id")
     ids = [] if named is None else named if isinstance(named, list) else [named]
@@ -368,7 +370,7 @@ def _turn_end(tokenizer: Any, ids: np.ndarray, start: int, stops: frozenset[int]
     return start + int(hits[0]) + 1
 
 
-def _require_prefix(tokenizer: Any, head: np.ndarray, full: np.ndarray, why: str) -> None:
+def _require_prefix(tokenizer: Any, head: np.ndarray, full: np.ndarray, reason: str) -> None:
     if len(head) <= len(full) and np.array_equal(head, full[: len(head)]):
         return
     shared = min(len(head), len(full))
@@ -376,6 +378,6 @@ def _require_prefix(tokenizer: Any, head: np.ndarray, full: np.ndarray, why: str
     at = int(differ[0]) if len(differ) else shared
     shorter, longer = (tokenizer.decode(ids[at : at + 8].tolist()) for ids in (head, full))
     raise DataError(
-        f"this chat template can't be split into turns: {why}. From token {at} on, the earlier messages "
+        f"this chat template can't be split into turns: {reason}. From token {at} on, the earlier messages "
         f"alone are rendered as {shorter!r}, with more messages as {longer!r}. Set sft.chat_template to another one."
     )

@@ -79,11 +79,11 @@ def _tables(data: DataConfig, training: bool) -> Iterator[_ConfiguredTable]:
         yield _ConfiguredTable("data", data, columns)
     for name, source in data.sources.items() if training else ():
         key = f"data.sources.{name}"
-        own: dict[str, str | None] = {
+        source_columns: dict[str, str | None] = {
             f"{key}.{column}" if getattr(source, column) else f"data.{column}": getattr(source, column) or value
             for column, value in (("prompt", data.prompt), ("answer", data.answer))
         }
-        yield _ConfiguredTable(key, source, {} if source.map or data.map else own)
+        yield _ConfiguredTable(key, source, {} if source.map or data.map else source_columns)
     if data.eval_path is not None:
         yield _ConfiguredTable("data", data, columns, "eval_")
 
@@ -107,8 +107,8 @@ def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind])
     kinds[table.path] = kind
     if table.split is not None and kind in ("jsonl", "parquet", "rows"):
         these = "these are rows in memory" if kind == "rows" else f"this is {kind}"
-        why, key = f"only Hugging Face data sets have splits, and {these}", f"{table.section}.{table.prefix}split"
-        yield Problem((key, table.path), f"would have no effect: {why}. Remove it.", void=(key,), why=why)
+        reason, key = f"only Hugging Face data sets have splits, and {these}", f"{table.section}.{table.prefix}split"
+        yield Problem((key, table.path), f"would have no effect: {reason}. Remove it.", void=(key,), why=reason)
     if kind == "hub" or source is None:
         return  # only the hub knows its rows
     try:
@@ -134,27 +134,27 @@ def _without_effect(
         yield Problem((format_key,), "would have no effect: all rows are given in memory. Remove it.")
     for section in dict.fromkeys(table.section for table in tables if table.slice.subset is not None):
         paths = [table.path for table in tables if table.section == section]
-        found = {kinds[path] for path in paths if path in kinds}
-        if found and "hub" not in found:
-            key, why = f"{section}.subset", "only data sets on the Hugging Face hub have subsets"
-            yield Problem((key, *paths), f"would have no effect: {why}. Remove it.", void=(key,), why=why)
+        section_kinds = {kinds[path] for path in paths if path in kinds}
+        if section_kinds and "hub" not in section_kinds:
+            key, reason = f"{section}.subset", "only data sets on the Hugging Face hub have subsets"
+            yield Problem((key, *paths), f"would have no effect: {reason}. Remove it.", void=(key,), why=reason)
 
 
-def _chat_template(case: Case, section: str, given: str | None, variables: dict[str, Any]) -> Iterator[Problem]:
+def _chat_template(case: Case, section: str, template: str | None, variables: dict[str, Any]) -> Iterator[Problem]:
     """Problems of a template in the config: of its file and Jinja. The tokenizer's own is checked when it loads."""
     key = f"{section}.chat_template"
     for name in WRITTEN_BY_MESHRL:
         if name in variables:
             yield Problem((f"{key}_kwargs.{name}",), "is set by meshrl in each rendering. Leave it out.")
-    if given is None:
+    if template is None:
         return
-    path, places = (None, []) if is_template_text(given) else case.find(key)
+    path, places = (None, []) if is_template_text(template) else case.find(key)
     if places and path is None:
         looked = " and ".join(str(place) for place in places)
         yield Problem((key,), f"no such file; looked for {looked}. The text of a template has {{{{ or {{% in it.")
         return
     try:
-        reads = variables_read_by(template_text(path or given))
+        reads = variables_read_by(template_text(path or template))
     except DataError as e:
         yield Problem((key,), f"{path or 'the template'} {e}.")
         return

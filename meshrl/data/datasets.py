@@ -257,13 +257,13 @@ def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def _plain(value: Any, what: str, where: str) -> Any:
+def _plain(value: Any, name: str, where: str) -> Any:
     """The value, which must be plain JSON: it is sent to reward workers and written to the run's files."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as cause:
         raise DataError(
-            f"{where}: {what} contains {_shown(value)}, which is not plain JSON ({cause}); leave it out or convert "
+            f"{where}: {name} contains {_shown(value)}, which is not plain JSON ({cause}); leave it out or convert "
             "it, with a data.map function or in the file"
         ) from cause
     return value

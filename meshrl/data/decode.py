@@ -37,7 +37,7 @@ _tables: WeakKeyDictionary[Any, dict[bool, tuple[int, _TokenTable | None]]] = We
 
 def text_of(tokenizer: Any, ids: np.ndarray, special: bool = False) -> str:
     """What `decode` returns. ids: int32[R]. special: with special tokens."""
-    table = _table_of(tokenizer, special)
+    table = _cached_table(tokenizer, special)
     if table is None or not len(ids) or ids.view(np.uint32).max() >= len(table.sizes):  # -1 is seen as 2^32 - 1
         return _decoded(tokenizer, ids, special)
     return table.text(ids)
@@ -47,7 +47,7 @@ def _decoded(tokenizer: Any, ids: np.ndarray, special: bool) -> str:
     return tokenizer.decode(ids.tolist(), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
-def _table_of(tokenizer: Any, special: bool) -> _TokenTable | None:
+def _cached_table(tokenizer: Any, special: bool) -> _TokenTable | None:
     """The table of a tokenizer; None for a tokenizer that is not byte level."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if type(decoder).__name__ != "ByteLevel":

@@ -18,7 +18,7 @@ def open_feed(make: PromptMaker, seed: int, rows: RowTable | None = None) -> Pro
     sources = make.cfg.sources
     if not sources:
         return _open_one(make, seed, rows)
-    feeds = {name: _open_one(_of_source(make, name), seed, None) for name in sources}
+    feeds = {name: _open_one(_source_maker(make, name), seed, None) for name in sources}
     return PromptMixture(feeds, {name: source.weight for name, source in sources.items()}, seed)
 
 
@@ -51,9 +51,9 @@ def _open_one(make: PromptMaker, seed: int, rows: RowTable | None) -> PromptFeed
     return PromptSource(prompts, seed, cfg.shuffle, left_out)
 
 
-def _of_source(make: PromptMaker, name: str) -> PromptMaker:
+def _source_maker(make: PromptMaker, name: str) -> PromptMaker:
     """The maker for one source of a mixture: keys that the source does not set are those of data."""
     source = make.cfg.sources[name]
-    own = {key: getattr(source, key) for key in ("prompt", "answer", "map") if getattr(source, key) is not None}
+    columns = {key: getattr(source, key) for key in ("prompt", "answer", "map") if getattr(source, key) is not None}
     place = {key: getattr(source, key) for key in ("path", "format", "subset", "split")}
-    return dataclasses.replace(make, cfg=make.cfg.model_copy(update={**own, **place, "sources": {}}), source=name)
+    return dataclasses.replace(make, cfg=make.cfg.model_copy(update={**columns, **place, "sources": {}}), source=name)

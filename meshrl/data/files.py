@@ -33,7 +33,7 @@ def kind_of(path: str | Path, format: str = "auto") -> Kind:
         if is_hub_id and format in ("auto", "datasets"):
             return "hub"
     elif place.is_dir():
-        return _kind_of_folder(place, format)
+        return _folder_kind(place, format)
     elif format == "datasets":
         raise DataError("is a file; format: datasets needs a folder made by save_to_disk, or a hub id")
     _require_regular(place)
@@ -41,20 +41,20 @@ def kind_of(path: str | Path, format: str = "auto") -> Kind:
     return "parquet" if is_parquet else "jsonl"
 
 
-def _kind_of_folder(place: Path, format: str) -> Kind:
+def _folder_kind(place: Path, format: str) -> Kind:
     is_saved = (place / "state.json").is_file() or (place / "dataset_dict.json").is_file()
-    found: list[Kind] = ["datasets"] if is_saved else []
-    found += [kind for kind in SHARD_SUFFIXES if files_of(place, kind)]
+    kinds: list[Kind] = ["datasets"] if is_saved else []
+    kinds += [kind for kind in SHARD_SUFFIXES if files_of(place, kind)]
     if format != "auto":
-        found = [kind for kind in found if kind == format]
-    if not found:
+        kinds = [kind for kind in kinds if kind == format]
+    if not kinds:
         wanted = {"jsonl": "*.jsonl", "parquet": "*.parquet", "auto": "*.jsonl or *.parquet"}.get(format)
         files = f"has no {wanted} in it and " if wanted else ""
         saved = "was not made by save_to_disk" if format in ("auto", "datasets") else "so no shards"
         raise DataError(f"is a folder, not a file; it {files}{saved}")
-    if len(found) > 1:
-        raise DataError(f"is a folder that could be read as {' or as '.join(found)}; set format to one of them")
-    return found[0]
+    if len(kinds) > 1:
+        raise DataError(f"is a folder that could be read as {' or as '.join(kinds)}; set format to one of them")
+    return kinds[0]
 
 
 def files_of(path: Path, kind: Kind) -> list[Path]:
@@ -65,10 +65,10 @@ def files_of(path: Path, kind: Kind) -> list[Path]:
     if not path.is_dir():
         return [path]
     suffixes = SHARD_SUFFIXES[kind]
-    found = sorted(file for file in path.iterdir() if file.suffix in suffixes and not file.name.startswith("."))
-    for file in found:
+    shards = sorted(file for file in path.iterdir() if file.suffix in suffixes and not file.name.startswith("."))
+    for file in shards:
         _require_regular(file, f"{file.name} in it ")
-    return found
+    return shards
 
 
 def split_folder(path: Path, split: str | None) -> Path:
@@ -92,12 +92,12 @@ def chosen_split(names: list[str], split: str | None) -> str:
     if split is None and len(names) == 1:
         return names[0]
     if split is None or split not in names:
-        what = (
+        problem = (
             "the split key of this path, such as data.split, must name one of them"
             if split is None
             else f"there is no split {split!r}"
         )
-        raise DataError(f"has the splits {', '.join(names)}, and {what}")
+        raise DataError(f"has the splits {', '.join(names)}, and {problem}")
     return split
 
 

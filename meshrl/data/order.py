@@ -55,9 +55,9 @@ def permutation(size: int, *key: int) -> np.ndarray:
 
 def require_same(mine: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises: DataError when a saved state belongs to other rows, or to another order of the rows, than `mine`."""
-    other = {k: (saved.get(k), v) for k, v in mine.items() if saved.get(k) != v}
-    if other:
-        changes = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in other.items())
+    differing = {k: (saved.get(k), v) for k, v in mine.items() if saved.get(k) != v}
+    if differing:
+        changes = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in differing.items())
         raise DataError(
             f"this checkpoint was made with another data order ({changes}), so it can't be resumed at the exact row. "
             "Restore the data files, the tokenizer, data.* and run.seed, or start a new run."
@@ -74,8 +74,8 @@ class _Source:
     def __init__(self, digest: str, num_rows: int, seed: int, shuffle: bool, **identity: Any):
         self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
         self._epoch, self._epoch_rows = -1, np.arange(num_rows)
-        facts = {"num_rows": num_rows, "seed": seed, "shuffle": shuffle, "digest": digest}
-        self._identity = {"schema": SCHEMA, **facts, **identity}
+        order = {"num_rows": num_rows, "seed": seed, "shuffle": shuffle, "digest": digest}
+        self._identity = {"schema": SCHEMA, **order, **identity}
         self.next_ordinal = 0
 
     def _row_at(self, position: int) -> int:

@@ -248,8 +248,8 @@ class ParquetTable(Table):
         from pyarrow.dataset import ParquetFragmentScanOptions
 
         cache = datasets.config.HF_DATASETS_CACHE
-        what = f"its rows can't be read, or can't be written to {cache} (HF_DATASETS_CACHE sets another folder)"
-        with _library_errors(f"{self.name}: {what}"):
+        problem = f"its rows can't be read, or can't be written to {cache} (HF_DATASETS_CACHE sets another folder)"
+        with _library_errors(f"{self.name}: {problem}"):
             verified = ParquetFragmentScanOptions(page_checksum_verification=True)
             # Escaped, because `datasets` reads the path as a glob pattern.
             dataset = datasets.Dataset.from_parquet(glob.escape(self.name), fragment_scan_options=verified)
@@ -303,28 +303,28 @@ def _from_saved(path: Path, split: str | None) -> DatasetTable:
 def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
     """A data set of the hub. Raises: DataError, with a text that follows the name."""
     try:
-        found = _datasets().load_dataset(name, name=subset, split=split)
+        dataset = _datasets().load_dataset(name, name=subset, split=split)
     except (OSError, ValueError) as cause:  # no network, no such dataset, subset or split
         raise DataError(
             f"is no file or folder here, and can't be loaded from the Hugging Face hub: {cause}. If this machine can't "
             "reach the hub, download the data set on another one, write it with save_to_disk or to_json, and give that "
             "path"
         ) from cause
-    if isinstance(found, dict):
-        split = chosen_split(list(found), split)
-        found = found[split]
-    return DatasetTable(f"{name}[{split}]", f"{name.partition('/')[2]}-{split}", found)
+    if isinstance(dataset, dict):
+        split = chosen_split(list(dataset), split)
+        dataset = dataset[split]
+    return DatasetTable(f"{name}[{split}]", f"{name.partition('/')[2]}-{split}", dataset)
 
 
 @contextlib.contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def _library_errors(problem: str) -> Iterator[None]:
     """For blocks in which a library reads a user's file: it may raise anything for a damaged one. Raises: DataError."""
     try:
         yield
     except Exception as error:
         cause = error.__cause__ or error  # `datasets` wraps the error that states the fault in a general one
         reason = f"{type(cause).__name__}: {cause!s:.1000}"
-        raise DataError(f"{what}: {reason}. Restore the file, or write it again") from error
+        raise DataError(f"{problem}: {reason}. Restore the file, or write it again") from error
 
 
 def _datasets() -> Any:

@@ -25,7 +25,7 @@ def test_a_byte_level_tokenizer_has_a_table():
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "two words", "é"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<hidden>"]})
-    assert None not in (decode._table_of(tokenizer, False), decode._table_of(tokenizer, True))
+    assert None not in (decode._cached_table(tokenizer, False), decode._cached_table(tokenizer, True))
     _same_texts(tokenizer, len(tokenizer))
 
 
@@ -47,5 +47,5 @@ def test_ids_above_the_vocabulary_have_no_text():
 
 def test_other_tokenizers_decode_themselves():
     tokenizer = numbered_tokenizer(30)
-    assert decode._table_of(tokenizer, False) is None
+    assert decode._cached_table(tokenizer, False) is None
     _same_texts(tokenizer, 30)
