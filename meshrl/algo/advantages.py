@@ -103,15 +103,15 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
     groups = [
         Group(
             id=name,
-            rewards=np.array([t.reward - t.kl_penalty for t in found], np.float64),
-            rows=[t.rows for t in found],
+            rewards=np.array([t.reward - t.kl_penalty for t in of_group], np.float64),
+            rows=[t.rows for t in of_group],
         )
-        for name, found in members.items()
+        for name, of_group in members.items()
     ]
     metrics += _group_metrics(groups, cfg.advantage_eps)  # before a user-defined function, which may write into rewards
     function = look_up(cfg.advantage, ADVANTAGES, "algo.advantage")
     if cfg.advantage in ADVANTAGES:
-        _assign(groups, [_of_group(function, group, cfg.advantage_eps) for group in groups], cfg.advantage)
+        _assign(groups, [_group_advantages(function, group, cfg.advantage_eps) for group in groups], cfg.advantage)
     else:
         _assign(groups, function(groups), cfg.advantage)
     rewards = [t.reward for t in trajectories]
@@ -123,14 +123,14 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
 
 
 def _trajectories(samples: list[Sample]) -> list[_Trajectory]:
-    found: dict[str, _Trajectory] = {}
+    by_id: dict[str, _Trajectory] = {}
     for sample in samples:
         if not abs(sample.reward) <= MAX_REWARD:  # also for NaN
             raise ValueError(
                 f"trajectory {sample.trajectory_id!r} has reward {sample.reward}; rewards must be finite numbers of at "
                 f"most {MAX_REWARD:g} in size. Leave out trajectories that could not be scored"
             )
-        first = found.setdefault(
+        first = by_id.setdefault(
             sample.trajectory_id, _Trajectory(group_id=sample.group_id, reward=sample.reward, rows=[])
         )
         if (first.group_id, first.reward) != (sample.group_id, sample.reward):
@@ -139,10 +139,10 @@ def _trajectories(samples: list[Sample]) -> list[_Trajectory]:
                 f"{first.group_id!r}, another {sample.reward} in {sample.group_id!r}; they share one reward and group"
             )
         first.rows.append(sample)
-    return list(found.values())
+    return list(by_id.values())
 
 
-def _of_group(function: Callable[[np.ndarray, float], np.ndarray], group: Group, eps: float) -> np.ndarray:
+def _group_advantages(function: Callable[[np.ndarray, float], np.ndarray], group: Group, eps: float) -> np.ndarray:
     """The advantages by a built-in function, float64[G]: 0 in a group of one, or with equal rewards."""
     advantages = np.zeros(len(group.rewards))
     # The last bit of a mean depends on the order of summation; sorted, it does not depend on the group's order.
@@ -172,27 +172,29 @@ def _assign(groups: list[Group], returned: Any, path: str) -> None:
     """Fill `advantages` of every row with what a function returned for all groups."""
     name = f"algo.advantage {path}"
     for group, of_group in zip(groups, _entries(returned, len(groups), f"{name}: groups")):
-        where = f"{name}: trajectories of group {group.id!r}"
-        for rows, value in zip(group.rows, _entries(of_group, len(group.rows), where)):
+        location = f"{name}: trajectories of group {group.id!r}"
+        for rows, value in zip(group.rows, _entries(of_group, len(group.rows), location)):
             per_row = [value] * len(rows)
             if isinstance(value, (list, tuple)):
                 per_row = _entries(value, len(rows), f"{name}: rows of trajectory {rows[0].trajectory_id!r}")
             for row, advantage in zip(rows, per_row):
-                row.advantages = _of_row(row, advantage, name)
+                row.advantages = _row_advantages(row, advantage, name)
 
 
-def _entries(values: Any, count: int, where: str) -> list[Any]:
-    found = list(values) if isinstance(values, Iterable) else []
-    if len(found) != count:
-        what = len(found) if isinstance(values, Iterable) else f"a {type(values).__name__}"
-        raise ValueError(f"{where}: the function must return {count} entries, one for each, but it returned {what}")
-    return found
+def _entries(values: Any, count: int, location: str) -> list[Any]:
+    entries = list(values) if isinstance(values, Iterable) else []
+    if len(entries) != count:
+        returned = len(entries) if isinstance(values, Iterable) else f"a {type(values).__name__}"
+        raise ValueError(
+            f"{location}: the function must return {count} entries, one for each, but it returned {returned}"
+        )
+    return entries
 
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def _of_row(row: Sample, advantage: Any, name: str) -> np.ndarray:
+def _row_advantages(row: Sample, advantage: Any, name: str) -> np.ndarray:
     """float32[T] from one number or one number per token: the advantage where the row is trained, 0 elsewhere."""
     if isinstance(advantage, float) and abs(advantage) <= _LARGEST:  # the usual case
         return np.where(row.mask, np.float32(advantage), np.float32(0.0))
@@ -216,7 +218,7 @@ def _subtract_kl(trajectories: list[_Trajectory], cfg: KlConfig) -> list[Metric]
     total, tokens = 0.0, 0
     for trajectory in trajectories:
         for row in trajectory.rows:
-            kl = _kl_of_row(row, cfg.estimator)
+            kl = _row_kl(row, cfg.estimator)
             row.rewards = (row.rewards - cfg.coef * kl).astype(np.float32)
             trajectory.kl_penalty += cfg.coef * float(kl.sum())
             total += float(kl.sum())
@@ -224,7 +226,7 @@ def _subtract_kl(trajectories: list[_Trajectory], cfg: KlConfig) -> list[Metric]
     return [Metric(name="reward/kl", sum=total, weight=tokens, unit="nats")]
 
 
-def _kl_of_row(row: Sample, estimator: str) -> np.ndarray:
+def _row_kl(row: Sample, estimator: str) -> np.ndarray:
     """KL of each trained token, 0 elsewhere: float64[T]."""
     if row.ref_logprobs is None:
         raise ValueError(

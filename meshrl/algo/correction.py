@@ -77,10 +77,10 @@ def _rejected(cfg: RejectionConfig, inputs: LossInputs, log_ratio: torch.Tensor)
 
 def _metrics(log_ratio: torch.Tensor, outside: torch.Tensor, weight: torch.Tensor) -> list[Metric]:
     """Ratios of single tokens at any level, before they are cut. All numbers are copied to the host at once."""
-    known = ~log_ratio.isnan()
+    has_ratio = ~log_ratio.isnan()
     ratio = _exp(log_ratio)
     numbers = [
-        known.sum(),
+        has_ratio.sum(),
         ratio.nansum(),
         (ratio.square() - 1).nansum(),
         log_ratio.nansum(),

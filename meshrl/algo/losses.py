@@ -108,18 +108,18 @@ def policy_terms(cfg: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, dic
             "measurements, {} for none: `return loss, {}`"
         )
     loss, measured = result
-    for what, value in {"the loss": loss, **measured}.items():
+    for measurement, value in {"the loss": loss, **measured}.items():
         if not isinstance(value, torch.Tensor) or value.shape != inputs.logprobs.shape:
-            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            returned = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
-                f"{name}: {what} is {found}; it must be a tensor with one number for each trained token, here "
-                f"[{len(inputs.logprobs)}]. The engine takes means and sums over tokens"
+                f"{name}: {measurement} is {returned}; it must be a tensor with one number for each trained token, "
+                f"here [{len(inputs.logprobs)}]. The engine takes means and sums over tokens"
             )
     if inputs.logprobs.requires_grad and not loss.requires_grad:
         raise ValueError(f"{name}: the loss has no gradient; compute it from inputs.logprobs")
     if taken := {"policy", "kl", "entropy"} & set(measured):
         raise ValueError(f"{name} measures {sorted(taken)}, which are names of the engine's metrics; rename them")
-    return loss, {f"loss/{what}": value for what, value in measured.items()}
+    return loss, {f"loss/{measurement}": value for measurement, value in measured.items()}
 
 
 def make_policy_loss(cfg: AlgoConfig) -> LossFn:
@@ -210,15 +210,15 @@ def _sums(values: dict[str, torch.Tensor], weight: torch.Tensor) -> list[Metric]
     """One metric for each [N] tensor: sum(weight * value) with weight sum(weight), or the maximum. All numbers are
     copied to the host at once."""
     weight = weight.double()
-    facts = {name: _METRICS.get(name, ("mean", "")) for name in values}
+    declared = {name: _METRICS.get(name, ("mean", "")) for name in values}
     sums = [
-        value.detach().max() if facts[name][0] == "max" else (weight * value.detach()).sum()
+        value.detach().max() if declared[name][0] == "max" else (weight * value.detach()).sum()
         for name, value in values.items()
     ]
     *numbers, total = torch.stack([s.double() for s in [*sums, weight.sum()]]).tolist()
     return [
         Metric(name=name, sum=number, weight=1.0 if reduce == "max" else total, reduce=reduce, unit=unit)
-        for (name, (reduce, unit)), number in zip(facts.items(), numbers)
+        for (name, (reduce, unit)), number in zip(declared.items(), numbers)
     ]
 
 
