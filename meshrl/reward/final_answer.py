@@ -57,11 +57,11 @@ def marked_answer(text: str) -> str | None:
 
 def box_contents(text: str) -> list[tuple[int, int, str]]:
     """(start, end, content) of each outermost \\boxed{...} in `text`; one that is not closed extends to the end."""
-    found, position = [], 0
+    boxes, position = [], 0
     while box := _BOX.search(text, position):
         position = closing_brace(text, box.end())
-        found.append((box.start(), position, text[box.end() : position].strip()))
-    return found
+        boxes.append((box.start(), position, text[box.end() : position].strip()))
+    return boxes
 
 
 def closing_brace(text: str, start: int) -> int:

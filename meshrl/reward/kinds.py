@@ -67,14 +67,14 @@ class Grader:
             "extra_info": prompt["meta"].get("extra_info", {}),
         }
         result = self.function(**{name: values[name] for name in self.verl}, **keywords, **self.args)
-        return _awaited_score(result) if self.is_async else _score_of(result)
+        return _awaited_score(result) if self.is_async else _plain_score(result)
 
 
 async def _awaited_score(result: Awaitable[Any]) -> Any:
-    return _score_of(await result)
+    return _plain_score(await result)
 
 
-def _score_of(result: Any) -> Any:
+def _plain_score(result: Any) -> Any:
     return result["score"] if isinstance(result, dict) and "score" in result else result
 
 
@@ -97,15 +97,15 @@ def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | Non
             _check_first(list(signature.parameters))
         answered = {"solution_str", "ground_truth"} if is_verl else set(list(signature.parameters)[:2])
         named = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        own = [name for name in named if name not in answered]
-        unknown = [] if open_ended else [name for name in args if name not in own]
+        accepted = [name for name in named if name not in answered]
+        unknown = [] if open_ended else [name for name in args if name not in accepted]
         if unknown:
-            settable = [name for name in own if name not in OFFERED]
+            settable = [name for name in accepted if name not in OFFERED]
             raise TypeError(
                 f"no argument {unknown[0]!r}; allowed: {', '.join(settable) or 'none'}"
                 f"{did_you_mean(unknown[0], settable)}"
             )
-        takes = tuple(name for name in OFFERED if (open_ended or name in own) and name not in args)
+        takes = tuple(name for name in OFFERED if (open_ended or name in accepted) and name not in args)
         signature.bind(*() if is_verl else ("", None), **dict.fromkeys((*verl, *takes)), **args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward.terms.{term} of kind {kind!r} with args {args}: {error}; {_CALL}") from error

@@ -161,9 +161,9 @@ def _parsed(text: str) -> list[Any]:
     # In boxes no plain numbers are searched: the last number of a box that can't be parsed is not its value.
     parsed = parse(text, extraction_config=in_box if box_contents(text) else anywhere, parsing_timeout=None)
     return [
-        found
-        for found in parsed
-        if isinstance(found, str) or (num_digits(found) <= MAX_DIGITS and not _is_false_equation(found))
+        expression
+        for expression in parsed
+        if isinstance(expression, str) or (num_digits(expression) <= MAX_DIGITS and not _is_false_equation(expression))
     ]
 
 

@@ -72,8 +72,8 @@ def one_line(text: str) -> str:
 
 def error_line(error: BaseException) -> str:
     """An exception of a user's function as a message of a Failure, with the file and line that raised it."""
-    where = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f" at {where[0].filename}:{where[0].lineno}" if where else ""
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" at {frames[0].filename}:{frames[0].lineno}" if frames else ""
     return one_line(f"{error_text(error)}{place}")
 
 

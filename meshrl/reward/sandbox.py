@@ -182,14 +182,14 @@ class _Worker:
                 return running
         except (OSError, EOFError, ValueError) as error:
             code = running.process.exit_code(0.0 if isinstance(error, TimeoutError | ValueError) else _END_TIMEOUT_S)
-            ended = f"{type(error).__name__}: {error}" if code is None else exit_text(code)
+            outcome = f"{type(error).__name__}: {error}" if code is None else exit_text(code)
             ready = None
         self.release()
         if ready is not None:
             raise ConfigError(ready.error)
         printed = running.output.tail(_END_TIMEOUT_S) or "nothing"
         raise RewardError(
-            f"a reward worker did not start: {ended}. It printed: {printed}\nIf memory ran out while it "
+            f"a reward worker did not start: {outcome}. It printed: {printed}\nIf memory ran out while it "
             f"imported the reward functions, raise reward.max_memory_bytes ({self._setup['max_memory_bytes']})"
         )
 

@@ -70,7 +70,7 @@ class Scorer:
             trajectory.rewards[name] = result
         for trajectory in scored:
             graded = self._weighted_sum(trajectory.rewards)
-            trajectory.reward = None if graded is None else graded + sum(_of_turns(trajectory))
+            trajectory.reward = None if graded is None else graded + sum(_turn_rewards(trajectory))
         self._count_failures(scored)
         counts = self._sandbox.counts
         events, self._reported = counts - self._reported, counts
@@ -150,9 +150,9 @@ class Scorer:
             values = [r for r in results if not isinstance(r, Failure)]
             failed.update(r.kind for r in results if isinstance(r, Failure))
             metrics.append(Metric(name=f"reward/term/{name}", sum=sum(values), weight=len(values)))
-        of_turns = [_of_turns(t) for t in scored]
-        if any(of_turns):
-            metrics.append(Metric(name="reward/turns", sum=sum(map(sum, of_turns)), weight=len(scored)))
+        turn_rewards = [_turn_rewards(t) for t in scored]
+        if any(turn_rewards):
+            metrics.append(Metric(name="reward/turns", sum=sum(map(sum, turn_rewards)), weight=len(scored)))
         gradings = len(scored) * len(self._cfg.terms)
         metrics.append(Metric(name="reward/failed", sum=failed.total(), weight=gradings, unit="fraction"))
         metrics += [
@@ -170,7 +170,7 @@ def _example(trajectory: Trajectory, term: str, failure: Failure) -> str:
     return f"row {trajectory.prompt.id}, answer {trajectory.index}, term {term!r}: {failure.kind}: {failure.message}"
 
 
-def _of_turns(trajectory: Trajectory) -> list[float]:
+def _turn_rewards(trajectory: Trajectory) -> list[float]:
     """The rewards that the agent gave turns of the trajectory."""
     return [float(turn.reward) for turn in trajectory.turns if turn.reward is not None]
 

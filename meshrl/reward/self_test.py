@@ -77,7 +77,7 @@ async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Pr
     if without_answers:
         rows = [(prompts[0], "\n".join(TEXTS))]
     pairs: dict[str, list[Pair]] = {name: [] for name in users}
-    began, tried = time.monotonic(), list[str]()
+    started_at, tried = time.monotonic(), list[str]()
     for prompt, text in rows if users else ():
         if not text.strip():
             continue
@@ -85,13 +85,13 @@ async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Pr
         for name, pair in zip(users, zip(graded[::2], graded[1::2])):
             pairs[name].append(pair)
         tried.append(prompt.id)
-        if time.monotonic() - began > _TRIAL_S:
+        if time.monotonic() - started_at > _TRIAL_S:
             break
     for name in users if tried else ():
         term = cfg.terms[name]
-        found = _graded_alike(name, *pairs[name][0]) if without_answers else check_results(name, term, pairs[name])
-        if found is not None:
-            note(f"note: {found} (tried on {', '.join(tried)})")
+        warning = _graded_alike(name, *pairs[name][0]) if without_answers else check_results(name, term, pairs[name])
+        if warning is not None:
+            note(f"note: {warning} (tried on {', '.join(tried)})")
 
 
 def _graded_alike(name: str, some: float | Failure, empty: float | Failure) -> str | None:
@@ -114,7 +114,7 @@ def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | N
     Raises: ConfigError, as try_on_answers.
     """
     which = f"reward.terms.{name} of kind {term.kind!r}"
-    failures = [own for own, _ in pairs if isinstance(own, Failure)]
+    failures = [score for score, _ in pairs if isinstance(score, Failure)]
     if len(failures) == len(pairs):
         first = f"{failures[0].kind}: {failures[0].message}"
         if _independent_of_the_text([*failures, *(empty for _, empty in pairs)]):
@@ -126,11 +126,13 @@ def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | N
             f"{which} failed on each of the data's own answers, with {first}; this is right only for a function that "
             "can't grade an answer alone. Such failures are masked, not scored 0"
         )
-    scored = [(own, empty) for own, empty in pairs if not isinstance(own, Failure) and not isinstance(empty, Failure)]
-    if term.weight > 0 and scored and all(own <= empty for own, empty in scored):
-        own, empty = scored[0]
+    scored = [
+        (score, empty) for score, empty in pairs if not isinstance(score, Failure) and not isinstance(empty, Failure)
+    ]
+    if term.weight > 0 and scored and all(score <= empty for score, empty in scored):
+        score, empty = scored[0]
         return (
-            f"{which} scores the data's own answers no higher than an empty completion ({own:g} and {empty:g}); this "
+            f"{which} scores the data's own answers no higher than an empty completion ({score:g} and {empty:g}); this "
             "is right only for a function that does not grade the answer, or that requires a form of it"
         )
     return None

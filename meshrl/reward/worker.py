@@ -161,10 +161,10 @@ def _has_children() -> bool:
     return True
 
 
-def _limit(what: int, value: int) -> None:
-    _, hard = resource.getrlimit(what)
+def _limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(what, (value, value))
+    resource.setrlimit(kind, (value, value))
 
 
 def _send(link: socket.socket, **reply: Any) -> None:
