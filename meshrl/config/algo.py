@@ -144,13 +144,13 @@ def algorithm_problems(case: Case) -> Iterator[Problem]:
     """Problems of algo.*; user-defined functions are checked only for training."""
     algo, kl = case.rl.algo, case.rl.algo.kl
     if kl.coef > 0 and kl.estimator == "k1" and kl.place == "loss":
-        why = "k1 as a term of the loss has zero mean gradient on-policy"
+        reason = "k1 as a term of the loss has zero mean gradient on-policy"
         yield Problem(
             ("algo.kl.estimator", "algo.kl.place"),
-            f"{why}: it would add noise, and not keep the policy near the reference. Use k3 or k2 in the loss, or k1 "
-            "with place: reward.",
+            f"{reason}: it would add noise, and not keep the policy near the reference. Use k3 or k2 in the loss, or "
+            "k1 with place: reward.",
             void=("algo.kl.estimator",),
-            why=why,
+            reason=reason,
         )
     yield from _correction_problems(algo.correction)
     if case.purpose == "train":
@@ -184,7 +184,7 @@ def _correction_problems(correction: CorrectionConfig) -> Iterator[Problem]:
             "a lower bound needs measure k1 with level token or seq_mean: k2 and k3 are never negative, and the "
             "maximum of a row has no useful lower bound. Give high only.",
             void=(f"{section}.low",),
-            why="a lower bound needs measure k1 with level token or seq_mean",
+            reason="a lower bound needs measure k1 with level token or seq_mean",
         )
     elif (low is not None and low >= 0) or (high is not None and high <= 0):
         yield Problem(bounds, "low must be below 0 and high above 0: the measure is 0 where sampler and trainer agree.")
@@ -209,24 +209,24 @@ def _user_function(key: str, path: str, first: str, args: Mapping[str, Any]) -> 
         yield Problem((key,), f"must take the {first} as its first argument, but its signature is {signature}.")
         return
     section = key.rpartition(".")[0]
-    own = {p.name: p for p in parameters[1:] if p.kind in _BY_NAME}
+    accepted = {p.name: p for p in parameters[1:] if p.kind in _BY_NAME}
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     for name, value in args.items():
-        if name in own:
-            yield from _wrong_type(f"{section}.{name}", path, function, own[name], value)
+        if name in accepted:
+            yield from _wrong_type(f"{section}.{name}", path, function, accepted[name], value)
         elif not takes_any:
-            yield Problem((f"{section}.{name}",), f"no argument of {path}. {_nearest(section, name, own)}")
-    for name, parameter in own.items():
+            yield Problem((f"{section}.{name}",), f"no argument of {path}. {_nearest(section, name, accepted)}")
+    for name, parameter in accepted.items():
         if parameter.default is Parameter.empty and name not in args:
-            where = f"{section}.{name}" if key == LOSS_KIND else key
-            yield Problem((where,), f"required by {path}{signature}, but not given.")
+            argument = f"{section}.{name}" if key == LOSS_KIND else key
+            yield Problem((argument,), f"required by {path}{signature}, but not given.")
 
 
-def _nearest(section: str, name: str, own: Mapping[str, Parameter]) -> str:
-    close = similar_names(name, own)
+def _nearest(section: str, name: str, accepted: Mapping[str, Parameter]) -> str:
+    close = similar_names(name, accepted)
     if close:
-        return f"Nearest: {', '.join(f'{section}.{known}' for known in close)}."
-    return f"It takes {', '.join(own) or 'none'}."
+        return f"Nearest: {', '.join(f'{section}.{each}' for each in close)}."
+    return f"It takes {', '.join(accepted) or 'none'}."
 
 
 def _wrong_type(key: str, path: str, function: Any, parameter: Parameter, value: Any) -> Iterator[Problem]:

@@ -29,20 +29,20 @@ class Value:
 class Problem:
     """One fault of a config: its keys (the first is the wrong one), and a text with what to do. origin: where the fault
     is, "" = where the keys were given. void: those of the keys that are left out if another of them has a stronger
-    origin, such as the command line over a file; why: the reason for the note about this."""
+    origin, such as the command line over a file; reason: of the note about this."""
 
     keys: tuple[str, ...]
     text: str
     origin: str = ""
     void: tuple[str, ...] = ()
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """Input of the checks. given: the values of files and command line by dotted key; all other keys have defaults.
 
-    known: names of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
+    table_names: of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
     a kind is checked. Its entry "needs_answer" has the reward kinds that need the answer of a row. rows: rows in
     memory, by the config key that they replace.
     """
@@ -51,7 +51,7 @@ class Case:
     given: dict[str, Value]
     folder: Path
     purpose: Purpose
-    known: dict[str, set[str]] = field(default_factory=dict)
+    table_names: dict[str, set[str]] = field(default_factory=dict)
     rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property

@@ -30,17 +30,17 @@ def chat_settings(words: Sequence[str]) -> tuple[ChatSettings, str | None]:
 
     Raises: ConfigError for a setting that is unknown or wrong, and for several questions.
     """
-    given = [word.partition("=") for word in words if _SETTING.fullmatch(word)]
+    pairs = [word.partition("=") for word in words if _SETTING.fullmatch(word)]
     questions = [word for word in words if not _SETTING.fullmatch(word)]
-    known = [name for name in ChatSettings.model_fields if not name.startswith("stop")]  # those are lists
-    for name, _, _ in given:
-        if name not in known:
-            text = f"{name} is no setting of a chat; there are {', '.join(known)}{did_you_mean(name, known)}"
+    names = [name for name in ChatSettings.model_fields if not name.startswith("stop")]  # those are lists
+    for name, _, _ in pairs:
+        if name not in names:
+            text = f"{name} is no setting of a chat; there are {', '.join(names)}{did_you_mean(name, names)}"
             raise ConfigError(text)
     if len(questions) > 1:
         raise ConfigError(f"{len(questions)} questions are given ({questions!r:.200}); put one question in quotes")
     try:
-        settings = ChatSettings.model_validate({name: scalar(text) for name, _, text in given}, strict=True)
+        settings = ChatSettings.model_validate({name: scalar(text) for name, _, text in pairs}, strict=True)
     except ValidationError as cause:
         first = cause.errors(include_url=False)[0]
         raise ConfigError(f"{first['loc'][0]}={first['input']!r:.80}: {first['msg']}") from cause

@@ -36,17 +36,17 @@ def check(case: Case) -> list[Problem]:
 
 
 def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
-    """Keys that have no effect with the other choices -> why. --explain marks them."""
-    return {key: why for key, (why, _) in _unused_keys(config).items()}
+    """Keys that have no effect with the other choices -> the reason. --explain marks them."""
+    return {key: reason for key, (reason, _) in _unused_keys(config).items()}
 
 
 def _unused_keys(config: RunConfig | SftRunConfig) -> dict[str, tuple[str, str]]:
-    """Keys that have no effect -> (why, the keys that make them void)."""
-    found: dict[str, tuple[str, str]] = {}
+    """Keys that have no effect -> (reason, the keys that make them void)."""
+    keys: dict[str, tuple[str, str]] = {}
     of_command = _unused_in_sft() if isinstance(config, SftRunConfig) else _unused_in_rl(config)
-    for section, names, why, causes in (*_unused_in_both(config), *of_command):
-        found |= {f"{section}.{name}": (why, causes) for name in names.split()}
-    return found
+    for section, names, reason, causes in (*_unused_in_both(config), *of_command):
+        keys |= {f"{section}.{name}": (reason, causes) for name in names.split()}
+    return keys
 
 
 Unused = Iterator[tuple[str, str, str, str]]
@@ -58,9 +58,9 @@ def _unused_in_both(config: RunConfig | SftRunConfig) -> Unused:
     if executor != "ray":
         yield "cluster", "address", f"cluster.executor is {executor}", "cluster.executor"
     if executor == "inline":
-        why = "cluster.executor is inline: the only rank is this process"
-        yield "cluster", "max_restarts", why, "cluster.executor"
-        yield "cluster.deadlines", ONLY_OF_PROCESSES, why, "cluster.executor"
+        reason = "cluster.executor is inline: the only rank is this process"
+        yield "cluster", "max_restarts", reason, "cluster.executor"
+        yield "cluster.deadlines", ONLY_OF_PROCESSES, reason, "cluster.executor"
     if not config.model.lora.enabled:
         yield "model.lora", "rank alpha targets", "model.lora is off", "model.lora.enabled"
     if config.train.scheduler.kind == "constant":
@@ -136,7 +136,7 @@ def _unused_in_data(config: RunConfig) -> Unused:
 
 
 def _unused_in_algo(config: RunConfig) -> Unused:
-    algo, (correction, why) = config.algo, config.correction
+    algo, (correction, reason) = config.algo, config.correction
     if algo.kl.coef == 0:
         yield "algo.kl", "estimator place", "algo.kl.coef is 0", "algo.kl.coef"
         if config.train.updates_per_step == 1:
@@ -151,7 +151,7 @@ def _unused_in_algo(config: RunConfig) -> Unused:
         causes = "algo.correction.kind"
         if algo.correction.kind == "auto":
             causes += " loop.kind loop.max_staleness rollout.engine"
-        yield "algo.correction", "level low high", f"algo.correction.kind is {why}", causes
+        yield "algo.correction", "level low high", f"algo.correction.kind is {reason}", causes
     if algo.correction.rejection.measure == "off":
         key = "algo.correction.rejection.measure"
         yield "algo.correction.rejection", "level low high", f"{key} is off", key
@@ -168,10 +168,10 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version ca
 
 
 def _not_in_this_version(case: Case) -> Iterator[Problem]:
-    for key, (possible, why) in ONLY.items():
+    for key, (possible, reason) in ONLY.items():
         if key in case.given and case.given[key].value not in possible:
             choices = " or ".join(show(value) for value in possible if value is not None)
-            yield Problem((key,), f"not possible: {why}. Use {choices}.")
+            yield Problem((key,), f"not possible: {reason}. Use {choices}.")
 
 
 ALIASES = {
@@ -183,15 +183,15 @@ ALIASES = {
 def _aliases(case: Case) -> Iterator[Problem]:
     for alias, key in ALIASES.items():
         if alias in case.given and key in case.given and case.given[alias].value not in (None, case.given[key].value):
-            why = "these are two names of one number, with different values"
-            yield Problem((alias, key), f"{why}: give only one of them.", void=(alias, key), why=why)
+            reason = "these are two names of one number, with different values"
+            yield Problem((alias, key), f"{reason}: give only one of them.", void=(alias, key), reason=reason)
 
 
 def _unused(case: Case) -> Iterator[Problem]:
-    for key, (why, causes) in _unused_keys(case.config).items():
+    for key, (reason, causes) in _unused_keys(case.config).items():
         if key in case.given and case.given[key].value is not None:
-            text = f"would have no effect: {why}. Remove this key, or change the other one."
-            yield Problem((key, *causes.split()), text, void=(key,), why=f"no effect, since {why}")
+            text = f"would have no effect: {reason}. Remove this key, or change the other one."
+            yield Problem((key, *causes.split()), text, void=(key,), reason=f"no effect, since {reason}")
 
 
 def _kinds(case: Case) -> Iterator[Problem]:
@@ -205,11 +205,11 @@ def _kinds(case: Case) -> Iterator[Problem]:
         yield Problem(weights, "all weights are 0, so every reward would be 0.")  # a user's agent may give rewards
     named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
     named.append(("agent", "agent.kind", config.agent.kind))
-    known: dict[str, set[str]] = {**case.known, "advantage": set(ADVANTAGE_NAMES), "loss": {LossConfig().kind}}
+    tables: dict[str, set[str]] = {**case.table_names, "advantage": set(ADVANTAGE_NAMES), "loss": {LossConfig().kind}}
     if case.purpose == "train":
         named += [("advantage", "algo.advantage", config.algo.advantage), ("loss", LOSS_KIND, config.algo.loss.kind)]
     for table, key, kind in named:
-        names = known.get(table, set())
+        names = tables.get(table, set())
         if kind in names:
             continue
         if DOTTED_PATH.fullmatch(kind):
@@ -225,48 +225,48 @@ def _kinds(case: Case) -> Iterator[Problem]:
 def notices(case: Case) -> list[str]:
     """Notices about settings that are allowed, but may surprise a reader of the config."""
     config, purpose = case.config, case.purpose
-    found = list(_not_in_evaluation(case) if purpose == "eval" else _intervals(case))
+    texts = list(_not_in_evaluation(case) if purpose == "eval" else _intervals(case))
     if purpose == "train":
-        found += _clip_bounds(case)
+        texts += _clip_bounds(case)
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:
-        found.append(turns)
+        texts.append(turns)
     if isinstance(config, RunConfig) and config.rollout.engine == "sglang":
-        found.append(
+        texts.append(
             "rollout.engine is sglang, which is experimental: it was tested with a simulated server, and never with "
             "SGLang itself. In the first steps look at sync/proven_wire, sync/proven_read_back and "
             "proof/logprob_abs_diff_mean."
         )
     if isinstance(config, RunConfig) and purpose == "train" and config.algo.correction.kind == "off":
-        used, why = correction_of_auto(config.loop.staleness, config.rollout.engine)
+        used, reason = correction_of_auto(config.loop.staleness, config.rollout.engine)
         if used == "truncate":
-            found.append(
-                f"algo.correction.kind is off, although {why}: the loss treats samples of another policy as its own "
+            texts.append(
+                f"algo.correction.kind is off, although {reason}: the loss treats samples of another policy as its own "
                 "(docs/correction.md). auto corrects this."
             )
     attention = config.model.attn_implementation
     if attention != "auto":
-        found.append(
+        texts.append(
             f"model.attn_implementation is {attention}: trainer and sampler share one packed attention over torch's "
             "scaled_dot_product_attention, which picks its kernel (flash where the hardware has it) by itself."
         )
     if config.train.optimizer.lr is None and purpose != "eval" and config.peak_lr != RunConfig.DEFAULT_LR:
-        what = " with model.lora" if config.model.lora.enabled else ""
-        found.append(
-            f"train.optimizer.lr is not set: its default for {'SFT' if purpose == 'sft' else 'RL'}{what} is "
+        with_lora = " with model.lora" if config.model.lora.enabled else ""
+        texts.append(
+            f"train.optimizer.lr is not set: its default for {'SFT' if purpose == 'sft' else 'RL'}{with_lora} is "
             f"{config.peak_lr:g}."
         )
     if config.train.master_dtype == "bfloat16":
-        found.append(
+        texts.append(
             f"train.master_dtype is bfloat16: steps of lr {config.peak_lr:g} are lost in rounding wherever "
             "they are below 1/512 of a weight, and partly up to 1/256; float32 master weights keep them."
         )
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
     if longest is not None and budget is not None and longest > budget:
-        found.append(
+        texts.append(
             f"the longest row may have {longest} tokens, above train.max_tokens_per_microbatch = {budget}: rows are "
             "never split, so such a row is a micro-batch of its own."
         )
-    return found
+    return texts
 
 
 def _intervals(case: Case) -> Iterator[str]:
@@ -294,9 +294,9 @@ def _clip_bounds(case: Case) -> Iterator[str]:
 
 def _not_in_evaluation(case: Case) -> Iterator[str]:
     """Notices of overrides without effect. A file may have the same keys for a training."""
-    given = [key for key, value in case.given.items() if value.origin == COMMAND_LINE]
+    overridden = [key for key, value in case.given.items() if value.origin == COMMAND_LINE]
     read = ("loop.eval_samples", "loop.eval_term", "loop.eval_pass_score")
-    keys = [key for key in given if key.startswith(("train.", "algo.", "loop.", "monitor.")) and key not in read]
+    keys = [key for key in overridden if key.startswith(("train.", "algo.", "loop.", "monitor.")) and key not in read]
     if keys:
         values = ", ".join(f"{key} = {show(case.given[key].value)}" for key in keys)
         yield (

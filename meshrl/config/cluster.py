@@ -73,8 +73,8 @@ class ClusterConfig(Slice):
 
     def deadline_s(self, phase: str) -> float:
         """Seconds that a phase may take. phase: the name of a field of Deadlines."""
-        given: float | None = self.deadlines.model_dump()[phase]
-        return self.timeout_s if given is None else given
+        own_s: float | None = self.deadlines.model_dump()[phase]
+        return self.timeout_s if own_s is None else own_s
 
 
 def machine_problems(case: Case) -> Iterator[Problem]:
@@ -84,20 +84,20 @@ def machine_problems(case: Case) -> Iterator[Problem]:
     if cluster.executor == "inline":
         for name, needed in (("num_train_ranks", 1), ("num_rollout_ranks", 0)):
             if getattr(cluster, name) != needed:
-                why, key = f"inline runs everything in this process: {name} must be {needed}", f"cluster.{name}"
-                text = f"{why}. Or use executor: processes."
-                yield Problem((key, "cluster.executor"), text, void=(key,), why=why)
+                reason, key = f"inline runs everything in this process: {name} must be {needed}", f"cluster.{name}"
+                text = f"{reason}. Or use executor: processes."
+                yield Problem((key, "cluster.executor"), text, void=(key,), reason=reason)
     if cluster.executor != "ray":
         if cluster.nodes > 1:
-            why = "several machines need executor: ray"
-            text = f"{why}. Or start the run with torchrun, and leave nodes out."
-            yield Problem(("cluster.nodes", "cluster.executor"), text, void=("cluster.nodes",), why=why)
+            reason = "several machines need executor: ray"
+            text = f"{reason}. Or start the run with torchrun, and leave nodes out."
+            yield Problem(("cluster.nodes", "cluster.executor"), text, void=("cluster.nodes",), reason=reason)
         return
     if importlib.util.find_spec("ray") is None:
         yield Problem(("cluster.executor",), "ray is not installed: pip install 'meshrl[ray]', on every machine.")
     if cluster.address == "local" and cluster.nodes > 1:
-        pair, why = ("cluster.address", "cluster.nodes"), "a local Ray has one machine"
-        yield Problem(pair, f"{why}. Give the cluster's host:port.", void=pair, why=why)
+        pair, reason = ("cluster.address", "cluster.nodes"), "a local Ray has one machine"
+        yield Problem(pair, f"{reason}. Give the cluster's host:port.", void=pair, reason=reason)
     if ranks % cluster.nodes:
         keys = ("cluster.nodes", "cluster.num_train_ranks", "cluster.num_rollout_ranks")
         text = f"every machine has the same number of ranks, but {cluster.nodes} machines do not divide {ranks} ranks."

@@ -85,8 +85,8 @@ def data_problems(case: Case) -> Iterator[Problem]:
 
 def _one_of_path_and_sources(data: DataConfig) -> Iterator[Problem]:
     if data.path is not None and data.sources:
-        keys, what = ("data.path", "data.sources"), "a single set, or a mixture of sources"
-        yield Problem(keys, f"give one of the two: {what}.", void=keys, why=f"the rows are {what}")
+        keys, forms = ("data.path", "data.sources"), "a single set, or a mixture of sources"
+        yield Problem(keys, f"give one of the two: {forms}.", void=keys, reason=f"the rows are {forms}")
     if data.path is None and not data.sources:
         yield Problem(("data.path",), "training needs rows: give a path, or a mixture as data.sources.")
     for name in data.sources:
@@ -97,7 +97,7 @@ def _one_of_path_and_sources(data: DataConfig) -> Iterator[Problem]:
 def _answers(case: Case) -> Iterator[Problem]:
     """Rewards that need an answer, where no answer column is configured. The rows that a map returns are checked when
     they are read."""
-    data, rewards, kinds = case.rl.data, case.rl.reward.terms, case.known.get("needs_answer", set())
+    data, rewards, kinds = case.rl.data, case.rl.reward.terms, case.table_names.get("needs_answer", set())
     terms = {f"reward.terms.{name}.kind": term.kind for name, term in rewards.items() if term.kind in kinds}
     if not terms or data.answer is not None:
         return

@@ -57,20 +57,20 @@ def list_keys(word: str | None = None) -> str:
     keys whose name contains it, then those whose text has it as a separate word; if there are none, the keys with
     the nearest names."""
     keys = every_key()
-    found = [path for path, key in keys.items() if "." in path and _is_listed(key)]
+    paths = [path for path, key in keys.items() if "." in path and _is_listed(key)]
     if word is None:
-        return "\n".join(line for path in found for line in _entry(path, keys))
+        return "\n".join(line for path in paths for line in _entry(path, keys))
     meant = meanings(word, keys)
-    in_name = [path for path in found if word.lower() in path.lower()]
+    in_name = [path for path in paths if word.lower() in path.lower()]
     as_word = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
-    in_text = [path for path in found if as_word.search(keys[path].text)]
-    found, lines = in_name + in_text, list[str]()
-    if not found and not meant:
-        found = nearest(keys, word) or [path for path in keys if _has_misspelt(path, word)]
-        meant = [] if found else misspelt_meanings(word, keys)
+    in_text = [path for path in paths if as_word.search(keys[path].text)]
+    paths, lines = in_name + in_text, list[str]()
+    if not paths and not meant:
+        paths = nearest(keys, word) or [path for path in keys if _has_misspelt(path, word)]
+        meant = [] if paths else misspelt_meanings(word, keys)
         sections = ", ".join(path for path in keys if "." not in path)
         none = f" No key has a similar name. `meshrl config SECTION` lists the keys of one of {sections}."
-        lines.append(f"no key contains {word!r}.{' Nearest:' if found or meant else none}")
+        lines.append(f"no key contains {word!r}.{' Nearest:' if paths or meant else none}")
     for meaning in meant:
         for path in meaning.here:
             lines += _entry(path, keys)
@@ -78,7 +78,7 @@ def list_keys(word: str | None = None) -> str:
             lines.append(f"    {meaning}" if meaning.here else str(meaning))
     listed = {path for meaning in meant for path in meaning.here}
     return "\n".join(
-        [*lines, *(line for path in dict.fromkeys(found) if path not in listed for line in _entry(path, keys))]
+        [*lines, *(line for path in dict.fromkeys(paths) if path not in listed for line in _entry(path, keys))]
     )
 
 
@@ -104,8 +104,8 @@ def _now_only(path: str) -> str:
     """The values that this version supports, where the key's type allows more."""
     if path not in ONLY:
         return ""
-    possible, why = ONLY[path]
-    return f". Now only {' or '.join(show(value) for value in possible if value is not None)}: {why}"
+    possible, reason = ONLY[path]
+    return f". Now only {' or '.join(show(value) for value in possible if value is not None)}: {reason}"
 
 
 def markdown() -> str:

@@ -19,13 +19,13 @@ def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], num_data_rows: int
     """The output of `--explain`: the sizes of a step as comments, then every key as YAML. num_data_rows: rows of the
     training data, None = not known."""
     config = loaded.config
-    step, run, drawn = _sizes_of_sft(config) if isinstance(config, SftRunConfig) else _sizes_of_rl(config)
-    rows = [*step, *_sizes_of_update(config), *run]
+    step, run, drawn = _sft_sizes(config) if isinstance(config, SftRunConfig) else _rl_sizes(config)
+    rows = [*step, *_update_sizes(config), *run]
     if num_data_rows:
         passes = f"{drawn / num_data_rows:.2f} of {num_data_rows:,} rows, before filtering"
         rows.append(("passes over the data", passes))
-    width = max(len(what) for what, _ in rows)
-    lines = [f"# {what:<{width}}  {how_much}" for what, how_much in rows]
+    width = max(len(label) for label, _ in rows)
+    lines = [f"# {label:<{width}}  {how_much}" for label, how_much in rows]
     lines += [f"# note: {notice}" for notice in loaded.notices]
     return "\n".join(lines) + "\n\n" + to_yaml(loaded)
 
@@ -54,7 +54,7 @@ def _section(
         lines.append(f"{line:<{ORIGIN_COLUMN}}  # {origin}")
 
 
-def _sizes_of_rl(config: RunConfig) -> tuple[Sizes, Sizes, int]:
+def _rl_sizes(config: RunConfig) -> tuple[Sizes, Sizes, int]:
     """The sizes of a step, those of the run, and the number of prompts that the run draws."""
     loop, updates, sources = config.loop, config.train.updates_per_step, config.data.sources
     prompts, samples = loop.prompts_per_step, loop.samples_per_prompt
@@ -76,13 +76,13 @@ def _sizes_of_rl(config: RunConfig) -> tuple[Sizes, Sizes, int]:
     return step, run, drawn
 
 
-def _sizes_of_sft(config: SftRunConfig) -> tuple[Sizes, Sizes, int]:
+def _sft_sizes(config: SftRunConfig) -> tuple[Sizes, Sizes, int]:
     steps, rows = config.sft.num_steps, config.sft.rows_per_step
     step = [("optimizer steps", f"{steps:,}"), ("rows per optimizer step", f"{rows:,}")]
     return step, [("rows of the run", f"{steps * rows:,}")], steps * rows
 
 
-def _sizes_of_update(config: RunConfig | SftRunConfig) -> Sizes:
+def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
     """The sizes of an optimizer step on each rank."""
     ranks, rows = config.cluster.num_train_ranks, config.rows_per_update
     lines = [

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -30,6 +31,7 @@ from meshrl.config.source import (
     SHORT_FORMS,
     Reader,
     Tree,
+    dotted,
     given_in,
     leaves,
     merge,
@@ -90,19 +92,19 @@ NOTHING_IN_MEMORY = InMemory()
 def load_run_config(
     source: Source,
     overrides: Sequence[str] = (),
-    known: dict[str, set[str]] | None = None,
+    table_names: dict[str, set[str]] | None = None,
     purpose: Purpose = "train",
     in_memory: InMemory = NOTHING_IN_MEMORY,
     further: Sequence[Check] = (),
 ) -> Loaded[RunConfig]:
     """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, where top_p and other filters are allowed.
 
-    source: a file, a dict with the content of a file, or a config. known: as in Case. further: checks of higher
+    source: a file, a dict with the content of a file, or a config. table_names: as in Case. further: checks of higher
     packages, made together with those of the config.
 
     Raises: ConfigError that lists all problems at once, each with key, value, origin and what to do.
     """
-    return _load(RunConfig, source, overrides, known or {}, purpose, in_memory, further)
+    return _load(RunConfig, source, overrides, table_names or {}, purpose, in_memory, further)
 
 
 def load_sft_config(
@@ -124,7 +126,7 @@ def _load(
     model: type[C],
     source: Source,
     overrides: Sequence[str],
-    known: dict[str, set[str]],
+    table_names: dict[str, set[str]],
     purpose: Purpose,
     in_memory: InMemory,
     further: Sequence[Check],
@@ -144,38 +146,38 @@ def _load(
     modules = _module_folder(written, reader.folder)
     twice = _given_twice(given_in(objects) | dict.fromkeys(in_memory.unused), written)
     layers.add_objects(objects, len(trees))
-    make_case = partial(Case, folder=reader.folder, known=known, purpose=purpose, rows=in_memory.rows)
+    make_case = partial(Case, folder=reader.folder, table_names=table_names, purpose=purpose, rows=in_memory.rows)
     while True:
         given = given_in(layers.tree) | {key: written[key] for problem in twice for key in problem.keys}
-        config, case, found = _checked(model, layers, given, keys, make_case, [checks.check, *further])
-        if not layers.leave_out(found):
+        config, case, faults = _checked(model, layers, given, keys, make_case, [checks.check, *further])
+        if not layers.leave_out(faults):
             break
-    problems = [*reader.problems, *twice, *layers.problems, *found]
+    problems = [*reader.problems, *twice, *layers.problems, *faults]
     if config is None or case is None or problems:
         in_place_of_wrong = set(case.given) - set(given) if case is not None else set()
-        defaults = _values_of(config) if config is not None else {}
+        defaults = _flat_values(config) if config is not None else {}
         defaults = {key: value for key, value in defaults.items() if key not in in_place_of_wrong}
         raise ConfigError(_report(path, problems, given, defaults))
     config, resolved = _resolve(config, case, keys)
     if config.run.module_folder != modules:
         config = _replaced(config, ["run", "module_folder"], modules)
         resolved["run.module_folder"] = f"here {modules}"
-    origins = {key: given[key].origin if key in given else DEFAULT for key in _values_of(config)}
+    origins = {key: given[key].origin if key in given else DEFAULT for key in _flat_values(config)}
     origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}
     notices = (*layers.notes(), *checks.notices(case))
     return Loaded(config=config, origins=origins, path=path, notices=notices)
 
 
-def _module_folder(given: Mapping[str, Value], folder_of_config: Path) -> str:
+def _module_folder(values: Mapping[str, Value], folder_of_config: Path) -> str:
     """The absolute path of run.module_folder, which is added to Python's path, here and by that in all processes that
     this one starts."""
-    value, folder = given.get("run.module_folder"), folder_of_config
+    value, folder = values.get("run.module_folder"), folder_of_config
     if value is not None and isinstance(value.value, str):
         folder = value.folder / Path(value.value).expanduser()
-    found = str(folder.resolve())
-    if found not in sys.path:
-        sys.path.append(found)  # last, so that no file next to a config replaces an installed package
-    return found
+    path = str(folder.resolve())
+    if path not in sys.path:
+        sys.path.append(path)  # last, so that no file next to a config replaces an installed package
+    return path
 
 
 def _checked(
@@ -190,7 +192,8 @@ def _checked(
     case's `given` also has values that replace wrong ones."""
     config, problems = _validate(model, plain(layers.tree), keys)
     wrong = {problem.keys[0] for problem in problems}
-    wrong |= {above for key in wrong for above in _sections_above(key) if locate(keys, above)[1]}
+    sections_above = {above for key in wrong for above in accumulate(key.split(".")[:-1], dotted)}
+    wrong |= {above for above in sections_above if locate(keys, above)[1]}
     faulty = wrong | {problem.keys[0] for problem in layers.problems}
     valid: dict[str, Value] = {}
     if problems:  # without the wrong values, the rest may have further problems, for the same message
@@ -202,8 +205,8 @@ def _checked(
     if config is None:
         return None, None, problems
     case = make_case(config=config, given=given | valid)
-    found = [problem for check in all_checks for problem in check(case)]
-    return config, case, problems + [problem for problem in found if not _about(problem, faulty)]
+    further = [problem for check in all_checks for problem in check(case)]
+    return config, case, problems + [problem for problem in further if not _about(problem, faulty)]
 
 
 def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
@@ -223,11 +226,11 @@ def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
     return path, reader, reader.files(path)
 
 
-def _given_twice(replaced: Mapping[str, Value | None], given: dict[str, Value]) -> list[Problem]:
+def _given_twice(replaced: Mapping[str, Value | None], written: dict[str, Value]) -> list[Problem]:
     """Keys of a config that a Python object replaces; but the config.yaml of a run has the text for such an object.
     null removes such a key; below it, null is an argument. replaced: key or section -> this text."""
     problems = []
-    for key, value in given.items():
+    for key, value in written.items():
         is_empty = value.value == {} or (value.value is None and key in replaced)
         if is_empty or _is_same(value, replaced.get(key)):
             continue
@@ -238,9 +241,9 @@ def _given_twice(replaced: Mapping[str, Value | None], given: dict[str, Value]) 
     return problems
 
 
-def _is_same(given: Value, text: Value | None) -> bool:
+def _is_same(value: Value, text: Value | None) -> bool:
     """Whether a value is the text for the same object, or the text for other rows of the same argument."""
-    return text is not None and _NUMBER.sub("<", str(given.value)) == _NUMBER.sub("<", str(text.value))
+    return text is not None and _NUMBER.sub("<", str(value.value)) == _NUMBER.sub("<", str(text.value))
 
 
 def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> tuple[C | None, list[Problem]]:
@@ -248,36 +251,36 @@ def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> 
         # As JSON, strictly: a list fills a tuple, 1 a float, but true is no number and "8" no integer.
         return cast(C, model.model_validate_json(json.dumps(content), strict=True)), []
     except ValidationError as e:
-        foreign = _sections_of_another(model, content)
+        foreign = _foreign_sections(model, content)
         errors = [error for error in e.errors(include_url=False) if error["loc"] not in [(name,) for name in foreign]]
         faults = [(error, path) for error in errors for path in _faulty_keys(error, keys)]
-        found = list(dict.fromkeys(_problem(error, path, keys) for error, path in faults[:MAX_SHOWN]))
+        problems = list(dict.fromkeys(_problem(error, path, keys) for error, path in faults[:MAX_SHOWN]))
         if foreign:
-            other = COMMANDS[_other(model)]
-            text = f"this is a config of `{other}`: this command does not read {_listed(foreign)}."
-            found.insert(0, Problem(("config",), text, "entire config"))
+            command = COMMANDS[_other_model(model)]
+            text = f"this is a config of `{command}`: this command does not read {_listed(foreign)}."
+            problems.insert(0, Problem(("config",), text, "entire config"))
         if len(faults) > MAX_SHOWN:
             text = (
                 f"{len(faults) - MAX_SHOWN} more keys are wrong. Is this a config of meshrl? Correct the others first."
             )
-            found.append(Problem(("config",), text, "entire config"))
-        return None, found
+            problems.append(Problem(("config",), text, "entire config"))
+        return None, problems
 
 
 def _placeholders(faulty: set[str], keys: dict[str, Key]) -> dict[str, Any]:
     """For each required key that is wrong or missing, a value of its type."""
-    known = {fault: keys[fault] for fault in faulty if fault in keys}
-    required = [key for key in known.values() if key.default is None and not key.is_section]
+    existing = {fault: keys[fault] for fault in faulty if fault in keys}
+    required = [key for key in existing.values() if key.default is None and not key.is_section]
     return {key.path: 1 if key.allowed.startswith("integer") else "unknown" for key in required}
 
 
-def _sections_of_another(model: type[C], content: dict[str, Any]) -> list[str]:
+def _foreign_sections(model: type[C], content: dict[str, Any]) -> list[str]:
     """Sections that only the other command has; none if the config has a section that only this command has."""
-    mine, other = (set(kind.model_fields) for kind in (model, _other(model)))
-    return [] if set(content) & (mine - other) else [name for name in content if name in other - mine]
+    mine, others = (set(kind.model_fields) for kind in (model, _other_model(model)))
+    return [] if set(content) & (mine - others) else [name for name in content if name in others - mine]
 
 
-def _other(model: type[C]) -> type[Slice]:
+def _other_model(model: type[C]) -> type[Slice]:
     return next(kind for kind in COMMANDS if kind is not model)
 
 
@@ -339,8 +342,8 @@ def _form(key: Key, at: str, error: ErrorDetails) -> str:
 
 
 def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
-    for other, command in COMMANDS.items():
-        if path in all_keys(other):
+    for model, command in COMMANDS.items():
+        if path in all_keys(model):
             return f"not a key of this command's config, but of the config of `{command}`. Remove it here."
     near = nearest(keys, path, is_section, near_section=True)
     meant = [] if near else meanings(path, keys)
@@ -351,11 +354,6 @@ def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
     if not near:
         return "unknown key, and no known key is similar. `meshrl config` lists them all."
     return f"unknown key. Nearest: {', '.join(near)}."
-
-
-def _sections_above(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _about(problem: Problem, faulty: set[str]) -> bool:
@@ -376,7 +374,7 @@ def _report(path: Path, problems: list[Problem], given: dict[str, Value], defaul
     return "\n".join(lines)
 
 
-def _values_of(config: Slice) -> dict[str, Any]:
+def _flat_values(config: Slice) -> dict[str, Any]:
     """Every value, and every empty section, by its dotted key."""
     return leaves(config.model_dump(mode="json"))
 
@@ -387,19 +385,19 @@ def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, 
     changes: dict[str, Any] = {}
     given = {key: value for key, value in case.given.items() if value.value is not None}
     for key, value in given.items():
-        known, _ = locate(keys, key)
-        if known is not None and known.path in PATH_KEYS and value.value not in NO_PATHS:
-            found, _ = case.find(key)
-            if found is not None:
-                changes[key] = str(found)
+        schema_key, _ = locate(keys, key)
+        if schema_key is not None and schema_key.path in PATH_KEYS and value.value not in NO_PATHS:
+            path, _ = case.find(key)
+            if path is not None:
+                changes[key] = str(path)
     how: dict[str, str] = {}
     for name, size in zip(("dp_replicate", "dp_shard"), config.train.data_ranks(config.cluster.num_train_ranks)):
         written = getattr(config.train.mesh, name)
         if written != size:
             changes[f"train.mesh.{name}"], how[f"train.mesh.{name}"] = size, f"from {written}"
     if isinstance(config, RunConfig) and config.algo.correction.kind == "auto":
-        changes["algo.correction.kind"], why = config.correction
-        how["algo.correction.kind"] = f"from {why}"
+        changes["algo.correction.kind"], reason = config.correction
+        how["algo.correction.kind"] = f"from {reason}"
     if config.train.optimizer.lr is None and case.purpose != "eval":
         how["train.optimizer.lr"] = f"here {config.peak_lr:g}"
     for alias, key in checks.ALIASES.items():

@@ -122,7 +122,7 @@ def loop_problems(case: Case) -> Iterator[Problem]:
             f"{loop.kind} never trains on samples that are more than {most} versions old. Use at most {most}, or kind: "
             "fully_async.",
             void=("loop.max_staleness",),
-            why=f"{loop.kind} never trains on samples that are more than {most} versions old",
+            reason=f"{loop.kind} never trains on samples that are more than {most} versions old",
         )
     if loop.kind != "colocated" and config.cluster.executor != "inline" and not config.cluster.num_rollout_ranks:
         yield Problem(
@@ -141,7 +141,7 @@ def loop_problems(case: Case) -> Iterator[Problem]:
             ("data.eval_path", *every),
             "an evaluation needs held-out rows: set data.eval_path to a file of such rows.",
             void=every,
-            why="there are no held-out rows for an evaluation",
+            reason="there are no held-out rows for an evaluation",
         )
     terms = [*config.reward.terms, WEIGHTED_SUM]
     if config.reward.terms and loop.eval_term is not None and loop.eval_term not in terms:

@@ -62,15 +62,15 @@ def model_problems(case: Case) -> Iterator[Problem]:
     if not (path / "config.json").is_file():
         model = _newest_model(path)
         if model is not None:
-            what = f"{path} has no config.json, but has models of a run below it. Set the newest of them"
-            yield Problem((key,), f"{what}: {key}={Path(text) / model}")
+            detail = f"{path} has no config.json, but has models of a run below it. Set the newest of them"
+            yield Problem((key,), f"{detail}: {key}={Path(text) / model}")
         else:
             yield Problem((key,), f"{path} has no config.json: give a folder made by save_pretrained.")
         return
     if not any(path.glob("*.safetensors")):
         pickled = any(any(path.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
-        what = " but a pickle, which can run code when it is read" if pickled else ""
-        yield Problem((key,), f"{path} has no weights (*.safetensors){what}. Write them by save_pretrained.")
+        detail = " but a pickle, which can run code when it is read" if pickled else ""
+        yield Problem((key,), f"{path} has no weights (*.safetensors){detail}. Write them by save_pretrained.")
     if not any(any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab*")):
         yield Problem((key,), f"{path} has no tokenizer (tokenizer.json).")
     yield from _model_config(case, path / "config.json")
@@ -87,18 +87,18 @@ def _newest_model(folder: Path) -> Path | None:
 
 def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     try:
-        facts = read_json(path)
+        values = read_json(path)
     except Unreadable as e:
         yield Problem(("model.path",), f"{path}: {e}. Give a folder made by save_pretrained.")
         return
-    if "vision_config" in facts:
+    if "vision_config" in values:
         yield Problem(("model.path",), "a model with a vision tower; this version trains text models only.")
         return
-    facts = facts.get("text_config", facts)
-    if not isinstance(facts, dict):
-        yield Problem(("model.path",), f"{path}: text_config should be an object, not {facts!r:.80}.")
+    values = values.get("text_config", values)
+    if not isinstance(values, dict):
+        yield Problem(("model.path",), f"{path}: text_config should be an object, not {values!r:.80}.")
         return
-    room, need = facts.get("max_position_embeddings"), case.config.longest_row_tokens
+    room, need = values.get("max_position_embeddings"), case.config.longest_row_tokens
     if not isinstance(room, int) or need is None or need <= room:
         return
     keys = (*case.config.ROW_LENGTH_KEYS, "model.path")

@@ -71,13 +71,13 @@ def settings() -> tuple[Setting, ...]:
 @cache
 def _by_last_part() -> dict[str, list[tuple[list[str], str, Setting]]]:
     """Last part of a name, in lower case -> (parts of the name, framework, setting) of each name that ends with it."""
-    found = defaultdict(list)
+    by_part = defaultdict(list)
     for setting in settings():
         for framework, names in setting.names.items():
             for name in names:
                 parts = name.lower().split(".")
-                found[parts[-1]].append((parts, framework, setting))
-    return dict(found)
+                by_part[parts[-1]].append((parts, framework, setting))
+    return dict(by_part)
 
 
 def meanings(path: str, keys: Collection[str]) -> list[Meaning]:
@@ -89,17 +89,17 @@ def meanings(path: str, keys: Collection[str]) -> list[Meaning]:
     """
     parts = path.lower().split(".")
     names = _by_last_part().get(parts[-1], [])
-    found = [each for each in names if each[0] == parts]
-    if not found:
-        found = [each for each in _by_last_part()["*"] if f".{'.'.join(each[0][:-1])}." in f".{'.'.join(parts)}."]
-    if not found:
+    candidates = [each for each in names if each[0] == parts]
+    if not candidates:
+        candidates = [each for each in _by_last_part()["*"] if f".{'.'.join(each[0][:-1])}." in f".{'.'.join(parts)}."]
+    if not candidates:
         most = max((_num_equal(parts, each[0]) for each in names), default=0)
-        found = [each for each in names if _num_equal(parts, each[0]) == most]
-        contradict = most == 1 and all(len(each[0]) > 1 for each in found) and len(parts) > 1
-        if contradict and len({each[2].here for each in found}) > 1:
+        candidates = [each for each in names if _num_equal(parts, each[0]) == most]
+        contradict = most == 1 and all(len(each[0]) > 1 for each in candidates) and len(parts) > 1
+        if contradict and len({each[2].here for each in candidates}) > 1:
             return []
     by_setting: dict[int, Meaning] = {}
-    for name, framework, setting in found:
+    for name, framework, setting in candidates:
         here = tuple(key for key in setting.here if key in keys)
         if here or not setting.here:
             meaning = Meaning(name=".".join(name), framework=framework, here=here, note=setting.note)
@@ -117,7 +117,7 @@ def misspelt_meanings(path: str, keys: Collection[str]) -> list[Meaning]:
     return meanings(f"{section}{dot}{nearest}", keys) if edits[nearest] <= most_edits(leaf) else []
 
 
-def _num_equal(one: list[str], other: list[str]) -> int:
+def _num_equal(first: list[str], second: list[str]) -> int:
     """Number of equal parts at the ends of two names."""
-    pairs = list(zip(reversed(one), reversed(other)))
+    pairs = list(zip(reversed(first), reversed(second)))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

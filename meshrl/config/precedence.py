@@ -48,7 +48,8 @@ class Layers:
         for key, value in given_in(self.tree).items():
             if isinstance(value, Removed):
                 self.tree = without(self.tree, key)
-                text = f"null and {{}} remove an entry of a weaker layer, but none has this entry.{_others(key, below)}"
+                others = _other_entries(key, below)
+                text = f"null and {{}} remove an entry of a weaker layer, but none has this entry.{others}"
                 self.problems.append(Problem((key,), text, value.origin))
         self.leave_out(list(self._arguments_of_other_kinds(below)))
 
@@ -62,13 +63,13 @@ class Layers:
         num_given = len(given_in(self.tree))
         for problem in problems:
             given = given_in(self.tree)
-            strengths = {key: self._strength_of(key) for key in problem.keys}
+            strengths = {key: self._key_strength(key) for key in problem.keys}
             strongest = max(strengths.values())
             void = [key for key in problem.void if strengths[key] < strongest and _is_given(key, given)]
             if not void:
                 continue
             causes = [key for key in problem.keys if strengths[key] == strongest]
-            reason = f"left out because of {', '.join(_shown(key, given) for key in causes)}: {problem.why}."
+            reason = f"left out because of {', '.join(_shown(key, given) for key in causes)}: {problem.reason}."
             self._left_out.setdefault(reason, []).extend(_shown(key, given) for key in void)
             for key in void:
                 self.tree = without(self.tree, key)
@@ -81,7 +82,7 @@ class Layers:
             f"{', '.join(keys)} {'are' if len(keys) > 1 else 'is'} {reason}" for reason, keys in self._left_out.items()
         ]
 
-    def _strength_of(self, key: str) -> int:
+    def _key_strength(self, key: str) -> int:
         """The strength of a key, or of the strongest key of a section; 0 = a default."""
         return max((s for path, s in self._strengths.items() if f"{path}.".startswith(f"{key}.")), default=0)
 
@@ -89,15 +90,15 @@ class Layers:
         """Arguments that weaker layers give for another kind of loss, agent or reward than that of the newest layer."""
         given = given_in(self.tree)
         for key, value in given.items():
-            known, _ = locate(self._keys, key)
-            if known is None or known.path not in ARGUMENTS or self._strengths[key] < self._strength:
+            schema_key, _ = locate(self._keys, key)
+            if schema_key is None or schema_key.path not in ARGUMENTS or self._strengths[key] < self._strength:
                 continue
-            kind = below[key].value if key in below else scalar(known.default or "")
-            section = f"{key.rpartition('.')[0]}.{ARGUMENTS[known.path]}"
+            kind = below[key].value if key in below else scalar(schema_key.default or "")
+            section = f"{key.rpartition('.')[0]}.{ARGUMENTS[schema_key.path]}"
             weaker = [path for path in given if self._strengths[path] < self._strength]
             arguments = tuple(path for path in weaker if path.startswith(section))
             if kind not in (None, value.value) and arguments:
-                yield Problem((key, *arguments), "", void=arguments, why=f"arguments of {kind}, another kind")
+                yield Problem((key, *arguments), "", void=arguments, reason=f"arguments of {kind}, another kind")
 
 
 def value_and_origin(key: str, given: dict[str, Value], defaults: dict[str, Any]) -> tuple[str, str]:
@@ -117,7 +118,7 @@ def cut(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _others(key: str, given: dict[str, Value]) -> str:
+def _other_entries(key: str, given: dict[str, Value]) -> str:
     """The other entries of the section of an entry, as a sentence."""
     section = f"{key.rpartition('.')[0]}."
     names = dict.fromkeys(path[len(section) :].partition(".")[0] for path in given if path.startswith(section))

@@ -241,11 +241,11 @@ def _overrides_of_training(case: Case) -> Iterator[Problem]:
     those of the training."""
     used = case.rl.eval_sampling
     for name in EvalSamplingConfig.model_fields:
-        given = case.given.get(f"rollout.sampling.{name}")
-        if given is None or given.origin != COMMAND_LINE:
+        override = case.given.get(f"rollout.sampling.{name}")
+        if override is None or override.origin != COMMAND_LINE:
             continue
-        is_idle = used.temperature == 0 and given.value != _FILTERS.get(name, given.value)
-        if is_idle or given.value != getattr(used, name):
+        is_idle = used.temperature == 0 and override.value != _FILTERS.get(name, override.value)
+        if is_idle or override.value != getattr(used, name):
             greedy = case.rl.loop.eval_samples == 1 and case.rl.rollout.eval_sampling.temperature is None
             how = "is greedy, because loop.eval_samples is 1" if greedy else "samples with rollout.eval_sampling"
             keys = ["temperature", name] if is_idle else [name]
@@ -263,15 +263,15 @@ def _ranks(case: Case) -> Iterator[Problem]:
     replicas = max(1, ranks // tp)
     if dp not in (-1, replicas):
         number = f"{replicas} replica{'s' if replicas > 1 else ''}"
-        why = f"the ranks make {number} of the sampler"
-        text = f"{why}: use {replicas}, or -1 for as many as there are."
-        yield Problem(("rollout.mesh.dp", ranks_key, *tp_keys), text, void=("rollout.mesh.dp",), why=why)
+        reason = f"the ranks make {number} of the sampler"
+        text = f"{reason}: use {replicas}, or -1 for as many as there are."
+        yield Problem(("rollout.mesh.dp", ranks_key, *tp_keys), text, void=("rollout.mesh.dp",), reason=reason)
     if engine == "embedded" and tp > 1:
-        why = "the embedded engine has the full model in each replica"
-        yield Problem((*tp_keys, "rollout.engine"), f"not possible: {why}. Use 1.", void=tp_keys, why=why)
+        reason = "the embedded engine has the full model in each replica"
+        yield Problem((*tp_keys, "rollout.engine"), f"not possible: {reason}. Use 1.", void=tp_keys, reason=reason)
     if engine == "endpoint" and tp > 1:
-        why = "an endpoint's server decides itself how it splits the model"
-        yield Problem((*tp_keys, "rollout.engine"), f"{why}. Leave it out.", void=tp_keys, why=why)
+        reason = "an endpoint's server decides itself how it splits the model"
+        yield Problem((*tp_keys, "rollout.engine"), f"{reason}. Leave it out.", void=tp_keys, reason=reason)
     if engine == "endpoint" and ranks != 1:
         text = f"one endpoint is one sampler, but {ranks} ranks sample. Use cluster.num_rollout_ranks: 1."
         yield Problem(("rollout.engine", ranks_key), text)
@@ -290,13 +290,13 @@ def _ranks(case: Case) -> Iterator[Problem]:
 def _release(cfg: RolloutConfig) -> Iterator[Problem]:
     if cfg.engine not in CAN_RELEASE_MEMORY:
         engines = ", ".join(CAN_RELEASE_MEMORY)
-        key, why = "rollout.release_memory", f"engine {cfg.engine} can't release its memory"
-        text = f"{why}. Leave it out, or use one of {engines}."
-        yield Problem((key, "rollout.engine"), text, void=(key,), why=why)
+        key, reason = "rollout.release_memory", f"engine {cfg.engine} can't release its memory"
+        text = f"{reason}. Leave it out, or use one of {engines}."
+        yield Problem((key, "rollout.engine"), text, void=(key,), reason=reason)
     if cfg.sync_mode == "delta":
         keys = ("rollout.release_memory", "rollout.sync_mode")
-        why = "a sampler that released its weights has none to which a delta could be applied"
-        yield Problem(keys, f"{why}. Use one of the two.", void=keys, why=why)
+        reason = "a sampler that released its weights has none to which a delta could be applied"
+        yield Problem(keys, f"{reason}. Use one of the two.", void=keys, reason=reason)
 
 
 _NOT_INSTALLED = {

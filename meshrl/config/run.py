@@ -85,9 +85,9 @@ class RunConfig(Slice):
     @property
     def eval_sampling(self) -> SamplingConfig:
         """The sampling parameters of evaluations."""
-        own = {name: value for name, value in self.rollout.eval_sampling if value is not None}
+        overrides = {name: value for name, value in self.rollout.eval_sampling if value is not None}
         greedy = {"temperature": 0.0} if self.loop.eval_samples == 1 else {}
-        return self.rollout.sampling.model_copy(update=greedy | own)
+        return self.rollout.sampling.model_copy(update=greedy | overrides)
 
     @property
     def eval_term(self) -> str:
@@ -107,8 +107,8 @@ class RunConfig(Slice):
         kind = self.algo.correction.kind
         if kind != "auto":
             return kind, kind
-        used, why = correction_of_auto(self.loop.staleness, self.rollout.engine)
-        return used, f"auto: {why}"
+        used, reason = correction_of_auto(self.loop.staleness, self.rollout.engine)
+        return used, f"auto: {reason}"
 
     @property
     def peak_lr(self) -> float:
@@ -168,8 +168,8 @@ class SftRunConfig(Slice):
 
 
 def _peak_lr(config: RunConfig | SftRunConfig) -> float:
-    given = config.train.optimizer.lr
-    return config.DEFAULT_LR * (LORA_LR if config.model.lora.enabled else 1) if given is None else given
+    lr = config.train.optimizer.lr
+    return config.DEFAULT_LR * (LORA_LR if config.model.lora.enabled else 1) if lr is None else lr
 
 
 _MAX_NAME_BYTES = 255
@@ -191,8 +191,8 @@ def _resume(case: Case) -> Iterator[Problem]:
         return
     if run.resume == "auto":
         if run.name == "auto":
-            why = "with run.name auto each run gets a new name, so there is no earlier run to resume"
-            yield Problem(("run.resume", "run.name"), f"{why}. Set run.name.", void=("run.resume",), why=why)
+            reason = "with run.name auto each run gets a new name, so there is no earlier run to resume"
+            yield Problem(("run.resume", "run.name"), f"{reason}. Set run.name.", void=("run.resume",), reason=reason)
         return
     path, places = case.find("run.resume")
     if path is None:

@@ -44,7 +44,7 @@ def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
     keys: dict[str, Key] = {}
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
-        section, entries = _slice_of(info.annotation), _entries_of(info.annotation)
+        section, entries = _as_slice(info.annotation), _entry_slice(info.annotation)
         keys[path] = Key(
             path=path,
             allowed="a section" if section else _allowed(info),
@@ -67,14 +67,14 @@ def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
 
     Example: "reward.terms.answer.kid" -> (the key reward.terms.NAME, "kid").
     """
-    parts, known = path.split("."), ""
+    parts, prefix = path.split("."), ""
     for i, part in enumerate(parts):
-        tries = [f"{known}.{name}".lstrip(".") for name in (part, NAME)]
-        found = next((candidate for candidate in tries if candidate in keys), None)
-        if found is None:
-            return keys.get(known), ".".join(parts[i:])
-        known = found
-    return keys[known], ""
+        tries = [f"{prefix}.{name}".lstrip(".") for name in (part, NAME)]
+        longer = next((candidate for candidate in tries if candidate in keys), None)
+        if longer is None:
+            return keys.get(prefix), ".".join(parts[i:])
+        prefix = longer
+    return keys[prefix], ""
 
 
 def nearest(keys: dict[str, Key], path: str, is_section: bool = False, near_section: bool = False) -> list[str]:
@@ -86,17 +86,21 @@ def nearest(keys: dict[str, Key], path: str, is_section: bool = False, near_sect
     section, _, leaf = path.rpartition(".")
     most = most_edits(leaf)
     edits: dict[str, int] = {}
-    for known, key in keys.items():
-        known_section, _, known_leaf = known.rpartition(".")
-        if key.is_section != is_section or (near_section and known.split(".")[0] != path.split(".")[0]):
+    for candidate, key in keys.items():
+        candidate_section, _, candidate_leaf = candidate.rpartition(".")
+        if key.is_section != is_section or (near_section and candidate.split(".")[0] != path.split(".")[0]):
             continue
-        found = num_edits(leaf.lower(), known_leaf, most)
-        if found <= most and not (near_section and found and known_section != section):
-            edits[known] = found
+        count = num_edits(leaf.lower(), candidate_leaf, most)
+        if count <= most and not (near_section and count and candidate_section != section):
+            edits[candidate] = count
     fewest = min(edits.values(), default=0)
-    likeness = {known: _likeness(section, known.rpartition(".")[0]) for known, n in edits.items() if n == fewest}
-    found_names = [_in_the_users_names(known, path) for known in sorted(likeness, key=lambda k: -likeness[k])]
-    return list(dict.fromkeys(found_names))[:3]
+    likeness = {
+        candidate: difflib.SequenceMatcher(None, section, candidate.rpartition(".")[0]).ratio()
+        for candidate, n in edits.items()
+        if n == fewest
+    }
+    names = [_in_the_users_names(candidate, path) for candidate in sorted(likeness, key=lambda k: -likeness[k])]
+    return list(dict.fromkeys(names))[:3]
 
 
 def most_edits(word: str) -> int:
@@ -104,18 +108,18 @@ def most_edits(word: str) -> int:
     return 0 if len(word) < 2 else 1 if len(word) < 6 else 2
 
 
-def num_edits(one: str, other: str, most: int) -> int:
+def num_edits(word: str, target: str, most: int) -> int:
     """The number of letters to insert, delete, replace or exchange with their neighbour, or most + 1 if
     there are more. Source: optimal string alignment."""
-    if abs(len(one) - len(other)) > most:
+    if abs(len(word) - len(target)) > most:
         return most + 1
     before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
+    row = list(range(len(target) + 1))
+    for i, letter in enumerate(word, 1):
         before, last, row = row, before, [i]
-        for j, known in enumerate(other, 1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != known))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == known:
+        for j, wanted in enumerate(target, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == target[j - 2] and word[i - 2] == wanted:
                 cost = min(cost, last[j - 2] + 1)
             row.append(cost)
         if min(row) > most:
@@ -123,13 +127,9 @@ def num_edits(one: str, other: str, most: int) -> int:
     return min(row[-1], most + 1)
 
 
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
-
-
-def _in_the_users_names(known: str, path: str) -> str:
-    parts, given = known.split("."), path.split(".")
-    return ".".join(given[i] if part == NAME and i < len(given) else part for i, part in enumerate(parts))
+def _in_the_users_names(key: str, path: str) -> str:
+    parts, written = key.split("."), path.split(".")
+    return ".".join(written[i] if part == NAME and i < len(written) else part for i, part in enumerate(parts))
 
 
 def _allowed(info: FieldInfo) -> str:
@@ -160,17 +160,17 @@ def words(annotation: Any) -> str:
     if origin is tuple:
         return f"[{', '.join(words(arg) for arg in args)}]"
     if origin is dict:
-        return "names -> sections" if _entries_of(annotation) else "names -> values"
+        return "names -> sections" if _entry_slice(annotation) else "names -> values"
     return _WORDS[annotation]
 
 
-def _slice_of(annotation: Any) -> type[Slice] | None:
+def _as_slice(annotation: Any) -> type[Slice] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Slice) else None
 
 
-def _entries_of(annotation: Any) -> type[Slice] | None:
+def _entry_slice(annotation: Any) -> type[Slice] | None:
     args: Sequence[Any] = typing.get_args(annotation)
-    return _slice_of(args[1]) if typing.get_origin(annotation) is dict else None
+    return _as_slice(args[1]) if typing.get_origin(annotation) is dict else None
 
 
 def _as_json(value: Any) -> Any:

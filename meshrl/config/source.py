@@ -174,18 +174,18 @@ def _origin(name: str, node: yaml.Node) -> str:
     return name if name == COMMAND_LINE else f"{name}:{node.start_mark.line + 1}"
 
 
-def _compose(text: str, where: str) -> yaml.Node | None:
+def _compose(text: str, place: str) -> yaml.Node | None:
     loader = None
     try:
         # The BaseLoader reads every scalar as text; values.scalar gives its meaning.
         loader = yaml.BaseLoader(text)
         return loader.get_single_node()
     except yaml.YAMLError as e:
-        raise ConfigError(f"{where} is not valid YAML: {e}\nText that contains {{, [, %, # or ': ' needs quotes") from e
+        raise ConfigError(f"{place} is not valid YAML: {e}\nText that contains {{, [, %, # or ': ' needs quotes") from e
     except (RecursionError, ValueError, OverflowError) as e:  # the last two for escapes that are not a character
         at = f" in line {loader.line + 1}" if loader is not None else ""
-        what = "sections or lists are nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise ConfigError(f"{where} is not valid YAML{at}: {what}") from e
+        reason = "sections or lists are nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise ConfigError(f"{place} is not valid YAML{at}: {reason}") from e
 
 
 def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:
@@ -279,17 +279,17 @@ def nested(path: str, entry: Any) -> dict[str, Any]:
     """A dict of dicts with one entry, at this dotted key."""
     for part in reversed(path.split(".")):
         entry = {part: entry}
-    found: dict[str, Any] = entry
-    return found
+    tree: dict[str, Any] = entry
+    return tree
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """The entries of nested dicts that are no dicts, or empty ones, by their dotted keys."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, entry in tree.items():
         inner = dotted(path, name)
-        found |= leaves(entry, inner) if isinstance(entry, dict) and entry else {inner: entry}
-    return found
+        entries |= leaves(entry, inner) if isinstance(entry, dict) and entry else {inner: entry}
+    return entries
 
 
 def given_in(tree: Tree) -> dict[str, Value]:

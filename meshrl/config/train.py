@@ -101,12 +101,12 @@ def train_problems(case: Case) -> Iterator[Problem]:
         key, updates = "train.scheduler.warmup_steps", config.num_updates
         per_step = ("train.updates_per_step",) if "train.updates_per_step" in case.given else ()
         have = f"{updates} optimizer step{'' if updates == 1 else 's'}"
-        why = f"the run has {have}, so the learning rate would never reach its peak"
+        reason = f"the run has {have}, so the learning rate would never reach its peak"
         yield Problem(
             (key, config.NUM_STEPS_KEY, *per_step),
-            f"{why}. Warm up for fewer.",
+            f"{reason}. Warm up for fewer.",
             void=(key,),
-            why=f"{why}; without a warm-up it starts there",
+            reason=f"{reason}; without a warm-up it starts there",
         )
 
 
@@ -122,13 +122,14 @@ def _mesh(train: TrainConfig, ranks: int) -> Iterator[Problem]:
             keys[:2], "HYBRID_SHARD copies a sharded model; with one copy use FULL_SHARD, else dp_replicate >= 2."
         )
     elif strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
-        why = f"{strategy} shards over all ranks"
-        text = f"{why}; for {replicate} sharded copies use HYBRID_SHARD."
-        yield Problem(keys[:2], text, void=keys[1:2], why=why)
+        reason = f"{strategy} shards over all ranks"
+        text = f"{reason}; for {replicate} sharded copies use HYBRID_SHARD."
+        yield Problem(keys[:2], text, void=keys[1:2], reason=reason)
     elif strategy == "NO_SHARD" and shard != 1:
-        why = "NO_SHARD keeps the full model in each rank"
-        yield Problem((keys[0], keys[2]), f"{why}: dp_shard must be 1 or -1.", void=keys[2:3], why=why)
+        reason = "NO_SHARD keeps the full model in each rank"
+        yield Problem((keys[0], keys[2]), f"{reason}: dp_shard must be 1 or -1.", void=keys[2:3], reason=reason)
     elif replicate * shard != ranks:
-        why = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard} ranks, but num_train_ranks is {ranks}"
-        text = f"{why}. Leave dp_shard at -1, or make the product equal."
-        yield Problem(keys[1:], text, void=keys[1:2] if strategy == "NO_SHARD" else keys[2:3], why=why)
+        size = replicate * shard
+        reason = f"dp_replicate {replicate} x dp_shard {shard} = {size} ranks, but num_train_ranks is {ranks}"
+        text = f"{reason}. Leave dp_shard at -1, or make the product equal."
+        yield Problem(keys[1:], text, void=keys[1:2] if strategy == "NO_SHARD" else keys[2:3], reason=reason)

@@ -108,7 +108,7 @@ def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind])
     if table.split is not None and kind in ("jsonl", "parquet", "rows"):
         these = "these are rows in memory" if kind == "rows" else f"this is {kind}"
         reason, key = f"only Hugging Face data sets have splits, and {these}", f"{table.section}.{table.prefix}split"
-        yield Problem((key, table.path), f"would have no effect: {reason}. Remove it.", void=(key,), why=reason)
+        yield Problem((key, table.path), f"would have no effect: {reason}. Remove it.", void=(key,), reason=reason)
     if kind == "hub" or source is None:
         return  # only the hub knows its rows
     try:
@@ -137,7 +137,7 @@ def _without_effect(
         section_kinds = {kinds[path] for path in paths if path in kinds}
         if section_kinds and "hub" not in section_kinds:
             key, reason = f"{section}.subset", "only data sets on the Hugging Face hub have subsets"
-            yield Problem((key, *paths), f"would have no effect: {reason}. Remove it.", void=(key,), why=reason)
+            yield Problem((key, *paths), f"would have no effect: {reason}. Remove it.", void=(key,), reason=reason)
 
 
 def _chat_template(case: Case, section: str, template: str | None, variables: dict[str, Any]) -> Iterator[Problem]:
@@ -163,4 +163,4 @@ def _chat_template(case: Case, section: str, template: str | None, variables: di
             require_read([name] if name not in WRITTEN_BY_MESHRL else [], reads)
         except DataError as e:
             variable = f"{key}_kwargs.{name}"
-            yield Problem((variable, key), f"{e}.", void=(variable,), why="the chat template does not read it")
+            yield Problem((variable, key), f"{e}.", void=(variable,), reason="the chat template does not read it")

@@ -135,7 +135,7 @@ def test_null_removes_the_path_of_a_file_so_that_rows_can_be_given(good):
 def test_a_null_argument_is_a_value_that_an_object_does_not_replace(good):
     agent = InMemory(values={"agent": {"kind": "__main__:Mine"}}, unused=["agent.args"])
     with pytest.raises(ConfigError, match=r"agent\.args\.turns = null"):
-        load_run_config(good, ["agent.args.turns=null"], known={"agent": {"__main__:Mine"}}, in_memory=agent)
+        load_run_config(good, ["agent.args.turns=null"], table_names={"agent": {"__main__:Mine"}}, in_memory=agent)
 
 
 def test_a_format_of_rows_in_memory_would_have_no_effect(good):
@@ -164,10 +164,10 @@ def test_an_object_replaces_no_value_of_the_config(good):
     """If both give the key itself, or a key below it, the config's value would be lost silently."""
     agent = InMemory(values={"agent": {"kind": "__main__:Mine"}}, unused=["agent.args"])
     known = {"agent": {"__main__:Mine"}}
-    load_run_config(in_python(good), known=known, in_memory=agent)
+    load_run_config(in_python(good), table_names=known, in_memory=agent)
     load_run_config(
-        in_python(good) | {"agent": {"args": {}}}, known=known, in_memory=agent
+        in_python(good) | {"agent": {"args": {}}}, table_names=known, in_memory=agent
     )  # as a resolved config has it
     for given in ({"kind": "single_turn"}, {"args": {"max_turns": 3}}):
         with pytest.raises(ConfigError, match=r"agent\.\w+.*\[config-dict\]\s+would have no effect"):
-            load_run_config(in_python(good) | {"agent": given}, known=known, in_memory=agent)
+            load_run_config(in_python(good) | {"agent": given}, table_names=known, in_memory=agent)
