@@ -20,10 +20,10 @@ def text_curve(values: Sequence[float], width: int = 60, height: int = 8) -> str
     without values is empty.
     """
     columns = [mean_of_known(part) for part in split(values, width)]
-    known = [c for c in columns if not math.isnan(c)]
-    if not known:
+    numbers = [c for c in columns if not math.isnan(c)]
+    if not numbers:
         return "no values yet"
-    low, high = min(known), max(known)
+    low, high = min(numbers), max(numbers)
     labels = [f"{high:.3g}", *[""] * (height - 2), f"{low:.3g}"] if height > 1 else [f"{high:.3g}"]
     margin = max(len(label) for label in labels)
     # The lowest value still draws one eighth, so that it differs from no value.
@@ -46,8 +46,8 @@ def split(values: Sequence[T], parts: int) -> list[Sequence[T]]:
 
 def mean_of_known(values: Sequence[float]) -> float:
     """The mean of the finite values; NaN if there are none."""
-    known = [v for v in values if math.isfinite(v)]
-    return sum(known) / len(known) if known else math.nan
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def save_curve(path: Path, rewards: Sequence[float], evals: Sequence[tuple[int, float]]) -> None:

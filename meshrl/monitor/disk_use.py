@@ -49,7 +49,8 @@ def disk_use(
     evaluation. every_s: seconds between states; 0 = not by time. free_bytes: on the disk of the run's folder.
     """
     if isinstance(config, RunConfig):
-        num_steps, evals, with_model = config.loop.num_steps, _evaluations(config, sizes), every_steps or 0
+        num_steps, with_model = config.loop.num_steps, every_steps or 0
+        evals = 1 + _times(num_steps, config.loop.eval_every_steps) if sizes.num_eval_prompts else 0
     else:
         num_steps, evals, with_model = config.sft.num_steps, 0, 0
     num_states, states = _states(config, num_steps, every_steps, every_s, sizes)
@@ -77,11 +78,6 @@ def disk_use(
 def _times(num_steps: int, every: int) -> int:
     """How often something is done that is done every `every` steps (0 = never) and after the last one."""
     return num_steps // every + (num_steps % every > 0) if every else 1
-
-
-def _evaluations(config: RunConfig, sizes: WrittenSizes) -> int:
-    every = config.loop.eval_every_steps
-    return 1 + _times(config.loop.num_steps, every) if sizes.num_eval_prompts else 0
 
 
 def _states(

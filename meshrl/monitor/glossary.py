@@ -49,13 +49,9 @@ def meaning_of(name: str) -> MetricMeaning | None:
     return None
 
 
-def _load() -> list[tuple[str, str, list[Entry]]]:
-    """(title, introduction, entries) of each section."""
-    text = resources.files("meshrl.monitor").joinpath("glossary.json").read_text(encoding="utf-8")
-    return [
-        (section["title"], section["intro"], [Entry(**metric) for metric in section["metrics"]])
-        for section in json.loads(text)
-    ]
-
-
-SECTIONS = _load()
+_FILE = resources.files("meshrl.monitor").joinpath("glossary.json")
+SECTIONS: list[tuple[str, str, list[Entry]]] = [
+    (section["title"], section["intro"], [Entry(**metric) for metric in section["metrics"]])
+    for section in json.loads(_FILE.read_text(encoding="utf-8"))
+]
+"""(title, introduction, entries) of each section."""

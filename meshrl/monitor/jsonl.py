@@ -70,18 +70,14 @@ def read_lines(path: str | Path, containing: bytes = b"", all_complete: bool = F
             for line in lines_of(file):
                 number += 1
                 if line.endswith(b"\n") and containing in line:
-                    yield _record(line)
+                    record = parse_json(decode(line))
+                    if not isinstance(record, dict):
+                        raise Unreadable(f"a JSON {type(record).__name__}; each line must be one object")
+                    yield record
                 elif all_complete and not line.endswith(b"\n"):
                     raise Unreadable("the line is incomplete: its writer was killed, or is writing it")
     except Unreadable as cause:
         raise DataError(f"{path}:{number}: {cause}" if number else f"{path}: {cause}") from cause
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    found = parse_json(decode(line))
-    if not isinstance(found, dict):
-        raise Unreadable(f"a JSON {type(found).__name__}; each line must be one object")
-    return found
 
 
 def parse_large(data: bytes) -> Any:
@@ -98,13 +94,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def data_errors(where: str, what: str) -> Iterator[None]:
+def data_errors(place: str, expected: str) -> Iterator[None]:
     """Context for code that reads fields of a record; the file may be damaged, or written by another program.
 
-    Raises: DataError, which names the place `where` and states that the record is not `what`.
+    Raises: DataError, which names the `place` and states that the record is not `expected`.
     """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as cause:
         reason = f"{cause} is missing" if isinstance(cause, KeyError) else f"{cause!s:.300}"
-        raise DataError(f"{where}: not {what}: {reason}") from cause
+        raise DataError(f"{place}: not {expected}: {reason}") from cause

@@ -149,8 +149,8 @@ def step_files(folder: Path, first_step: int) -> list[Path]:
 def answer_files(run: Path, kind: str) -> dict[int, Path]:
     """The files of a run's rollouts by step, in rising order. kind: "step", or "eval" for evaluations after these
     steps."""
-    found = ((path.stem.rpartition("_")[2], path) for path in (run / "rollouts").glob(f"{kind}_*.jsonl"))
-    return dict(sorted((int(number), path) for number, path in found if number.isdecimal()))
+    numbered = ((path.stem.rpartition("_")[2], path) for path in (run / "rollouts").glob(f"{kind}_*.jsonl"))
+    return dict(sorted((int(number), path) for number, path in numbered if number.isdecimal()))
 
 
 def read_rollouts(path: str | Path, notes: list[str] | None = None) -> Iterator[LoggedTrajectory]:
@@ -189,7 +189,7 @@ _TRAJECTORY = ("group_id", "index", "purpose", "status")
 _PROMPT = ("id", "ordinal", "messages", "answer", "env", "agent", "meta")
 _MEDIA = ("kind", "digest", "source", "num_tokens")
 _TURN = ("parent", "stop_reason", "messages", "seed", "engine_id")
-_SAMPLING, _TIMES = ([one.name for one in fields(kind)] for kind in (SamplingParams, Times))
+_SAMPLING, _TIMES = ([field.name for field in fields(kind)] for kind in (SamplingParams, Times))
 # Arrays of a turn, of which a record has the values only.
 _TOKENS = {"context_ids": np.int32, "output_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
 
@@ -257,7 +257,7 @@ def _prompt(r: Record) -> Prompt:
     return Prompt(
         **{name: r[name] for name in _PROMPT},
         ids=None if r["ids"] is None else np.array(r["ids"], np.int32),
-        media={name: Media(outputs={}, **facts) for name, facts in r["media"].items()},
+        media={name: Media(outputs={}, **fields) for name, fields in r["media"].items()},
     )
 
 

@@ -15,10 +15,10 @@ _AT_LEAST = 5  # values in a mean
 
 def judge(rule: Mapping[str, float], values: Sequence[float]) -> str | None:
     """What makes the curve suspicious, with the measured value; "" if nothing does; None if it can't be judged."""
-    known = [value for value in values if not math.isnan(value)]
-    if known and all(math.isnan(value) for value in values[-_AT_LEAST:]):
+    numbers = [value for value in values if not math.isnan(value)]
+    if numbers and all(math.isnan(value) for value in values[-_AT_LEAST:]):
         return "the newest values are NaN"
-    measures = {kind: RULES[kind][0](known) for kind in rule if len(known) >= RULES[kind][1]}
+    measures = {kind: RULES[kind][0](numbers) for kind in rule if len(numbers) >= RULES[kind][1]}
     judged = {kind: measured for kind, measured in measures.items() if not math.isnan(measured)}
     for kind, measured in judged.items():
         if measured > rule[kind] if "_above" in kind else measured < rule[kind]:
@@ -48,7 +48,7 @@ def _first(values: Sequence[float]) -> float:
     return _mean(values[: max(_AT_LEAST, len(values) // 10)])
 
 
-def _of_first(values: Sequence[float]) -> float:
+def _ratio_to_first(values: Sequence[float]) -> float:
     first = _first(values)
     return _newest(values) / first if first > 0 else math.nan
 
@@ -63,8 +63,8 @@ RULES: dict[str, tuple[Callable[[Sequence[float]], float], int, str]] = {
     "first_above": (_first, _AT_LEAST, "the first values above {:g}"),
     "newest_above": (_newest, _AT_LEAST, "the newest values above {:g}"),
     "newest_below": (_newest, _AT_LEAST, "the newest values below {:g}"),
-    "change_above": (_of_first, 2 * _AT_LEAST, "the newest values above {:g} times the first ones"),
-    "change_below": (_of_first, 2 * _AT_LEAST, "the newest values below {:g} times the first ones"),
+    "change_above": (_ratio_to_first, 2 * _AT_LEAST, "the newest values above {:g} times the first ones"),
+    "change_below": (_ratio_to_first, 2 * _AT_LEAST, "the newest values below {:g} times the first ones"),
     "spikes_above": (_spikes, 4 * _AT_LEAST, "more than {:.0%} of the newer half above 10 times its median"),
 }
 """Kind of a rule -> what is measured, of at least how many values, and the condition in words."""

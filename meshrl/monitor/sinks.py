@@ -216,9 +216,9 @@ class TerminalSink:
         nothing was printed for a minute."""
         self._progress = text
         if self._live is None and self._clock() - self._noted_at >= _SILENCE_S and self._phase != "start":
-            self.note(f"{self._counted} {min(self._step + 1, self._num_steps)}/{self._num_steps}: {self._where()}")
+            self.note(f"{self._counted} {min(self._step + 1, self._num_steps)}/{self._num_steps}: {self._phase_text()}")
 
-    def _where(self) -> str:
+    def _phase_text(self) -> str:
         return f"{self._phase}, {self._progress}" if self._progress else self._phase
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
@@ -259,7 +259,7 @@ class TerminalSink:
         from rich.text import Text
 
         values, done = self._values, self._step
-        shown = [("phase", self._where())]
+        shown = [("phase", self._phase_text())]
         if self._eta_s is not None:
             shown.append(("ETA", duration(self._eta_s)))
         terms = [name for name in values if name.startswith("reward/term/")]

@@ -45,10 +45,10 @@ _TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may h
 def read_status(folder: Path) -> Status:
     """Read a run's status.json. Raises: MeshrlError when it is missing or damaged."""
     path = folder / STATUS_FILE
-    found = read_object(path)
+    record = read_object(path)
     with data_errors(str(path), "the status of a run"):
-        known = {str(name): float(value) for name, value in found["values"].items() if value is not None}
-        status = Status(**found | {"values": known})
+        values = {str(name): float(value) for name, value in record["values"].items() if value is not None}
+        status = Status(**record | {"values": values})
         for name, types in _TYPES.items():
             if type(getattr(status, name)) not in types:
                 raise TypeError(f"{name} is {getattr(status, name)!r:.80}")

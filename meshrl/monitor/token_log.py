@@ -67,7 +67,7 @@ class TrainerValues:
     def by_turn(self) -> dict[tuple[str, int], dict[str, np.ndarray]]:
         """The known columns of the trainer, by trajectory and turn. Logprobs of the weights before the step are
         preferred."""
-        found = {}
+        by_turn = {}
         for sample in self.samples:
             places = sample.mask.nonzero()[0]
             if not len(places):
@@ -85,8 +85,8 @@ class TrainerValues:
             ends = [*((turns[1:] != turns[:-1]).nonzero()[0] + 1).tolist(), len(places)]
             for begin, end in zip([0, *ends], ends):
                 cut = {name: array[begin:end] for name, array in columns.items()}
-                found[sample.trajectory_id, int(turns[begin])] = cut
-        return found
+                by_turn[sample.trajectory_id, int(turns[begin])] = cut
+        return by_turn
 
 
 class TokenTexts:

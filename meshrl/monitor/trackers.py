@@ -36,7 +36,7 @@ def open_trackers(
         else:
             wandb = WandbSink(folder, cfg.wandb_project, resolved)
             opened.append(_Counted(wandb, name, writes))
-            note(f"W&B: {wandb.where}")
+            note(f"W&B: {wandb.destination}")
     return opened
 
 
@@ -108,10 +108,10 @@ def _event_files(folder: Path) -> Any:
 
 
 def _describe(name: str, unit: str) -> str:
-    found = meaning_of(name)
+    meaning = meaning_of(name)
     texts = [f"Unit: {unit}."] * bool(unit)
-    if found is not None:
-        healthy, otherwise = found.entry.healthy, found.entry.otherwise
+    if meaning is not None:
+        healthy, otherwise = meaning.entry.healthy, meaning.entry.otherwise
         texts += [f"Healthy: {healthy}."] + [f"Otherwise: {otherwise}."] * bool(otherwise)
     return "\n\n".join(texts)
 
@@ -142,7 +142,7 @@ class WandbSink:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         upload = f"offline; upload it with: wandb sync {Path(self._run.dir).parent}"
-        self.where = upload if self._run.offline else self._run.url or "disabled by WANDB_MODE"
+        self.destination = upload if self._run.offline else self._run.url or "disabled by WANDB_MODE"
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         self._run.log({"step": step, **values})
