@@ -97,8 +97,8 @@ def connect(address: tuple[str, int], token: bytes, hello: Callable[[str], Any])
 
 def interface_of(ip: str) -> str | None:
     """Name of the network interface with this address. Without it, gloo would choose an interface by the host name."""
-    found = (name for name, all_of in psutil.net_if_addrs().items() for one in all_of if one.address == ip)
-    return next(found, None)
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if ip in [each.address for each in addresses]), None)
 
 
 def _prove(token: bytes, side: bytes, nonces: bytes) -> bytes:

@@ -100,9 +100,9 @@ def oom_kills(system: Path = Path("/")) -> int | None:
         else:
             continue
         for file in (root / path.lstrip("/") / name, root / name):  # inside a container the path may be the host's
-            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
-            if found:
-                return int(found[1])
+            match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
+            if match:
+                return int(match[1])
     return None
 
 

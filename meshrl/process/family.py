@@ -31,10 +31,10 @@ def family(pid: int) -> Iterator[FamilyMember]:
     """A process and all its descendants, except those that end meanwhile."""
     try:
         root = psutil.Process(pid)
-        found = [root, *root.children(recursive=True)]
+        processes = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return
-    for process in found:
+    for process in processes:
         try:
             yield FamilyMember(process.pid, _name(process), process.memory_info().rss)
         except psutil.NoSuchProcess:  # it has ended since it was listed

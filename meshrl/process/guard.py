@@ -121,11 +121,11 @@ def kill_descendants(pid: int) -> None:
     """Send SIGKILL to all descendants of a process, in any process group or session, until no new ones appear."""
     killed: set[int] = set()
     with contextlib.suppress(psutil.NoSuchProcess):
-        while found := {child.pid for child in psutil.Process(pid).children(recursive=True)} - killed:
-            for child in found:
+        while alive := {child.pid for child in psutil.Process(pid).children(recursive=True)} - killed:
+            for child in alive:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(child, signal.SIGKILL)
-            killed |= found
+            killed |= alive
 
 
 def end_with_parent(parent: int | None) -> None:

@@ -36,7 +36,7 @@ class RunToken:
         """folder: of the file; it is created if it does not exist. Raises: MeshrlError when the file system can't
         protect a file; OSError."""
         self._path: Path | None = None
-        self._file_id, secret = _BY_VARIABLE, _secret_of_environment()
+        self._file_id, secret = _BY_VARIABLE, _environment_secret()
         if secret is None:
             self._file_id, secret = secrets.token_hex(16), secrets.token_hex(32)
             folder.mkdir(parents=True, exist_ok=True)
@@ -68,15 +68,15 @@ def read_announcement(text: bytes, name: str, folder: Path) -> tuple[tuple[str, 
 
     Raises: MeshrlError when the text, the file or the proof is not of this run's controller.
     """
-    found = _ANNOUNCEMENT.fullmatch(text.decode("ascii", errors="replace"))
-    if found is None:
+    match = _ANNOUNCEMENT.fullmatch(text.decode("ascii", errors="replace"))
+    if match is None:
         raise MeshrlError(
             f"the launcher's store has {text[:200]!r} as the address of the controller; expected: HOST PORT FILE "
             "PROOF. Another process, or another version of meshrl, has written it. Use the same meshrl in all "
             "processes, and let no other machine reach MASTER_PORT"
         )
-    host, port, file_id, proof = found[1], int(found[2]), found[3], found[4]
-    secret = _secret_of_environment()
+    host, port, file_id, proof = match[1], int(match[2]), match[3], match[4]
+    secret = _environment_secret()
     if (secret is None) != (file_id != _BY_VARIABLE):
         has, lacks = ("this process", "the controller") if secret is not None else ("the controller", "this process")
         raise MeshrlError(f"{VARIABLE} is set in {has}, but not in {lacks}. {_REMEDY}")
@@ -90,7 +90,7 @@ def read_announcement(text: bytes, name: str, folder: Path) -> tuple[tuple[str, 
     return (host, port), key
 
 
-def _secret_of_environment() -> str | None:
+def _environment_secret() -> str | None:
     return os.environ.get(VARIABLE) or None
 
 
@@ -112,14 +112,14 @@ def _read(path: Path, wait_s: float = 0.0) -> str:
                 ) from error
         time.sleep(0.2)
     with open(fd, "rb") as file:
-        facts = os.fstat(fd)
+        status = os.fstat(fd)
         wrong = None
-        if not stat.S_ISREG(facts.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             wrong = "it is not a regular file"
-        elif facts.st_uid != os.geteuid():
-            wrong = f"its owner has the user id {facts.st_uid}, this process has {os.geteuid()}"
-        elif facts.st_mode & 0o077:
-            wrong = f"its permissions are {stat.S_IMODE(facts.st_mode):03o}; allowed: none for group and others"
+        elif status.st_uid != os.geteuid():
+            wrong = f"its owner has the user id {status.st_uid}, this process has {os.geteuid()}"
+        elif status.st_mode & 0o077:
+            wrong = f"its permissions are {stat.S_IMODE(status.st_mode):03o}; allowed: none for group and others"
         secret = "" if wrong else file.read(65).decode("ascii", errors="replace")
     if wrong is None and not _SECRET.fullmatch(secret):
         wrong = "it does not contain 64 hexadecimal digits"

@@ -159,9 +159,9 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises: subprocess.TimeoutExpired."""
-        ended = select.poll()
-        ended.register(self._status, select.POLLRDHUP)
-        ended.poll(None if timeout is None else 1000 * timeout)
+        poller = select.poll()
+        poller.register(self._status, select.POLLRDHUP)
+        poller.poll(None if timeout is None else 1000 * timeout)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
