@@ -77,8 +77,8 @@ def check_admission(request: Request, engine_id: str, version: int, closed: bool
             "model folder"
         )
     if closed or request.id in unfinished:
-        why = "this engine is closed" if closed else "a request with that id is not finished; ids must be unique"
-        raise RequestError(f"request {request.id}: {why}")
+        reason = "this engine is closed" if closed else "a request with that id is not finished; ids must be unique"
+        raise RequestError(f"request {request.id}: {reason}")
 
 
 def check_scorable(engine_id: str, version: int, released: Collection[str]) -> None:

@@ -57,9 +57,9 @@ class FolderWeights:
         self._layout = sent = layout_from_json(layout)
         dtypes = {tensor.name: tensor.dtype for tensor in sent.tensors}
         common = next(iter(dtypes.values()), "float32")
-        held = {name: stored.shape for name, stored in stored_tensors(self._model_folder).items()}
-        fitting = [tensor.name for tensor in sent.tensors if held.get(tensor.name) == tensor.shape]
-        others = {name: shape for name, shape in held.items() if name not in fitting and name not in sent.tied}
+        saved_shapes = {name: stored.shape for name, stored in stored_tensors(self._model_folder).items()}
+        fitting = [tensor.name for tensor in sent.tensors if saved_shapes.get(tensor.name) == tensor.shape]
+        others = {name: shape for name, shape in saved_shapes.items() if name not in fitting and name not in sent.tied}
         return {
             "refused": {},
             "hidden": fitting,  # the server's parameters can't be read back
@@ -91,7 +91,7 @@ class FolderWeights:
         assert assembly is not None
         self._add(assembly, assembly.finish(), last=True)
         self._assembly = None
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         total = sum(tensor.num_bytes for tensor in self._layout.tensors)
         index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
         (self._incoming / INDEX).write_text(json.dumps(index), encoding="utf-8")
@@ -102,7 +102,7 @@ class FolderWeights:
         await self._reload(folder)
         if last is not None and last != folder:
             shutil.rmtree(last)
-        lap(assembly.seconds, "load", began)
+        lap(assembly.seconds, "load", started_at)
         return {"differing": [], "seconds": assembly.seconds}
 
     def cancel(self) -> dict[str, Any]:
@@ -119,11 +119,11 @@ class FolderWeights:
         return self._versions / "arriving"
 
     def _add(self, assembly: Assembly, tensors: list[tuple[TensorSpec, torch.Tensor]], last: bool = False) -> None:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         self._waiting |= {spec.name: tensor for spec, tensor in tensors}
         if last or sum(tensor.nbytes for tensor in self._waiting.values()) >= _FILE_BYTES:
             name = f"model-{len(set(self._file_of.values())) + 1:05d}.safetensors"
             write_tensors(self._waiting, self._incoming / name)
             self._file_of |= dict.fromkeys(self._waiting, name)
             self._waiting = {}
-        lap(assembly.seconds, "load", began)
+        lap(assembly.seconds, "load", started_at)

@@ -46,16 +46,16 @@ class StopStrings:
                     "pass stop_strings to the engine, or stop_token_ids in the request"
                 )
             self._tokenizer = self._load()
-        search = StopSearch([text.encode() for text in request.sampling.stop], self._bytes_of)
+        search = StopSearch([text.encode() for text in request.sampling.stop], self._token_bytes)
         if request.prefix_output is not None:
             search.skip(request.prefix_output)
         return search
 
-    def _bytes_of(self, token: int) -> bytes:
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = bytes_of(self._tokenizer, token)
-        return found
+    def _token_bytes(self, token: int) -> bytes:
+        token_bytes = self._bytes.get(token)
+        if token_bytes is None:
+            token_bytes = self._bytes[token] = bytes_of(self._tokenizer, token)
+        return token_bytes
 
 
 class StopSearch:
@@ -63,7 +63,7 @@ class StopSearch:
     stop string is complete; later tokens do not belong to the output."""
 
     def __init__(self, stops: Sequence[bytes], bytes_of: Callable[[int], bytes]):
-        self._stops, self._bytes_of = stops, bytes_of
+        self._stops, self._token_bytes = stops, bytes_of
         self._num_retained = max(map(len, stops)) - 1
         self._tail = b""
         self.found = False
@@ -73,14 +73,14 @@ class StopSearch:
         for token in reversed(prefix.tolist()):
             if len(self._tail) >= self._num_retained:
                 break
-            self._tail = self._bytes_of(token) + self._tail
+            self._tail = self._token_bytes(token) + self._tail
         self._trim()
 
     def ends_with(self, token: int) -> bool:
         """Take the next token; returns whether it completes a stop string."""
-        known = len(self._tail)
-        self._tail += self._bytes_of(token)
-        self.found = any(self._tail.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in self._stops)
+        num_before = len(self._tail)
+        self._tail += self._token_bytes(token)
+        self.found = any(self._tail.find(stop, max(0, num_before - len(stop) + 1)) >= 0 for stop in self._stops)
         self._trim()
         return self.found
 

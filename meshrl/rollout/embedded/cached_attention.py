@@ -58,10 +58,10 @@ class DecodeAttention:
         num_rows, heads, size = q.shape
         kv_heads = k.shape[1]
         tiles = [self.store.read(layer, t, rows) for t, (rows, _) in enumerate(self.tiles)]
-        held = tiles[0][1].dtype
-        q = q.to(held).reshape(num_rows * kv_heads, -1, size)  # query heads of one key head share a product
+        dtype = tiles[0][1].dtype
+        q = q.to(dtype).reshape(num_rows * kv_heads, -1, size)  # query heads of one key head share a product
         scores = self._scores(q, [keys for keys, _ in tiles], kv_heads, spec)
-        probs = torch.softmax(scores, dim=-1).to(v.dtype).to(held)
+        probs = torch.softmax(scores, dim=-1).to(v.dtype).to(dtype)
         out = wide_product(probs[:, :, self.tiles[0][1]], tiles[0][1])  # every row has a position in the first tile
         for (_, values), (rows, columns) in zip(tiles[1:], self.tiles[1:], strict=True):
             part = slice(rows * kv_heads)

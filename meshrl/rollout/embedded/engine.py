@@ -214,10 +214,10 @@ class EmbeddedEngine:
     def _withdraw(self, ids: Collection[str] | None) -> list[tuple[str, Turn]]:
         """End these requests (None = all) with their tokens so far."""
         left, rows = self._scheduler.withdraw(ids)
-        ended = left + [self._scheduler.running[row] for row in rows]
-        if ended:
+        withdrawn = left + [self._scheduler.running[row] for row in rows]
+        if withdrawn:
             self._compact(set(rows))
-        return [(s.request.id, self._turn(s, "abort")) for s in ended]
+        return [(s.request.id, self._turn(s, "abort")) for s in withdrawn]
 
     def _flush(self) -> None:
         """Drop all keys and values; running requests wait at the head of the queue with their tokens."""
@@ -237,9 +237,9 @@ class EmbeddedEngine:
 
     async def abort(self, ids: Seq[str] | None = None) -> int:
         """Abort these requests (None = all), running or waiting; returns their number."""
-        ended = self._withdraw(None if ids is None else set(ids))
-        self._return_turns(ended)
-        return len(ended)
+        aborted = self._withdraw(None if ids is None else set(ids))
+        self._return_turns(aborted)
+        return len(aborted)
 
     @property
     def _may_step(self) -> bool:

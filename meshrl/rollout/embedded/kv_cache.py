@@ -137,12 +137,12 @@ class KVStore:
     def read(self, layer: int, tile: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The leading rows of a tile in the shapes for matrix products: keys [num_rows * heads, D, W], values
         [num_rows * heads, W, Dv]."""
-        known = self._reads.get((layer, tile))
-        if known is None or known[0] != num_rows:
+        cached = self._reads.get((layer, tile))
+        if cached is None or cached[0] != num_rows:
             keys, values = self.layers[layer][tile]
-            known = num_rows, keys[:num_rows].flatten(0, 1).transpose(1, 2), values[:num_rows].flatten(0, 1)
-            self._reads[layer, tile] = known
-        return known[1], known[2]
+            cached = num_rows, keys[:num_rows].flatten(0, 1).transpose(1, 2), values[:num_rows].flatten(0, 1)
+            self._reads[layer, tile] = cached
+        return cached[1], cached[2]
 
     def copy_rows(self, source: KVStore, copies: Sequence[RowCopy], device: torch.device) -> None:
         """Copy rows of `source`, all at once, so that rows of this store may move."""
@@ -153,8 +153,8 @@ class KVStore:
             new, old, _ = (torch.tensor(side, device=device) for side in zip(*copies, strict=True))
             num_rows = max(copy[0] for copy in copies) + 1
             for layer, tiles in source.layers.items():
-                own = self._tile(layer, t, num_rows, *(x[0].transpose(0, 1) for x in tiles[t]))
-                for x, taken in zip(own, tiles[t], strict=True):
+                targets = self._tile(layer, t, num_rows, *(x[0].transpose(0, 1) for x in tiles[t]))
+                for x, taken in zip(targets, tiles[t], strict=True):
                     x.index_copy_(0, new, taken.index_select(0, old))
 
     def clear(self) -> None:

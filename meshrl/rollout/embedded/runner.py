@@ -67,8 +67,8 @@ class Runner:
                 prefill.prompt.last_hidden = hidden[end - 1].clone()
         if not admission.joined:
             return hidden[end:]
-        own = iter(alone)
-        states = [next(own) if prompt is None else prompt.last_hidden for _, prompt in admission.joined]
+        unshared = iter(alone)
+        states = [next(unshared) if prompt is None else prompt.last_hidden for _, prompt in admission.joined]
         copies = [(num_rows + i, p.row, p.length) for i, (_, p) in enumerate(admission.joined) if p is not None]
         self.running.copy_rows(self.prompts, copies, self.device)
         return torch.cat([hidden[end:], torch.stack(states)])

@@ -31,8 +31,8 @@ class EngineWeights(WeightVersion):
         return self._receiver.version if self._receiver is not None else -1
 
     def reconcile(self, layout: Layout) -> None:
-        reconcile(layout, describe(self._held()), self._names.tied)
-        self._receiver = Receiver(layout, self._held, name=self.name)
+        reconcile(layout, describe(self._targets()), self._names.tied)
+        self._receiver = Receiver(layout, self._targets, name=self.name)
 
     def targets(self) -> dict[str, torch.Tensor]:
         return self._require_receiver().targets()
@@ -80,7 +80,7 @@ class EngineWeights(WeightVersion):
             self._fast.fuse()
         return after - before
 
-    def _held(self) -> dict[str, torch.Tensor]:
+    def _targets(self) -> dict[str, torch.Tensor]:
         return dict(self._views(dict(named_weights(self.lm)) | persistent_buffers(self.lm)))
 
     def _views(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -79,7 +79,7 @@ class ServerAnswer:
         self._times.cached_tokens = part.cached_tokens or self._times.cached_tokens
         self._label_spans = part.label_spans or self._label_spans
         if part.reason is not None and self.reason is None:
-            self.reason = self._reason_of(part.reason)
+            self.reason = self._stop_reason(part.reason)
         return num_output
 
     @property
@@ -123,7 +123,7 @@ class ServerAnswer:
             )
         self._has_context = True
 
-    def _reason_of(self, reason: str) -> StopReason:
+    def _stop_reason(self, reason: str) -> StopReason:
         if reason == "length":  # a server that reserves positions of its context ends before the limit
             return self._bounds.limit_reason if self._num_sampled == self._bounds.limit else "context"
         if reason not in ("stop", "abort"):
@@ -159,8 +159,8 @@ class ServerAnswer:
             "topk_logprobs": np.array([[logprob for logprob, _ in row] for row in best], np.float32),
         }
 
-    def _fail(self, what: str) -> NoReturn:
-        raise EngineFailure(f"request {self.request.id}: {self._server} {what}")
+    def _fail(self, problem: str) -> NoReturn:
+        raise EngineFailure(f"request {self.request.id}: {self._server} {problem}")
 
 
 def full_ids(request: Request) -> list[int]:

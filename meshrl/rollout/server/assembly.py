@@ -37,16 +37,16 @@ class Assembly:
         self._progress.check(delivery)
         complete = []
         for number, (part, _, section) in enumerate(delivery.sections()):
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             arrived = digest_bytes(self._layout.digest, section)
-            began = lap(self.seconds, "verify", began)
+            started_at = lap(self.seconds, "verify", started_at)
             self._progress.require(delivery.digests[number], arrived, delivery.transfer, part)
             tensor, name = part.tensor, part.tensor.name
             if name not in self._open:
                 self._open[name] = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
             part.of(self._open[name]).copy_(section.view(tensor.torch_dtype).view(part.shape))
             self._missing[name] -= part.num_bytes
-            lap(self.seconds, "load", began)
+            lap(self.seconds, "load", started_at)
             if self._missing[name] == 0:
                 complete.append((tensor, self._open.pop(name)))
         return complete

@@ -61,12 +61,12 @@ class Gate:
         if aborted.done() or self.closed:
             yield False
             return
-        ended = self._sent[request_id] = asyncio.get_running_loop().create_future()
+        answered = self._sent[request_id] = asyncio.get_running_loop().create_future()
         try:
             yield True
         finally:
             del self._sent[request_id]
-            ended.set_result(None)
+            answered.set_result(None)
 
     async def abort(self, ids: Collection[str] | None = None) -> int:
         """Abort these requests (None = all), sent or waiting, and wait for their end; returns their number."""

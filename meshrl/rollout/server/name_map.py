@@ -91,7 +91,7 @@ class _CopyRecorder(TorchDispatchMode):
 def trace_loader(model: Any, layout: Layout, make_placeholder: MakePlaceholder) -> NameMap:
     """Record how `model.load_weights` loads each name of the layout, and each alias. The model stays unchanged."""
     entries = layout.by_name
-    found = NameMap()
+    name_map = NameMap()
     with _without_data(model, make_placeholder) as placeholders, torch.no_grad():
         by_storage = {_storage(placeholder): (name, placeholder) for name, placeholder in placeholders.items()}
         parameters = {
@@ -108,7 +108,7 @@ def trace_loader(model: Any, layout: Layout, make_placeholder: MakePlaceholder) 
                     loaded = model.load_weights([(name, wire)])
             except Exception as error:  # loaders refuse with AssertionError, KeyError, ValueError, RuntimeError
                 if name in entries:
-                    found.refused[name] = f"{type(error).__name__}: {error}".strip()
+                    name_map.refused[name] = f"{type(error).__name__}: {error}".strip()
                 continue
             patches = []
             for target, source in recorder.copies:
@@ -118,27 +118,27 @@ def trace_loader(model: Any, layout: Layout, make_placeholder: MakePlaceholder) 
                 patch = _patch(name, entry, source, param, target)
                 if patch is not None:
                     patches.append(patch)
-                    own = str(placeholder.dtype).removeprefix("torch.")
-                    found.dtypes[name] = own if param in parameters else entry.dtype
+                    dtype = str(placeholder.dtype).removeprefix("torch.")
+                    name_map.dtypes[name] = dtype if param in parameters else entry.dtype
                 filled[param] += target.numel()
             for target in recorder.fills:
                 if _storage(target) in by_storage:
                     filled[by_storage[_storage(target)][0]] += target.numel()
             if patches:
-                found.patches[name] = patches
+                name_map.patches[name] = patches
             elif name in entries and loaded:
-                found.hidden.append(name)
+                name_map.hidden.append(name)
         for name, placeholder in parameters.items():
             if filled[name] < getattr(placeholder, "weight_loader_numel", placeholder.numel()):
-                found.unfilled[name] = (list(placeholder.shape), str(placeholder.dtype).removeprefix("torch."))
-    return found
+                name_map.unfilled[name] = (list(placeholder.shape), str(placeholder.dtype).removeprefix("torch."))
+    return name_map
 
 
 @contextmanager
 def _without_data(model: Any, make_placeholder: MakePlaceholder) -> Iterator[dict[str, torch.Tensor]]:
     """Replace each parameter and persistent buffer by a placeholder; yields {name: placeholder}. A tensor in two
     modules has one placeholder, under its first name."""
-    held = [
+    tensors = [
         (f"{prefix}.{name}" if prefix else name, layer, table, name, tensor)
         for prefix, layer in model.named_modules()
         for table in (layer._parameters, layer._buffers)
@@ -148,13 +148,13 @@ def _without_data(model: Any, make_placeholder: MakePlaceholder) -> Iterator[dic
     made: dict[int, torch.Tensor] = {}
     placeholders: dict[str, torch.Tensor] = {}
     try:
-        for path, layer, table, name, tensor in held:
+        for path, layer, table, name, tensor in tensors:
             if id(tensor) not in made:
                 placeholders[path] = made[id(tensor)] = make_placeholder(layer, name, tensor)
             table[name] = made[id(tensor)]
         yield placeholders
     finally:
-        for _, _, table, name, tensor in held:
+        for _, _, table, name, tensor in tensors:
             table[name] = tensor
 
 

@@ -67,16 +67,16 @@ class ServerWeights(WeightVersion, SyncPhases):
         self._hidden = {name for answer in answers for name in answer["hidden"]}
         shapes = {tensor.name: (tensor.shape, tensor.dtype) for tensor in served.tensors}
         shapes |= {alias: shapes[source] for alias, source in served.tied.items()}
-        held = {name: shapes[name] for name in self._hidden}
+        loaded = {name: shapes[name] for name in self._hidden}
         for answer in answers:
-            held |= {name: (shapes[name][0], dtype) for name, dtype in answer["dtypes"].items()}
-            held |= {name: (tuple(shape), dtype) for name, (shape, dtype) in answer["unfilled"].items()}
+            loaded |= {name: (shapes[name][0], dtype) for name, dtype in answer["dtypes"].items()}
+            loaded |= {name: (tuple(shape), dtype) for name, (shape, dtype) in answer["unfilled"].items()}
         try:
-            reconcile(served, held, {alias: source for alias, source in served.tied.items() if alias not in held})
+            reconcile(served, loaded, {alias: source for alias, source in served.tied.items() if alias not in loaded})
         except UnloadedParamsError as error:
-            refused = {name: why for answer in answers for name, why in answer["refused"].items()}
+            refused = {name: reason for answer in answers for name, reason in answer["refused"].items()}
             if refused:
-                reasons = "\n".join(f"    {name}: {why}" for name, why in list(refused.items())[:_MAX_LISTED])
+                reasons = "\n".join(f"    {name}: {reason}" for name, reason in list(refused.items())[:_MAX_LISTED])
                 raise UnloadedParamsError(f"{error}\nthe server's loader reported:\n{reasons}") from error
             raise
 
@@ -124,11 +124,11 @@ class ServerWeights(WeightVersion, SyncPhases):
         )
         if self._copy is not None and self._ring is not None:
             ack = replace(self._copy.receiver.commit(), read_back=ack.read_back)
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             for delivery in self._copy.deliveries(header.version, self._ring):
-                lap(ack.seconds, "load", began)
+                lap(ack.seconds, "load", started_at)
                 await self._forward(delivery)
-                began = time.perf_counter()
+                started_at = time.perf_counter()
         answers = await self._call("commit", {})
         faults = list(dict.fromkeys(fault for answer in answers for fault in answer["differing"]))
         self._require_in_place(header.version, faults, len(layout.tensors), _MAX_LISTED)
@@ -192,24 +192,24 @@ class _HostCopy:
 
     def __init__(self, layout: Layout, name: str, scale: float):
         """scale: factor of B A."""
-        self._held = {t.name: torch.empty(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
+        self._tensors = {t.name: torch.empty(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
         self._scale = scale
-        self.receiver = Receiver(layout, lambda: self._held, name)
+        self.receiver = Receiver(layout, lambda: self._tensors, name)
         served = {t.name: (t.shape, t.dtype) for t in layout.tensors if not is_adapter(t.name)}
         self.served = make_layout(served, None, layout.tied, layout.transfer_bytes, layout.digest)
         self._sender = WeightSender(self.served, 0, keep_base=False)
 
     def deliveries(self, version: int, ring: SharedRing) -> Iterator[Delivery]:
         """All transfers for the server, in the ring's slot; each one is valid until the next one is requested."""
-        held: dict[str, list[HeldBox]] = {}
+        boxes: dict[str, list[HeldBox]] = {}
         for name in self.served.by_name:
-            weight = self._held[name]
+            weight = self._tensors[name]
             a, b = adapter_names(name)
             rows = None
-            if a in self._held:
-                rows = merged_rows(weight, self._held[a], self._held[b], self._scale)
-            held[name] = [HeldBox((0,) * weight.dim(), tuple(weight.shape), Elements(weight, rows))]
-        self._sender.begin(held)
+            if a in self._tensors:
+                rows = merged_rows(weight, self._tensors[a], self._tensors[b], self._scale)
+            boxes[name] = [HeldBox((0,) * weight.dim(), tuple(weight.shape), Elements(weight, rows))]
+        self._sender.begin(boxes)
         for transfer in self.served.transfers:
             yield replace(self._sender.fill(transfer, ring.slots[0]), slot_address=ring.slot_address(0))
         self._sender.finish(version)

@@ -60,12 +60,12 @@ class WorkerWeights:
         self.cancel()
         self._committed = None
         self.layout = layout_from_json(layout)
-        self.map = found = trace_loader(self.model, self.layout, self._make_placeholder)
+        self.map = name_map = trace_loader(self.model, self.layout, self._make_placeholder)
         return {
-            "refused": found.refused,
-            "hidden": found.hidden,
-            "unfilled": found.unfilled,
-            "dtypes": found.dtypes,
+            "refused": name_map.refused,
+            "hidden": name_map.hidden,
+            "unfilled": name_map.unfilled,
+            "dtypes": name_map.dtypes,
         }
 
     def begin(self, header: dict[str, Any]) -> dict[str, Any]:
@@ -86,13 +86,13 @@ class WorkerWeights:
         """Load the last tensors, then read the model's parameters back and compare them."""
         assembly = self._open()
         self._load(assembly.finish())
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         with self.loading(), torch.no_grad():
             self.after_loading()
-        began = lap(assembly.seconds, "load", began)
+        started_at = lap(assembly.seconds, "load", started_at)
         with torch.no_grad():
             differing = self.differing()
-        lap(assembly.seconds, "verify", began)
+        lap(assembly.seconds, "verify", started_at)
         if not differing:
             self._committed = self._read_back
         self._assembly = None
@@ -122,14 +122,14 @@ class WorkerWeights:
 
     def differing(self) -> list[str]:
         """An error text for each block with which the model computes and that differs from the received one."""
-        return self._read_back.differing(self._held(), self._committed)
+        return self._read_back.differing(self._model_tensors(), self._committed)
 
     # ----
 
-    def _held(self) -> dict[str, torch.Tensor]:
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters and buffers, by the engine's names."""
-        held: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        return held | dict(self.model.named_buffers(remove_duplicate=False))
+        tensors: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        return tensors | dict(self.model.named_buffers(remove_duplicate=False))
 
     def _open(self) -> Assembly:
         if self._assembly is None:
@@ -137,20 +137,20 @@ class WorkerWeights:
         return self._assembly
 
     def _load(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> None:
-        seconds, began = self._open().seconds, time.perf_counter()
+        seconds, started_at = self._open().seconds, time.perf_counter()
         names = {spec.name: tensor.to(self._device) for spec, tensor in tensors}
         if not names:
             return
         tied: Mapping[str, str] = self.layout.tied
         names |= {a: names[source] for a, source in tied.items() if source in names and a in self.map.patches}
-        began = lap(seconds, "load", began)
+        started_at = lap(seconds, "load", started_at)
         for name, tensor in names.items():
             self._read_back.note(name, tensor)
             self.note(name, tensor)
-        began = lap(seconds, "verify", began)
+        started_at = lap(seconds, "verify", started_at)
         with self.loading(), torch.no_grad():
             self.model.load_weights(list(names.items()))
-        lap(seconds, "load", began)
+        lap(seconds, "load", started_at)
 
 
 Key = tuple[str, int]  # wire name, index of the patch among the patches of that name
@@ -180,8 +180,8 @@ class ReadBackDigests:
         the caller compares that copy.
         """
         faults = []
-        for name, own in self._patches.items():
-            for number, patch in enumerate(own):
+        for name, patches in self._patches.items():
+            for number, patch in enumerate(patches):
                 param = params[patch.param]
                 if param.numel() == 0 and patch.param in packed:
                     continue
@@ -190,8 +190,8 @@ class ReadBackDigests:
                     faults.append(f"{name} was not received")
                 elif param.numel() == 0:
                     faults.append(f"{name} can't be read back: {patch.param} has no elements")
-                elif (held := _digest(patch.of_parameter(param).to(self._dtypes[name]))) != self._values[key]:
-                    faults.append(f"{name} {self._explain(key, held, before)}{self._cast(name, param)}")
+                elif (digest := _digest(patch.of_parameter(param).to(self._dtypes[name]))) != self._values[key]:
+                    faults.append(f"{name} {self._explain(key, digest, before)}{self._cast(name, param)}")
         return faults
 
     def _cast(self, name: str, param: torch.Tensor) -> str:
@@ -199,13 +199,13 @@ class ReadBackDigests:
         sent = self._dtypes[name]
         return "" if param.dtype == sent else f" (sent as {sent}, stored as {param.dtype}, which may round the value)"
 
-    def _explain(self, key: Key, held: int, before: ReadBackDigests | None) -> str:
-        if before is not None and before._values.get(key) == held:
+    def _explain(self, key: Key, digest: int, before: ReadBackDigests | None) -> str:
+        if before is not None and before._values.get(key) == digest:
             return f"still has the values of version {before.version}"
-        others = [name for (name, _), value in self._values.items() if value == held]
+        others = [name for (name, _), value in self._values.items() if value == digest]
         if others:
             return f"has the values of {others[0]}"
-        return f"has digest {held:016x}, the trainer's is {self._values[key]:016x}"
+        return f"has digest {digest:016x}, the trainer's is {self._values[key]:016x}"
 
 
 def _digest(block: torch.Tensor) -> int:

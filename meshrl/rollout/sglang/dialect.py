@@ -55,7 +55,7 @@ class SglangDialect(Dialect):
         super().__init__(http, server)
         self.capabilities = Capabilities(release=bool(info.get("enable_memory_saver")), in_flight=True, score=True)
         self.loaded_label = loaded_label
-        self.has_sessions = _release_of(info) >= _WITH_SESSIONS
+        self.has_sessions = _release_numbers(info) >= _WITH_SESSIONS
         self._tp_size = int(info["tp_size"])
         self._gib = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
         self._run, self._num_rids = secrets.token_hex(4), 0
@@ -121,7 +121,11 @@ class SglangDialect(Dialect):
     async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """A cancelled sync is no call to the workers: the loader has nothing to undo."""
         if step == "cancel":
-            await self._mark_mixed()
+            # The weights are labelled as mixed before anything is sampled with them: SGLang can't abort a request
+            # during the pause in which it came.
+            await self._close_session()
+            await self.http.post("/update_weight_version", {"new_version": MIXED, "abort_all_requests": False})
+            await self.resume()
             return []
         if step in ("reconcile", "begin"):
             await self._open_session()
@@ -159,16 +163,9 @@ class SglangDialect(Dialect):
         self._commit_fields = {"weight_version": label, "flush_cache": has_cache}
 
     async def end_update(self, label: str) -> None:
-        held = (await self.http.get("/model_info"))["weight_version"]
-        if held != label:
-            raise SyncError(f"{self.http.name}: the weights were labelled {label!r}, and SGLang has {held!r}")
-
-    async def _mark_mixed(self) -> None:
-        """Label the weights as mixed before anything is sampled with them, then resume: SGLang can't abort a request
-        during the pause in which it came."""
-        await self._close_session()
-        await self.http.post("/update_weight_version", {"new_version": MIXED, "abort_all_requests": False})
-        await self.resume()
+        served = (await self.http.get("/model_info"))["weight_version"]
+        if served != label:
+            raise SyncError(f"{self.http.name}: the weights were labelled {label!r}, and SGLang has {served!r}")
 
     async def _open_session(self) -> None:
         if self.has_sessions:
@@ -272,7 +269,7 @@ def connect_sglang(
 
 def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_context_tokens: int, dtype: str) -> None:
     """Raises: ConfigError for a server that this engine can't use, or that does not fit the config."""
-    if _release_of(info) < OLDEST:
+    if _release_numbers(info) < OLDEST:
         raise ConfigError(
             f"{engine_id} runs SGLang {info['version']}; this engine needs {'.'.join(map(str, OLDEST))} or later, "
             "which return the weight version of each token"
@@ -297,7 +294,7 @@ def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_c
         raise ConfigError(f"{engine_id} computes in {info['dtype']}, but model.dtype is {dtype}. Make them agree")
 
 
-def _release_of(info: dict[str, Any]) -> tuple[int, ...]:
+def _release_numbers(info: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", str(info["version"]))[:3])
 
 

@@ -78,8 +78,8 @@ class CpuMemory:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """The storages that have memory, each once."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    return [storage for storage in found.values() if storage.nbytes()]
+    by_address = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in by_address.values() if storage.nbytes()]
 
 
 def _raise_released(*_: Any) -> NoReturn:

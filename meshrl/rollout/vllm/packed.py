@@ -78,12 +78,12 @@ class PackedLayers:
         columns = self._columns(width)
         units = torch.zeros(len(columns), width, dtype=wanted[0][1].dtype)
         units[torch.arange(len(columns)), columns] = 1
-        held = module.cpu_linear(units, module.weight, None).T  # [rows, columns]
+        unpacked = module.cpu_linear(units, module.weight, None).T  # [rows, columns]
         stale = []
         for patch, values in wanted:
             row, first = divmod(patch.at, width)
             inside = (columns >= first) & (columns < first + patch.shape[1])
-            if not torch.equal(held[row : row + patch.shape[0], inside].to(values.dtype), values):
+            if not torch.equal(unpacked[row : row + patch.shape[0], inside].to(values.dtype), values):
                 stale.append(patch)
         return stale
 
@@ -112,12 +112,12 @@ class PackedExperts:
 
     def unpacked(self) -> dict[str, torch.Tensor]:
         """Copies in the order in which the weights were sent, by the engine's names."""
-        found = {}
+        copies = {}
         for name, weight, isa in self._weights():
             plain = torch.empty_like(weight)
             plain.flatten(1)[:, _order(tuple(weight.shape[1:]), weight.dtype, isa)] = weight.flatten(1)
-            found[name] = plain
-        return found
+            copies[name] = plain
+        return copies
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor, str]]:
         for prefix, (layer, isa) in self._layers.items():

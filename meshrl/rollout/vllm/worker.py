@@ -87,8 +87,8 @@ class VllmWeights(WorkerWeights):
                 self._packed.note(patch, tensor)
 
     def differing(self) -> list[str]:
-        held = self._held() | self._experts.unpacked()
-        return self._read_back.differing(held, self._committed, self._packed) + self._packed.differing()
+        tensors = self._model_tensors() | self._experts.unpacked()
+        return self._read_back.differing(tensors, self._committed, self._packed) + self._packed.differing()
 
     def release(self, parts: list[str]) -> dict[str, Any]:
         return {"num_bytes": self.memory.release(set(parts))}
