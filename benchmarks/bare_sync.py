@@ -32,13 +32,13 @@ from meshrl.sync.sender import WeightSender
 from meshrl.sync.sockets import Sockets
 
 BARE = {"copy_1": 1, "copy_2": 2, "cut": 0}  # -> threads of torch; 0 leaves their number unchanged
-_OURS = (RunningDigest.update, ExpectedDigests.differing, WeightSender._all_of, Receiver._write)
+_OURS = (RunningDigest.update, ExpectedDigests.differing, WeightSender._cast_part, Receiver._write)
 _threads: list[int] = []  # of torch in this process, before the first change
 
 
 def _copied(self: WeightSender, part: Part, payload: torch.Tensor) -> RunningDigest:
-    """Replaces `WeightSender._all_of`."""
-    out, source = payload.view(part.tensor.torch_dtype), self._held[part.tensor.name, part.held]
+    """Replaces `WeightSender._cast_part`."""
+    out, source = payload.view(part.tensor.torch_dtype), self._elements[part.tensor.name, part.box_offsets]
     out.copy_(source[part.first : part.first + out.numel()])
     return RunningDigest(self.layout.digest)
 
@@ -63,14 +63,14 @@ def choose(worker: Any, contender: str) -> None:
     RunningDigest.update = _nothing if contender in BARE else update  # type: ignore[method-assign]
     ExpectedDigests.differing = _nothing if contender in BARE or contender == "wire" else differing  # type: ignore[method-assign]
     plain = contender in ("copy_1", "copy_2")
-    WeightSender._all_of = _copied if plain else all_of  # type: ignore[method-assign]
+    WeightSender._cast_part = _copied if plain else all_of  # type: ignore[method-assign]
     Receiver._write = _placed if plain else write  # type: ignore[method-assign]
 
 
 def copy_in_place(worker: Any, contender: str) -> float:
     """The bare transfer of one rank that trains and samples. Returns seconds."""
     choose(worker, contender)
-    held, targets = worker.engines["policy"].weights().held, worker.sampler._weights._held()
+    held, targets = worker.engines["policy"].weights().held, worker.sampler._weights._targets()
     began = time.perf_counter()
     for name, boxes in held.items():
         for box in boxes:
@@ -89,7 +89,7 @@ def act_as_machine(worker: Any) -> None:
 
 def sync_by_all_gather(worker: Any) -> float:
     """The usual method, for comparison: cast, all-gather each tensor, copy it into the sampler. Returns seconds."""
-    trainer, targets = worker.engines["policy"], worker.sampler._weights._held()
+    trainer, targets = worker.engines["policy"], worker.sampler._weights._targets()
     began = time.perf_counter()
     for name, p in named_weights(trainer.model.lm):
         targets[name].copy_(full_tensor(p.detach().to(trainer.compute_dtype)))

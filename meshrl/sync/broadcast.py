@@ -78,9 +78,9 @@ class Broadcast(Transport):
                 return separate_group(store, rank, num_receivers + 1, self._device, self._timeout)
 
         members = [(sender, number + 1, at) for sender, at in senders.items()]
-        own = self.prepare(connection_id)
-        if self._sender is not None and own is not None and num_receivers:
-            members.append((self._sender, 0, own))
+        own_address = self.prepare(connection_id)
+        if self._sender is not None and own_address is not None and num_receivers:
+            members.append((self._sender, 0, own_address))
         groups = await asyncio.gather(*(asyncio.to_thread(join, *member) for member in members))
         self._groups = {sender: group for (sender, _, _), group in zip(members, groups, strict=True)}
         self._connection_id = connection_id

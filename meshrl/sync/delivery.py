@@ -182,9 +182,9 @@ class Progress:
                     "torch.uint8"
                 )
             if max(counts) > 0:
-                began = time.perf_counter()
+                started_at = time.perf_counter()
                 arrived = digest_bytes(self.layout.digest, payload)
-                lap(self.seconds, "verify", began)
+                lap(self.seconds, "verify", started_at)
                 self.require(delivery.payload_digest, arrived, transfer)
         self.num_bytes += delivery.num_bytes
         self._next += 1
@@ -199,8 +199,8 @@ class Progress:
                 "that is incomplete"
             )
 
-    def require(self, sent: int, arrived: int, *where: Transfer | Part) -> None:
+    def require(self, sent: int, arrived: int, *places: Transfer | Part) -> None:
         """Raises: SyncError when bytes were received with another digest than they were sent with."""
         if arrived != sent:
-            what = ": ".join(map(str, where))
-            raise SyncError(f"{self.name}: {what} was sent with digest {sent:016x}, received with {arrived:016x}")
+            place = ": ".join(map(str, places))
+            raise SyncError(f"{self.name}: {place} was sent with digest {sent:016x}, received with {arrived:016x}")

@@ -86,9 +86,9 @@ class RunningDigest:
 def values(running: Sequence[RunningDigest]) -> list[int]:
     """All digests, with one copy from the device to the host."""
     sums = [each._sum for each in running if each._sum is not None]
-    found = iter(torch.stack(sums).tolist() if sums else ())
+    numbers = iter(torch.stack(sums).tolist() if sums else ())
     return [
-        each._hash.intdigest() if each._hash is not None else 0 if each._sum is None else next(found) & _MASK64
+        each._hash.intdigest() if each._hash is not None else 0 if each._sum is None else next(numbers) & _MASK64
         for each in running
     ]
 
@@ -117,7 +117,9 @@ def _sum64(raw: torch.Tensor, first: int) -> torch.Tensor:
     for low in range(0, num_rows, step):
         high = min(low + step, num_rows)
         weighed = buffer[: high - low]
-        weighed.copy_(_words(raw[low * _ROW_BYTES : high * _ROW_BYTES]).view(-1, _ROW)).mul_(column)
+        chunk = raw[low * _ROW_BYTES : high * _ROW_BYTES]
+        aligned = chunk.clone() if chunk.storage_offset() % 4 else chunk  # as int32
+        weighed.copy_(aligned.view(torch.int32).view(-1, _ROW)).mul_(column)
         sums[low:high] = weighed.sum(1) + _ONES * column_sum
     if rest:
         last = torch.zeros(2, -(-rest // 4) * 4, dtype=torch.uint8, device=raw.device)
@@ -125,12 +127,9 @@ def _sum64(raw: torch.Tensor, first: int) -> torch.Tensor:
         last[1, :rest] = 1
         words = last.view(torch.int32).sum(0)
         sums[num_rows] = (words * column[: len(words)]).sum()
-    return (sums * _rows(first + len(sums), raw.device)[first:]).sum()
-
-
-def _words(raw: torch.Tensor) -> torch.Tensor:
-    """Bytes as int32. Memory that is not aligned to 4 bytes needs a copy of the chunk."""
-    return (raw.clone() if raw.storage_offset() % 4 else raw).view(torch.int32)
+    count = first + len(sums)
+    keys = _row_table(max(count - 1, 0).bit_length(), raw.device)
+    return (sums * keys[first:count]).sum()
 
 
 @lru_cache(maxsize=16)
@@ -140,13 +139,9 @@ def _columns(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, keys.sum()
 
 
-def _rows(count: int, device: torch.device) -> torch.Tensor:
-    """The first `count` row keys: 8 bytes for 64 KiB of data, cached for the largest tensor so far."""
-    return _row_table(max(count - 1, 0).bit_length(), device)[:count]
-
-
 @lru_cache(maxsize=64)
 def _row_table(bits: int, device: torch.device) -> torch.Tensor:
+    """The first 1 << bits row keys: 8 bytes for 64 KiB of data."""
     return _keys(_ROW_SEED, 1 << bits, device)
 
 

@@ -52,14 +52,14 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A box, or a part of one, at byte `at` of a transfer, its elements in order. held: offsets of the sender's box
-    that it is part of. first: the index of its first element in that box."""
+    """A box, or a part of one, at byte `at` of a transfer, its elements in order. box_offsets: of the sender's
+    box that it is part of. first: the index of its first element in that box."""
 
     tensor: TensorSpec
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     at: int
-    held: tuple[int, ...]
+    box_offsets: tuple[int, ...]
     first: int
 
     @property
@@ -150,13 +150,13 @@ class Layout:
 
 def make_layout(
     tensors: Mapping[str, tuple[tuple[int, ...], str]],
-    held: Sequence[Sequence[Box]] | None = None,
+    boxes_of_ranks: Sequence[Sequence[Box]] | None = None,
     tied: Mapping[str, str] | None = None,
     transfer_bytes: int = 64 << 20,
     digest: DigestKind = "xxh3",
 ) -> Layout:
-    """tensors: {name: (shape, dtype)}, in the order of sending. held: the boxes of each rank; if several ranks hold the
-    same box, the first one sends it. None = one sender holds everything.
+    """tensors: {name: (shape, dtype)}, in the order of sending. boxes_of_ranks: the boxes of each rank; if several
+    ranks hold the same box, the first one sends it. None = one sender holds everything.
 
     Raises: ValueError for an unknown dtype, a limit below the alignment, an alias of nothing, and boxes that overlap,
     leave a part of a tensor out, or do not lie inside it.
@@ -171,10 +171,10 @@ def make_layout(
         if source not in specs or alias in specs:
             fault = "is sent itself" if alias in specs else f"is tied to {source}, which is not sent"
             raise ValueError(f"{alias} {fault}; `tied` maps a name that is not sent to one that is")
-    if held is None:
-        held = [[Box(spec.name, (0,) * len(spec.shape), spec.shape) for spec in specs.values()]]
+    if boxes_of_ranks is None:
+        boxes_of_ranks = [[Box(spec.name, (0,) * len(spec.shape), spec.shape) for spec in specs.values()]]
     sender_of: dict[Box, int] = {}
-    for sender, boxes in enumerate(held):
+    for sender, boxes in enumerate(boxes_of_ranks):
         for box in boxes:
             if box.name not in specs:
                 raise ValueError(
@@ -185,7 +185,7 @@ def make_layout(
     _require_cover(specs, set(sender_of))
     names = _interleaved(list(specs), sender_of)
     order = {name: number for number, name in enumerate(names)}
-    senders: list[list[Box]] = [[] for _ in held]
+    senders: list[list[Box]] = [[] for _ in boxes_of_ranks]
     for box in sorted(sender_of, key=lambda box: (order[box.name], box.offsets)):
         senders[sender_of[box]].append(box)
     return Layout(
@@ -214,24 +214,24 @@ def _interleaved(names: Sequence[str], sender_of: Mapping[Box, int]) -> list[str
 
 def _require_cover(specs: Mapping[str, TensorSpec], boxes: set[Box]) -> None:
     """Check that every element of every tensor is in exactly one box. Raises: ValueError."""
-    of: dict[str, list[Box]] = {name: [] for name in specs}
+    by_name: dict[str, list[Box]] = {name: [] for name in specs}
     for box in boxes:
-        of[box.name].append(box)
-    for name, own in of.items():
+        by_name[box.name].append(box)
+    for name, name_boxes in by_name.items():
         shape = specs[name].shape
-        for box in own:
+        for box in name_boxes:
             if len(box.shape) != len(shape) or overlap(box[1:], ((0,) * len(shape), shape)) != box[1:]:
                 raise ValueError(f"the box {list(box.shape)} at {list(box.offsets)} is not inside {name} {list(shape)}")
-        own.sort(key=lambda box: box.offsets)
-        for number, box in enumerate(own):
-            for other in own[number + 1 :]:
-                if other.offsets[0] >= box.offsets[0] + box.shape[0]:
+        name_boxes.sort(key=lambda box: box.offsets)
+        for number, box in enumerate(name_boxes):
+            for later in name_boxes[number + 1 :]:
+                if later.offsets[0] >= box.offsets[0] + box.shape[0]:
                     break
-                if overlap(box[1:], other[1:]):
-                    raise ValueError(f"{name}: the boxes at {list(box.offsets)} and {list(other.offsets)} overlap")
-        held = sum(math.prod(box.shape) for box in own)
-        if held != math.prod(shape):
-            raise ValueError(f"{name}: the ranks hold {held} of {math.prod(shape)} elements; nothing sends the rest")
+                if overlap(box[1:], later[1:]):
+                    raise ValueError(f"{name}: the boxes at {list(box.offsets)} and {list(later.offsets)} overlap")
+        count = sum(math.prod(box.shape) for box in name_boxes)
+        if count != math.prod(shape):
+            raise ValueError(f"{name}: the ranks hold {count} of {math.prod(shape)} elements; nothing sends the rest")
 
 
 def _windows(layout: Layout) -> Iterator[tuple[Transfer, ...]]:
@@ -239,12 +239,12 @@ def _windows(layout: Layout) -> Iterator[tuple[Transfer, ...]]:
     num_senders = len(layout.senders)
     limit = max(layout.transfer_bytes // max(num_senders, 1) // ALIGNMENT_BYTES, 1) * ALIGNMENT_BYTES
     parts_of: list[dict[str, list[Part]]] = [{} for _ in layout.senders]
-    for boxes, own in zip(layout.senders, parts_of):
+    for boxes, sender_parts in zip(layout.senders, parts_of):
         for box in boxes:
             tensor, first = layout.by_name[box.name], 0
             for offsets, shape in _cut(box.offsets, box.shape, max(limit // tensor.torch_dtype.itemsize, 1)):
                 part = Part(tensor, offsets, shape, 0, box.offsets, first)
-                own.setdefault(box.name, []).append(part)
+                sender_parts.setdefault(box.name, []).append(part)
                 first += part.numel
     open_parts: list[list[Part]] = [[] for _ in layout.senders]
     number, indices = count(), [count() for _ in layout.senders]
@@ -256,7 +256,7 @@ def _windows(layout: Layout) -> Iterator[tuple[Transfer, ...]]:
         return tuple(Transfer(next(number), sender, next(indices[sender]), parts) for sender, parts in sending)
 
     for tensor in layout.tensors:
-        for turn in zip_longest(*(own.get(tensor.name, ()) for own in parts_of)):
+        for turn in zip_longest(*(sender_parts.get(tensor.name, ()) for sender_parts in parts_of)):
             for parts, part in zip(open_parts, turn):
                 if part is None:
                     continue
@@ -290,7 +290,7 @@ def aligned(num_bytes: int) -> int:
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
     """The layout as an object that JSON can store."""
-    return {own.name: getattr(layout, own.name) for own in fields(layout)}
+    return {field.name: getattr(layout, field.name) for field in fields(layout)}
 
 
 def layout_from_json(message: dict[str, Any]) -> Layout:

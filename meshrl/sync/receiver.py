@@ -142,7 +142,7 @@ class Receiver(SyncPhases):
 
     def targets(self) -> dict[str, torch.Tensor]:
         """By sent name, the tensors that a sender in this process may write into. Empty unless a sync is open."""
-        return {name: own[0] for name, own in self._writes.items()}
+        return {name: tensors[0] for name, tensors in self._writes.items()}
 
     def begin(self, header: SyncHeader) -> None:
         """Open a sync. Raises: SyncError; UnloadedParamsError when the targets no longer fit the layout."""
@@ -159,8 +159,8 @@ class Receiver(SyncPhases):
         if delivery.payload is None:
             for part in delivery.transfer.parts:
                 first, *others = self._writes[part.tensor.name]
-                for other in others:
-                    part.of(other).copy_(part.of(first))
+                for target in others:
+                    part.of(target).copy_(part.of(first))
         else:
             self._load(delivery)
         self._expected.add(delivery.transfer.parts, delivery.digests)
@@ -176,14 +176,14 @@ class Receiver(SyncPhases):
                 running.append(self._write(section, views, part))
                 sent.append((digest, part))
                 continue
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             for view in views:
                 write_changes(part, section, count, view)
-            lap(seconds, "load", began)
-        began = time.perf_counter()
+            lap(seconds, "load", started_at)
+        started_at = time.perf_counter()
         for (digest, part), arrived in zip(sent, values(running), strict=True):
             self._progress.require(digest, arrived, delivery.transfer, part)
-        lap(seconds, "verify", began)
+        lap(seconds, "verify", started_at)
 
     def _write(self, section: torch.Tensor, views: list[torch.Tensor], part: Part) -> RunningDigest:
         """Copy a part into its views. Returns the digest of the received bytes, computed while they are in a core's
@@ -215,11 +215,11 @@ class Receiver(SyncPhases):
         self._leave("commit", "open")
         progress, expected, before = self._progress, self._expected, self._committed
         progress.check_complete()
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         names = {name: name for name in self.layout.by_name} | ({} if read_back is None else self.layout.tied)
-        found = self.targets().items() if read_back is None else read_back()
-        faults = expected.differing(found, names, before)
-        lap(progress.seconds, "verify", began)
+        tensors = self.targets().items() if read_back is None else read_back()
+        faults = expected.differing(tensors, names, before)
+        lap(progress.seconds, "verify", started_at)
         self._require_in_place(expected.version, faults, len(names))
         self._committed, self._writes = expected, {}
         self._phase, self._last = "idle", expected.version
@@ -241,11 +241,11 @@ class Receiver(SyncPhases):
     def _bind(self) -> dict[str, list[torch.Tensor]]:
         """The target tensors of each sent tensor."""
         targets = self._find_targets()
-        held = describe(targets)
-        reconcile(self.layout, held, {a: source for a, source in self.layout.tied.items() if a not in held})
+        described = describe(targets)
+        reconcile(self.layout, described, {a: source for a, source in self.layout.tied.items() if a not in described})
         writes = {name: [targets[name]] for name in self.layout.by_name}
         for alias, source in self.layout.tied.items():
-            if alias in held and targets[alias].data_ptr() != targets[source].data_ptr():
+            if alias in described and targets[alias].data_ptr() != targets[source].data_ptr():
                 writes[source].append(targets[alias])
         for name, target in targets.items():
             last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride()))
@@ -278,17 +278,17 @@ class ExpectedDigests:
         return sum(digests != before._digests[name] for name, digests in self._digests.items())
 
     def differing(
-        self, found: Iterable[tuple[str, torch.Tensor]], names: Mapping[str, str], before: ExpectedDigests | None
+        self, tensors: Iterable[tuple[str, torch.Tensor]], names: Mapping[str, str], before: ExpectedDigests | None
     ) -> list[str]:
         """Compare everything read back with the trainer's digests. names: {name to be read back: name sent for it}.
         before: of the last committed sync. Returns an error text for each tensor that differs, with the tensor or
         version whose values it has, if known."""
         left, faults, fitting = dict(names), [], {}
-        for name, tensor in found:
+        for name, tensor in tensors:
             source = left.pop(name, None)
             if source is None:
-                why = "twice" if name in names else "though nothing of that name was sent"
-                faults.append(f"{name} was read back {why}")
+                problem = "twice" if name in names else "though nothing of that name was sent"
+                faults.append(f"{name} was read back {problem}")
                 continue
             sent = self._layout.by_name[source]
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -298,15 +298,15 @@ class ExpectedDigests:
                 fitting[name] = source, tensor
         # One object under two names (tied) is digested once.
         work = {(source, id(tensor)): (tensor, self._parts[source]) for source, tensor in fitting.values()}
-        digests = self._digests_of(work)
+        digests = self._part_digests(work)
         for name, (source, tensor) in fitting.items():
-            held = digests[source, id(tensor)]
-            if held != self._digests[source]:
+            received = digests[source, id(tensor)]
+            if received != self._digests[source]:
                 tie = "" if name == source else f" (tied to {source})"
-                faults.append(f"{name}{tie} {self._explain(source, held, before)}")
+                faults.append(f"{name}{tie} {self._explain(source, received, before)}")
         return faults + [f"{name} was not read back" for name in left]
 
-    def _digests_of(self, work: Mapping[_Key, tuple[torch.Tensor, Sequence[Part]]]) -> dict[_Key, list[int]]:
+    def _part_digests(self, work: Mapping[_Key, tuple[torch.Tensor, Sequence[Part]]]) -> dict[_Key, list[int]]:
         """The digest of each part of each tensor."""
 
         def digest(each: tuple[torch.Tensor, Part]) -> RunningDigest:
@@ -317,18 +317,18 @@ class ExpectedDigests:
 
         flat = [(tensor, part) for tensor, parts in work.values() for part in parts]
         sizes = [part.num_bytes for _, part in flat]
-        found = iter(digests_in_threads(self._layout.digest, digest, flat, sizes))
-        return {key: [next(found) for _ in parts] for key, (_, parts) in work.items()}
+        computed = iter(digests_in_threads(self._layout.digest, digest, flat, sizes))
+        return {key: [next(computed) for _ in parts] for key, (_, parts) in work.items()}
 
-    def _explain(self, name: str, held: list[int], before: ExpectedDigests | None) -> str:
+    def _explain(self, name: str, received: list[int], before: ExpectedDigests | None) -> str:
         """A description of the wrong values, for the error."""
-        if before is not None and before._digests[name] == held:
+        if before is not None and before._digests[name] == received:
             return f"still has the values of version {before.version}"
         should = self._digests[name]
-        others = [other for other, digests in self._digests.items() if digests == held]
+        others = [each for each, digests in self._digests.items() if digests == received]
         if others:
             return f"has the values of {others[0]}"
-        wrong = [number for number, (a, b) in enumerate(zip(held, should)) if a != b]
+        wrong = [number for number, (a, b) in enumerate(zip(received, should)) if a != b]
         more = f", and {len(wrong) - 1} more parts" if len(wrong) > 1 else ""
-        where = "" if len(held) == 1 else f" in {self._parts[name][wrong[0]]}{more}"
-        return f"has digest {held[wrong[0]]:016x}, the trainer's is {should[wrong[0]]:016x}{where}"
+        place = "" if len(received) == 1 else f" in {self._parts[name][wrong[0]]}{more}"
+        return f"has digest {received[wrong[0]]:016x}, the trainer's is {should[wrong[0]]:016x}{place}"

@@ -19,12 +19,12 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, 
 
 
 def reconcile(
-    layout: Layout, own: Mapping[str, tuple[tuple[int, ...], str]], tied: Mapping[str, str] | None = None
+    layout: Layout, params: Mapping[str, tuple[tuple[int, ...], str]], tied: Mapping[str, str] | None = None
 ) -> None:
     """Compare what will be sent with what the receiver has, in both directions, before anything runs.
 
-    own: {wire name: (shape, dtype)} of the receiver's parameters. tied: its aliases -> the parameter whose memory they
-    share; an alias may be in `own`, too.
+    params: {wire name: (shape, dtype)} of the receiver's parameters. tied: its aliases -> the parameter whose memory
+    they share; an alias may be in `params`, too.
     Raises: UnloadedParamsError with all faults: names never sent, names unknown to the receiver, other shapes or
     dtypes, weights that are tied in the receiver but not in the trainer.
     """
@@ -32,8 +32,8 @@ def reconcile(
     sent = layout.by_name
     wire = {name: name for name in sent} | layout.tied  # every name that the sync covers -> the name sent for it
     unsent, misfits, bound = [], [], []
-    for name in [*own, *(alias for alias in tied if alias not in own)]:
-        shape_dtype = own.get(name) or own.get(tied.get(name, ""))
+    for name in [*params, *(alias for alias in tied if alias not in params)]:
+        shape_dtype = params.get(name) or params.get(tied.get(name, ""))
         entry = sent.get(wire.get(name, ""))
         if entry is None and wire.get(tied.get(name, "")) is None:
             unsent.append(f"{name} {_spec(shape_dtype)}{_nearest(name, wire)}")
@@ -42,9 +42,9 @@ def reconcile(
         if name in tied and wire.get(name) and wire.get(tied[name]) and wire[name] != wire[tied[name]]:
             bound.append(f"{name}, which shares the memory of {tied[name]}")
     unknown = [
-        f"{name} {_spec((sent[source].shape, sent[source].dtype))}{_nearest(name, own)}"
+        f"{name} {_spec((sent[source].shape, sent[source].dtype))}{_nearest(name, params)}"
         for name, source in wire.items()
-        if name not in own and name not in tied
+        if name not in params and name not in tied
     ]
     faults = [
         ("never sent; the receiver would keep its own values", unsent),
@@ -56,7 +56,7 @@ def reconcile(
         raise UnloadedParamsError(
             f"trainer and receiver disagree on {sum(len(names) for _, names in faults)} of their parameters, so "
             "nothing was sent:\n"
-            + "\n".join(f"- {what}:\n{_listed(names)}" for what, names in faults if names)
+            + "\n".join(f"- {title}:\n{_listed(names)}" for title, names in faults if names)
             + "\nBoth sides must be built from the same model folder. If they are, this rollout engine "
             "loads other names or dtypes for this model: try another release of it, or another rollout.engine."
         )

@@ -90,12 +90,12 @@ class WeightSender:
         self._keep_base, self._frozen = keep_base, frozen
         self._digests: dict[_Key, int] = {}  # of the parts as they were sent last
         self._base: dict[_Key, torch.Tensor] = {}  # by box
-        self._held: dict[_Key, Elements] = {}
+        self._elements: dict[_Key, Elements] = {}
         self._changes = False
         self._scratch: torch.Tensor | None = None
 
-    def begin(self, held: Mapping[str, Sequence[HeldBox]], changes: bool = False) -> None:
-        """held: {name: this rank's boxes of it}, in any floating dtype. changes: send what changed since
+    def begin(self, boxes_by_name: Mapping[str, Sequence[HeldBox]], changes: bool = False) -> None:
+        """boxes_by_name: {name: this rank's boxes of it}, in any floating dtype. changes: send what changed since
         base_version: with keep_base the elements that differ, without it all tensors that are not frozen.
 
         Raises: SyncError when a box is missing, or its size differs from the layout's; ValueError for changes without a
@@ -104,17 +104,17 @@ class WeightSender:
         if changes and self.base_version is None:
             raise ValueError("a sync of changes was begun, but nothing was sent before; send everything first")
         self.base_version = None  # until the last transfer, the base is a mix of two versions
-        found = {(name, box.offsets): box.elements for name, boxes in held.items() for box in boxes}
-        self._held = {}
+        by_box = {(name, box.offsets): box.elements for name, boxes in boxes_by_name.items() for box in boxes}
+        self._elements = {}
         for box in self.layout.senders[self.sender]:
-            elements, count = found.get((box.name, box.offsets)), math.prod(box.shape)
+            elements, count = by_box.get((box.name, box.offsets)), math.prod(box.shape)
             if elements is None or elements.numel() != count:
                 got = "nothing" if elements is None else f"{elements.numel()} elements"
                 raise SyncError(
                     f"sender {self.sender}: the box of {box.name} at {list(box.offsets)} should be {count} elements; "
                     f"the trainer has {got}"
                 )
-            self._held[box.name, box.offsets] = elements
+            self._elements[box.name, box.offsets] = elements
             if self._keep_base and box.name not in self._frozen and (box.name, box.offsets) not in self._base:
                 dtype = self.layout.by_name[box.name].torch_dtype
                 self._base[box.name, box.offsets] = torch.empty(count, dtype=dtype, device=elements.device)
@@ -126,7 +126,7 @@ class WeightSender:
 
     def finish(self, version: int) -> None:
         """Record that all transfers of this version were sent."""
-        self._held = {}
+        self._elements = {}
         if self._keep_base or self._frozen:
             self.base_version = version
 
@@ -138,13 +138,13 @@ class WeightSender:
             count, end = ALL, at + part.num_bytes
             if not self._is_sent(part):
                 count, end = 0, at
-            elif self._changes and self._keep_base and (found := self._changes_of(part)) is not None:
-                indices, new, running[_key(part)] = found
+            elif self._changes and self._keep_base and (changes := self._find_changes(part)) is not None:
+                indices, new, running[_key(part)] = changes
                 count = len(indices)
                 end = at + section_bytes(part, count)
                 pack_changes(part, payload[at:end], indices, new)
             else:
-                running[_key(part)] = self._all_of(part, payload[at:end])
+                running[_key(part)] = self._cast_part(part, payload[at:end])
             counts.append(count)
             at = aligned(end)
             payload[end:at].zero_()
@@ -153,9 +153,9 @@ class WeightSender:
         self._digests |= dict(zip(running, values(list(running.values())), strict=True))
         payload_digest = 0
         if max(counts) > 0:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             payload_digest = digest_bytes(self.layout.digest, payload)
-            lap(self.report.seconds, "verify", began)
+            lap(self.report.seconds, "verify", started_at)
         return self._delivery(transfer, payload, counts, payload_digest)
 
     def write(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Delivery]:
@@ -169,17 +169,17 @@ class WeightSender:
         def write_part(part: Part) -> RunningDigest:
             target = part.of(targets[part.tensor.name])
             if target.is_contiguous():
-                return self._all_of(part, as_bytes(target))
+                return self._cast_part(part, as_bytes(target))
             block = torch.empty(part.shape, dtype=target.dtype, device=target.device)
-            running = self._all_of(part, as_bytes(block))
+            running = self._cast_part(part, as_bytes(block))
             target.copy_(block)
             return running
 
-        began = time.perf_counter()
-        found = digests_in_threads(self.layout.digest, write_part, written, sizes)
-        self._digests |= dict(zip(map(_key, written), found, strict=True))
+        started_at = time.perf_counter()
+        digests = digests_in_threads(self.layout.digest, write_part, written, sizes)
+        self._digests |= dict(zip(map(_key, written), digests, strict=True))
         spent = self.report.seconds  # of all threads together; scaled to the time that has passed
-        share = min(1.0, (time.perf_counter() - began) / max(sum(spent.values()), 1e-9))
+        share = min(1.0, (time.perf_counter() - started_at) / max(sum(spent.values()), 1e-9))
         self.report.seconds = {stage: seconds * share for stage, seconds in spent.items()}
         for transfer in transfers:
             yield self._delivery(transfer, None, [ALL if self._is_sent(part) else 0 for part in transfer.parts])
@@ -198,10 +198,10 @@ class WeightSender:
             payload_digest=payload_digest,
         )
 
-    def _all_of(self, part: Part, payload: torch.Tensor) -> RunningDigest:
+    def _cast_part(self, part: Part, payload: torch.Tensor) -> RunningDigest:
         """Cast a part into `payload`. Returns its digest."""
         out = payload.view(part.tensor.torch_dtype)
-        source = self._held[part.tensor.name, part.held]
+        source = self._elements[part.tensor.name, part.box_offsets]
         running = RunningDigest(self.layout.digest)
         readable, since = running.readable(payload), time.perf_counter()
         for low, high, base in self._chunks(part, source.device):
@@ -214,20 +214,21 @@ class WeightSender:
             since = lap(self.report.seconds, "verify", since)
         return running
 
-    def _changes_of(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, RunningDigest] | None:
+    def _find_changes(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, RunningDigest] | None:
         """Indices of changed elements and their new bits, int32[N] and [N], and the digest of the part; None if the
         part is shorter in full."""
-        source, base = self._held[part.tensor.name, part.held], self._base[part.tensor.name, part.held]
+        box = part.tensor.name, part.box_offsets
+        source, base = self._elements[box], self._base[box]
         running, since = RunningDigest(self.layout.digest), time.perf_counter()
         indices, new, count = [], [], 0
         for low, high, before in self._chunks(part, source.device):
             assert before is not None
             now = self._cast(source[part.first + low : part.first + high], base.dtype)
-            found, bits = _differing(bits_of(now), bits_of(before))
-            count += len(found)
-            indices.append((found + low).int())
+            changed, bits = _differing(bits_of(now), bits_of(before))
+            count += len(changed)
+            indices.append((changed + low).int())
             new.append(bits)
-            bits_of(before).scatter_(0, found, bits)
+            bits_of(before).scatter_(0, changed, bits)
             since = lap(self.report.seconds, "cast", since)
             running.update(running.readable(as_bytes(now)))
             since = lap(self.report.seconds, "verify", since)
@@ -248,7 +249,7 @@ class WeightSender:
     def _chunks(self, part: Part, device: torch.device) -> Iterator[tuple[int, int, torch.Tensor | None]]:
         """(start, end, base) of chunks of the part's elements. On a CPU chunks fit in a core's cache, accelerators get
         one large chunk."""
-        base = self._base.get((part.tensor.name, part.held))
+        base = self._base.get((part.tensor.name, part.box_offsets))
         count = part.numel
         step = _CHUNK_BYTES // part.tensor.torch_dtype.itemsize if device.type == "cpu" else max(count, 1)
         for low in range(0, count, step):
@@ -266,5 +267,5 @@ def _differing(now: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, t
     if now.device.type != "cpu":
         indices = (now != before).nonzero()[:, 0]
         return indices, now[indices]
-    found = np.flatnonzero(now.numpy() != before.numpy())
-    return torch.from_numpy(found), torch.from_numpy(now.numpy()[found])
+    places = np.flatnonzero(now.numpy() != before.numpy())
+    return torch.from_numpy(places), torch.from_numpy(now.numpy()[places])

@@ -122,7 +122,7 @@ class Sockets(Transport):
                 await _read(sock, self._buffer.numpy().data[: delivery.num_bytes])
                 return delivery
         except OSError as error:
-            raise SyncInterrupted(f"{transfer} was not received from its sender: {self._why(error)}") from error
+            raise SyncInterrupted(f"{transfer} was not received from its sender: {self._reason(error)}") from error
 
     async def release_slot(self, delivery: Delivery) -> None:
         sock, _ = self._senders[delivery.transfer.sender]
@@ -203,9 +203,9 @@ class Sockets(Transport):
             error = errors.exceptions[0] if isinstance(errors, BaseExceptionGroup) else errors
             if not isinstance(error, OSError):
                 raise error from None
-            raise SyncInterrupted(f"{transfer} could not be sent to a receiver: {self._why(error)}") from error
+            raise SyncInterrupted(f"{transfer} could not be sent to a receiver: {self._reason(error)}") from error
 
-    def _why(self, error: OSError) -> str:
+    def _reason(self, error: OSError) -> str:
         """The error's text; a timeout has no text of its own."""
         return f"not within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
 

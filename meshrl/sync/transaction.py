@@ -57,7 +57,7 @@ async def sync_rank(
     weights writes into them, without a transport. Waits for: the other ranks. Unblocked by: cancelling its task, or a
     rank that disconnects. Raises: SyncError; the caller then cancels the receiver and disconnects the transport.
     """
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     if receiver is not None:
         await receiver.begin(order.header)
     if sender is not None and targets is not None and receiver is not None:
@@ -75,7 +75,7 @@ async def sync_rank(
         return None
     ack = await receiver.commit()
     worked = sum(ack.seconds.values()) + (0.0 if sender is None else sum(sender.report.seconds.values()))
-    return replace(ack, seconds={**ack.seconds, "wait": max(time.perf_counter() - began - worked, 0.0)})
+    return replace(ack, seconds={**ack.seconds, "wait": max(time.perf_counter() - started_at - worked, 0.0)})
 
 
 async def _run_window(
@@ -131,8 +131,8 @@ def with_reports(acks: Sequence[Ack], reports: Sequence[SendReport], header: Syn
         stage: max([report.seconds.get(stage, 0.0) for report in reports], default=0.0)
         for stage in ("cast", "load", "verify", "wait")
     }
-    known = [report.num_changed for report in reports if report.num_changed is not None]
-    changed = sum(known) if reports and len(known) == len(reports) else None
+    counts = [report.num_changed for report in reports if report.num_changed is not None]
+    changed = sum(counts) if reports and len(counts) == len(reports) else None
     extra = sum(report.extra_bytes for report in reports)
     return [
         replace(

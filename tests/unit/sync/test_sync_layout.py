@@ -53,7 +53,9 @@ def check_transfers(layout: Layout) -> None:
         for part in transfer.parts:
             count[part.tensor.name][tuple(slice(a, a + n) for a, n in zip(part.offsets, part.shape))] += 1
             (box,) = [
-                b for b in layout.senders[transfer.sender] if (b.name, b.offsets) == (part.tensor.name, part.held)
+                b
+                for b in layout.senders[transfer.sender]
+                if (b.name, b.offsets) == (part.tensor.name, part.box_offsets)
             ]
             (held,) = held_of(numbered, [box])[box.name]
             assert torch.equal(
@@ -166,8 +168,11 @@ def test_the_hash_covers_names_shapes_dtypes_ties_boxes_limit_and_digest():
         ({"tied": {"b": "c"}}, "b is tied to c, which is not sent"),
         ({"tensors": {"a": ((1,), "float32"), "b": ((1,), "float32")}, "tied": {"b": "a"}}, "b is sent itself"),
         ({"transfer_bytes": 15}, "transfer_bytes is 15; allowed: 16 or more"),
-        ({"held": [[Box("a", (0,), (1,)), Box("odd", (0,), (1,))]]}, "a box of odd, which is not one of the 1 tensors"),
-        ({"held": [[Box("a", (0, 0), (1, 1))]]}, r"\[1, 1\] at \[0, 0\] is not inside a \[1\]"),
+        (
+            {"boxes_of_ranks": [[Box("a", (0,), (1,)), Box("odd", (0,), (1,))]]},
+            "a box of odd, which is not one of the 1 tensors",
+        ),
+        ({"boxes_of_ranks": [[Box("a", (0, 0), (1, 1))]]}, r"\[1, 1\] at \[0, 0\] is not inside a \[1\]"),
     ],
 )
 def test_an_inconsistent_layout_is_refused(changes, complaint):
