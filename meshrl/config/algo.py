@@ -215,18 +215,13 @@ def _user_function(key: str, path: str, first: str, args: Mapping[str, Any]) -> 
         if name in accepted:
             yield from _wrong_type(f"{section}.{name}", path, function, accepted[name], value)
         elif not takes_any:
-            yield Problem((f"{section}.{name}",), f"no argument of {path}. {_nearest(section, name, accepted)}")
+            close = [f"{section}.{each}" for each in similar_names(name, accepted)]
+            hint = f"Nearest: {', '.join(close)}." if close else f"It takes {', '.join(accepted) or 'none'}."
+            yield Problem((f"{section}.{name}",), f"no argument of {path}. {hint}")
     for name, parameter in accepted.items():
         if parameter.default is Parameter.empty and name not in args:
             argument = f"{section}.{name}" if key == LOSS_KIND else key
             yield Problem((argument,), f"required by {path}{signature}, but not given.")
-
-
-def _nearest(section: str, name: str, accepted: Mapping[str, Parameter]) -> str:
-    close = similar_names(name, accepted)
-    if close:
-        return f"Nearest: {', '.join(f'{section}.{each}' for each in close)}."
-    return f"It takes {', '.join(accepted) or 'none'}."
 
 
 def _wrong_type(key: str, path: str, function: Any, parameter: Parameter, value: Any) -> Iterator[Problem]:

@@ -231,19 +231,15 @@ def _given_twice(replaced: Mapping[str, Value | None], written: dict[str, Value]
     null removes such a key; below it, null is an argument. replaced: key or section -> this text."""
     problems = []
     for key, value in written.items():
-        is_empty = value.value == {} or (value.value is None and key in replaced)
-        if is_empty or _is_same(value, replaced.get(key)):
+        text = replaced.get(key)  # of the same object, or of other rows of the same argument
+        is_same = text is not None and _NUMBER.sub("<", str(value.value)) == _NUMBER.sub("<", str(text.value))
+        if is_same or value.value == {} or (value.value is None and key in replaced):
             continue
         if any(key == name or key.startswith(f"{name}.") for name in replaced):
             how = f"; {key}=null removes this one" if key in replaced else ""
-            text = f"would have no effect: a Python object is given in its place. Remove one of them{how}."
-            problems.append(Problem((key,), text, value.origin))
+            problem = f"would have no effect: a Python object is given in its place. Remove one of them{how}."
+            problems.append(Problem((key,), problem, value.origin))
     return problems
-
-
-def _is_same(value: Value, text: Value | None) -> bool:
-    """Whether a value is the text for the same object, or the text for other rows of the same argument."""
-    return text is not None and _NUMBER.sub("<", str(value.value)) == _NUMBER.sub("<", str(text.value))
 
 
 def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> tuple[C | None, list[Problem]]:

@@ -48,8 +48,10 @@ class Layers:
         for key, value in given_in(self.tree).items():
             if isinstance(value, Removed):
                 self.tree = without(self.tree, key)
-                others = _other_entries(key, below)
-                text = f"null and {{}} remove an entry of a weaker layer, but none has this entry.{others}"
+                text = "null and {} remove an entry of a weaker layer, but none has this entry."
+                section = f"{key.rpartition('.')[0]}."
+                names = dict.fromkeys(k[len(section) :].partition(".")[0] for k in below if k.startswith(section))
+                text += f" There are: {', '.join(names)}." if names else ""
                 self.problems.append(Problem((key,), text, value.origin))
         self.leave_out(list(self._arguments_of_other_kinds(below)))
 
@@ -116,13 +118,6 @@ def value_and_origin(key: str, given: dict[str, Value], defaults: dict[str, Any]
 def cut(text: str) -> str:
     """At most 80 characters of a text."""
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _other_entries(key: str, given: dict[str, Value]) -> str:
-    """The other entries of the section of an entry, as a sentence."""
-    section = f"{key.rpartition('.')[0]}."
-    names = dict.fromkeys(path[len(section) :].partition(".")[0] for path in given if path.startswith(section))
-    return f" There are: {', '.join(names)}." if names else ""
 
 
 def _is_given(key: str, given: dict[str, Value]) -> bool:
