@@ -222,9 +222,8 @@ def _apply_template(
     except Exception as cause:  # a template is a program: it may raise anything
         roles = [m.get("role") for m in messages]
         reason = cause if isinstance(cause, TemplateError) else f"{type(cause).__name__}: {cause}"
-        raise DataError(
-            f"the chat template refused messages with roles {roles}{_template_line(cause)}: {reason}"
-        ) from cause
+        line = _template_line(cause)
+        raise DataError(f"the chat template refused messages with roles {roles}{line}: {reason}") from cause
 
 
 def _template_line(error: BaseException) -> str:

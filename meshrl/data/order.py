@@ -118,7 +118,10 @@ class PromptStream(_Source):
     def __init__(self, table: Table, make: PromptMaker, seed: int):
         require_rows(table, table.num_rows)
         self._table, self._make, self._limit = table, make, make.cfg.max_prompt_tokens
-        digest = _digest(table, make)
+        # Of the first rows as rendered, and of the table's fingerprint: the other rows are not read for the digest.
+        prompts = [make(raw, 0) for raw in table.rows(0, PROBED_ROWS)]
+        fingerprint = np.frombuffer(repr(table.fingerprint()).encode(), np.uint8)
+        digest = digest_of([*((p.id, p.ids) for p in prompts), ("fingerprint", fingerprint)])
         super().__init__(digest, table.num_rows, seed, make.cfg.shuffle, max_prompt_tokens=self._limit)
         self.position, self.num_left_out = 0, 0
 
@@ -157,13 +160,6 @@ class PromptStream(_Source):
         self.position, self.num_left_out = int(state["position"]), int(state["num_left_out"])
 
 
-def _digest(table: Table, make: PromptMaker) -> str:
-    """Digest of the first rows as rendered, and of the table's fingerprint; the other rows are not read for it."""
-    prompts = [make(raw, 0) for raw in table.rows(0, PROBED_ROWS)]
-    fingerprint = np.frombuffer(repr(table.fingerprint()).encode(), np.uint8)
-    return digest_of([*((p.id, p.ids) for p in prompts), ("fingerprint", fingerprint)])
-
-
 class PromptMixture:
     """A PromptFeed that draws from several, each in proportion to its weight, as evenly as possible.
 
@@ -188,9 +184,9 @@ class PromptMixture:
 
     def next(self, n: int) -> list[Prompt]:
         first = sum(self._drawn.values())
-        return [self._one(ordinal) for ordinal in range(first, first + n)]
+        return [self._next_prompt(ordinal) for ordinal in range(first, first + n)]
 
-    def _one(self, ordinal: int) -> Prompt:
+    def _next_prompt(self, ordinal: int) -> Prompt:
         behind = {
             name: share * (ordinal + 1) + self._starts[name] - self._drawn[name] for name, share in self._shares.items()
         }
