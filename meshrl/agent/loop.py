@@ -223,9 +223,7 @@ class MultiTurn:
         resolved = [as_tool(look_up(t, TOOLS, key) if isinstance(t, str) else t, key) for t in tools]
         self._tools: dict[str, Tool] = {tool.name: tool for tool in resolved}
         if len(self._tools) < len(resolved):
-            twice = next(
-                tool.name for tool in resolved if self._tools[tool.name] is not tool or resolved.count(tool) > 1
-            )
+            twice = next(t.name for t in resolved if self._tools[t.name] is not t or resolved.count(t) > 1)
             raise ConfigError(f"{key}: two tools are named {twice!r}; give each its own name")
         self._max_turns = max_turns
         self.tools = [tool.schema for tool in resolved]

@@ -172,8 +172,8 @@ def _assign(groups: list[Group], returned: Any, path: str) -> None:
     """Fill `advantages` of every row with what a function returned for all groups."""
     name = f"algo.advantage {path}"
     for group, of_group in zip(groups, _entries(returned, len(groups), f"{name}: groups")):
-        location = f"{name}: trajectories of group {group.id!r}"
-        for rows, value in zip(group.rows, _entries(of_group, len(group.rows), location)):
+        place = f"{name}: trajectories of group {group.id!r}"
+        for rows, value in zip(group.rows, _entries(of_group, len(group.rows), place)):
             per_row = [value] * len(rows)
             if isinstance(value, (list, tuple)):
                 per_row = _entries(value, len(rows), f"{name}: rows of trajectory {rows[0].trajectory_id!r}")
@@ -181,13 +181,11 @@ def _assign(groups: list[Group], returned: Any, path: str) -> None:
                 row.advantages = _row_advantages(row, advantage, name)
 
 
-def _entries(values: Any, count: int, location: str) -> list[Any]:
+def _entries(values: Any, count: int, place: str) -> list[Any]:
     entries = list(values) if isinstance(values, Iterable) else []
     if len(entries) != count:
         returned = len(entries) if isinstance(values, Iterable) else f"a {type(values).__name__}"
-        raise ValueError(
-            f"{location}: the function must return {count} entries, one for each, but it returned {returned}"
-        )
+        raise ValueError(f"{place}: the function must return {count} entries, one for each, but it returned {returned}")
     return entries
 
 

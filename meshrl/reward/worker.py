@@ -116,7 +116,7 @@ async def _grade_together(
     """Grade all items at once: they mostly wait for an endpoint. The time of each starts now."""
     import asyncio
 
-    async def one(index: int, term: str, payload: dict[str, Any]) -> None:
+    async def grade(index: int, term: str, payload: dict[str, Any]) -> None:
         clock = asyncio.timeout(timeout_s)
         try:
             async with clock:
@@ -128,7 +128,7 @@ async def _grade_together(
                 reply = {"failure": ["timeout", f"no answer within {timeout_s:g} s"]}
         answer(item=index, **reply)
 
-    await asyncio.gather(*(one(index, term, payload) for index, (term, payload) in enumerate(items)))
+    await asyncio.gather(*(grade(index, term, payload) for index, (term, payload) in enumerate(items)))
 
 
 def _value_reply(value: Any, max_reward: float) -> dict[str, Any]:
