@@ -107,15 +107,15 @@ class Chat:
 
 
 @contextlib.contextmanager
-def _opened(given: str, system: str | None, settings: ChatSettings) -> Iterator[Chat]:
-    subject = find_subject(given, newest=True)
+def _opened(name: str, system: str | None, settings: ChatSettings) -> Iterator[Chat]:
+    subject = find_subject(name, newest=True)
     with tempfile.TemporaryDirectory(prefix="meshrl-chat-") as folder:
         model = str(subject.model)
         if subject.state is not None:  # a checkpoint without a model
             model = str(Path(folder) / "model")
             convert(subject.state, Path(model))
         print_message(f"loading {subject.text}")
-        yield Chat(model, given, system, settings)
+        yield Chat(model, name, system, settings)
 
 
 def _typed() -> str | None:

@@ -32,7 +32,7 @@ def convert(checkpoint: Path, out: Path) -> None:
     folder = state_in(checkpoint)
     if not is_there(folder / MANIFEST):
         raise CheckpointError(f"{checkpoint} is no checkpoint; give a folder such as runs/NAME/checkpoints/step_000100")
-    model, masters, template = _model_of(folder)
+    model, masters, template = _saved_model(folder)
     lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
     if model.lora.enabled:
         add_adapters(lm, model.lora, DTYPES[masters], model.path)
@@ -44,12 +44,12 @@ def convert(checkpoint: Path, out: Path) -> None:
         write_template(aside, template)
 
 
-def _model_of(folder: Path) -> tuple[ModelConfig, str, str | None]:
+def _saved_model(folder: Path) -> tuple[ModelConfig, str, str | None]:
     """The run's model.*, the dtype of its master weights, and the chat template of its config, if there is one."""
     saved = read_controller(folder)
     try:
-        given, masters = saved["config"]["model"], str(saved["config"]["train"]["master_dtype"])
-        model = ModelConfig(path=given["path"], dtype=given["dtype"], lora=LoraConfig(**given.get("lora", {})))
+        settings, masters = saved["config"]["model"], str(saved["config"]["train"]["master_dtype"])
+        model = ModelConfig(path=settings["path"], dtype=settings["dtype"], lora=LoraConfig(**settings.get("lora", {})))
         if masters not in DTYPES:
             raise ValueError(f"dtype {masters!r}")
         template = saved.get("chat_template")

@@ -131,10 +131,10 @@ def init(folder: Path, model: str) -> str:
 def _template(path: str) -> tuple[str, str]:
     """The text of a chat template for this model, and in words where it is from."""
     tokenizer = load_tokenizer(path)
-    own = tokenizer.chat_template
-    own = own.get("default") if isinstance(own, dict) else own
-    if own:
-        return own, "the tokenizer's own"
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    if template:
+        return template, "the tokenizer's own"
     if set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
         return BUILT_IN["chatml"], "chatml, because the tokenizer has none but its tokens"
     return (

@@ -48,7 +48,7 @@ class RunFacts:
     @property
     def best(self) -> tuple[int, float]:
         """The first of the highest scores."""
-        return max(self.held_out, key=lambda one: -math.inf if math.isnan(one[1]) else one[1])
+        return max(self.held_out, key=lambda evaluation: -math.inf if math.isnan(evaluation[1]) else evaluation[1])
 
     def __str__(self) -> str:
         """Such as `done, 20 of 20 steps, held-out 0.225 -> 0.31`."""

@@ -27,24 +27,24 @@ _NOTES_SHOWN = 8
 
 def describe(folder: Path) -> str:
     """The output of `meshrl status`. Raises: MeshrlError when it is not a run's folder."""
-    facts = read_facts(folder)
-    status, problems = facts.state.status, facts.state.problems
-    lines = [f"{folder}: {_state_text(folder, facts.state)}", facts.progress]
+    run = read_facts(folder)
+    status, problems = run.state.status, run.state.problems
+    lines = [f"{folder}: {_state_text(folder, run.state)}", run.progress]
     if status is not None:
-        if facts.state.word == "running" and status.phase:
+        if run.state.word == "running" and status.phase:
             lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
         lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
     best = read_part(problems, read_best, folder)
-    verdict = verdict_of(facts.evals, best)
+    verdict = verdict_of(run.evals, best)
     lines += verdict.lines if verdict is not None else []
-    if best is None and len(facts.held_out) > 2:
-        lines.append(f"highest held-out score: {facts.best[1]:.3f} at step {facts.best[0]}")
+    if best is None and len(run.held_out) > 2:
+        lines.append(f"highest held-out score: {run.best[1]:.3f} at step {run.best[0]}")
     notes = important(read_part(problems, text_of_file, folder / NOTES_FILE) or "")
     lines += [f"damaged: {problem}" for problem in problems]
     if len(notes) > _NOTES_SHOWN:
         lines.append(f"... {len(notes) - _NOTES_SHOWN} more in {folder / NOTES_FILE}")
     lines += [f"{line:.400}" for line in notes[-_NOTES_SHOWN:]]
-    if facts.state.word != "running":
+    if run.state.word != "running":
         saved = states(folder / "checkpoints")
         lines += [f"newest checkpoint: after step {saved[-1][0]}; run.resume=auto continues from it"] if saved else []
     elif status is not None and holds_lease(status.pid, folder):

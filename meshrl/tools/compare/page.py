@@ -34,15 +34,15 @@ def compare(folders: Sequence[Path], out: Path | None) -> tuple[str, Path]:
     Raises: ConfigError and MeshrlError, as read_runs; OutputError when the page can't be written.
     """
     runs = read_runs(folders)
-    tables = [one for one in (configuration(runs), held_out(runs), cost(runs)) if one.rows or one.notes]
+    tables = [each for each in (configuration(runs), held_out(runs), cost(runs)) if each.rows or each.notes]
     path = write_page(out or folders[0] / "compare.html", page(runs, tables))
     shown = [_sample_text(row) for row in islice(same_prompts(runs), _SAMPLES_IN_TEXT)]
     return "\n\n".join([*map(_text, tables), _samples_note(runs), *shown]), path
 
 
-def _text(one: ComparisonTable) -> str:
-    rows = table([one.head, *one.rows]) if one.rows else ()
-    return "\n".join([one.title.upper(), *(f"  {line}" for line in rows), *one.notes])
+def _text(comparison: ComparisonTable) -> str:
+    rows = table([comparison.head, *comparison.rows]) if comparison.rows else ()
+    return "\n".join([comparison.title.upper(), *(f"  {line}" for line in rows), *comparison.notes])
 
 
 def _samples_note(runs: Sequence[Compared]) -> str:
@@ -71,8 +71,11 @@ def page(runs: Sequence[Compared], tables: Sequence[ComparisonTable]) -> str:
     """The complete page."""
     names = [run.label for run in runs]
     header = f"<header><h1>{escape(' · '.join(names))}</h1></header>"
-    named = [(name, f"{one.title}: {name}" if one.names[1:] else one.title) for one in _CHARTS for name in one.names]
-    curves = "".join(_figure(runs, name, title) for name, title in named)
+    curves = "".join(
+        _figure(runs, name, f"{chart.title}: {name}" if chart.names[1:] else chart.title)
+        for chart in _CHARTS
+        for name in chart.names
+    )
     note = f'<p class="note">{escape(_samples_note(runs))}</p>'
     samples = "".join(sample_row(**row) for row in islice(same_prompts(runs), _SAMPLES))
     learned = f'<section><h2>Curves</h2><div class="grid2">{curves}</div></section>' if curves else ""
@@ -93,14 +96,14 @@ def _figure(runs: Sequence[Compared], name: str, title: str) -> str:
     return figure(title, unit, lines) if any(len(line.values) > 1 for line in lines) else ""
 
 
-def _html(one: ComparisonTable) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in one.head)
+def _html(comparison: ComparisonTable) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in comparison.head)
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f'<td data-of="{escape(of)}">{escape(cell)}</td>' for of, cell in zip(one.head[1:], cells))
+        + "".join(f'<td data-of="{escape(of)}">{escape(cell)}</td>' for of, cell in zip(comparison.head[1:], cells))
         + "</tr>"
-        for name, *cells in one.rows
+        for name, *cells in comparison.rows
     )
     shown = f'<div class="wide"><table class="compared"><tr>{head}</tr>{rows}</table></div>' if rows else ""
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in one.notes)
-    return f"<section><h2>{one.title}</h2>{shown}{notes}</section>"
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in comparison.notes)
+    return f"<section><h2>{comparison.title}</h2>{shown}{notes}</section>"

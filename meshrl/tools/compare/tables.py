@@ -61,13 +61,13 @@ def _read(folder: Path, label: str) -> Compared:
     answers = dict(filter(None, (run.first_eval, run.last_eval)))
     evaluations = {}
     if scores is not None:
-        known = [-math.inf if math.isnan(value) else value for value in scores.values]
+        ranked = [-math.inf if math.isnan(value) else value for value in scores.values]
         low, high = interval(run, HELD_OUT)
-        for kind, at in (("first", 0), ("best", known.index(max(known))), ("last", -1)):
+        for kind, at in (("first", 0), ("best", ranked.index(max(ranked))), ("last", -1)):
             step = scores.steps[at]
             if step in files and step not in answers:
-                found = read_part(run.state.problems, read_evaluation, files[step], *criterion_of(run.settings))
-                answers[step] = found[1] if found else {}
+                evaluation = read_part(run.state.problems, read_evaluation, files[step], *criterion_of(run.settings))
+                answers[step] = evaluation[1] if evaluation else {}
             asked = {(name, str(prompt.question)): prompt for name, prompt in answers.get(step, {}).items()}
             evaluations[kind] = step, scores.values[at], _brackets(low[at], high[at]) if low else "", asked
     return Compared(label, run, evaluations)
@@ -101,8 +101,8 @@ def configuration(runs: Sequence[Compared]) -> ComparisonTable:
 def _spread(group: Sequence[Compared]) -> str:
     """A sentence about runs that differ in the seed at most."""
     has_seeds = len({run.run.setting("run.seed") for run in group}) > 1
-    what = "differ in run.seed only" if has_seeds else "have the same configuration"
-    text = f"{', '.join(run.label for run in group)} {what}"
+    relation = "differ in run.seed only" if has_seeds else "have the same configuration"
+    text = f"{', '.join(run.label for run in group)} {relation}"
     last = [run.evaluations["last"][1] for run in group if run.evaluations]
     if len(last) < 2:
         return f"{text}."
@@ -113,7 +113,7 @@ def _spread(group: Sequence[Compared]) -> str:
 def held_out(runs: Sequence[Compared]) -> ComparisonTable:
     """Scores with intervals, and the differences from the first run."""
     head = ["", "run", "step", "score", "interval", f"difference from {runs[0].label}"]
-    several = any(len({one[0] for one in run.evaluations.values()}) > 1 for run in runs)
+    several = any(len({evaluation[0] for evaluation in run.evaluations.values()}) > 1 for run in runs)
     rows = []
     for kind in ("first", "best", "last") if several else ("last",):
         base = runs[0].evaluations.get(kind)

@@ -55,30 +55,31 @@ def costs(
 
     seconds = {c: sum(total(rank[c]) for rank in times.values() if c in rank) / scale for c in CAUSES}
     blamed = []
-    for one in late:
-        trains = trace.ranks[one.rank].facts.trains
-        others = [times[n] for n, rank in trace.ranks.items() if n != one.rank and rank.facts.trains == trains]
-        if not one.is_named or not others:
+    for straggler in late:
+        late_rank, phase = straggler.rank, straggler.phase
+        trains = trace.ranks[late_rank].facts.trains
+        others = [times[n] for n, rank in trace.ranks.items() if n != late_rank and rank.facts.trains == trains]
+        if not straggler.is_named or not others:
             continue
         extra = {
-            cause: total(times[one.rank][cause]) - median(total(rank[cause]) for rank in others)
-            for cause in (("sampling",) if one.phase == "rollout" else ("compute", "communication", "copy", "host"))
+            cause: total(times[late_rank][cause]) - median(total(rank[cause]) for rank in others)
+            for cause in (("sampling",) if phase == "rollout" else ("compute", "communication", "copy", "host"))
         }
         kind = max(extra, key=lambda cause: extra[cause])
-        waiting = "imbalance" if one.phase == "rollout" else "wait"
-        longer = {kind: max(0.0, extra[kind]) / scale, waiting: one.late_s * len(others) / len(trace.ranks)}
+        waiting = "imbalance" if phase == "rollout" else "wait"
+        longer = {kind: max(0.0, extra[kind]) / scale, waiting: straggler.late_s * len(others) / len(trace.ranks)}
         moved = {cause: min(part, seconds[cause]) for cause, part in longer.items()}
         for cause, part in moved.items():
             seconds[cause] -= part
-        detail = f"in phase {one.phase} it arrives {number(one.late_s, 's')} later than the others in a step"
+        detail = f"in phase {phase} it arrives {number(straggler.late_s, 's')} later than the others in a step"
         detail += f"; most of it is {CAUSES[kind]['of_rank']}"
         cause = "communication" if kind == "communication" else "slow_rank"
-        blamed.append(cost(cause, sum(moved.values()), detail, one.rank))
-    if not any(one.is_named and one.phase != "rollout" for one in late):
+        blamed.append(cost(cause, sum(moved.values()), detail, late_rank))
+    if not any(straggler.is_named and straggler.phase != "rollout" for straggler in late):
         is_unknown, none = math.isinf(trace.clock_error_ns), "no rank is the late one in nearly all steps"
         details = {**details, "wait": "the machines' clocks were not compared" if is_unknown else none}
-    found = [cost(cause, took, details.get(cause, "")) for cause, took in seconds.items() if took > 0]
-    return sorted([*found, *blamed], key=lambda one: -one.seconds)
+    divided = [cost(cause, took, details.get(cause, "")) for cause, took in seconds.items() if took > 0]
+    return sorted([*divided, *blamed], key=lambda each: -each.seconds)
 
 
 SYNC_STAGES = ("cast", "load", "verify", "wait")  # of the metrics sync/<stage>_s
@@ -86,11 +87,11 @@ SYNC_STAGES = ("cast", "load", "verify", "wait")  # of the metrics sync/<stage>_
 
 def details(trace: Trace, gaps: Sequence[Gap], sync: Mapping[str, float]) -> dict[str, str]:
     """What was measured about some of the causes."""
-    found = {}
+    texts = {}
     if sync:
         took, longest = max((sync.get(f"{stage}_s", 0.0), stage) for stage in SYNC_STAGES)
         size = number(sync.get("num_bytes", 0.0), "bytes")
-        found["sync"] = f"{size}; longest stage: {longest} {number(took, 's')}"
+        texts["sync"] = f"{size}; longest stage: {longest} {number(took, 's')}"
         inside = trace.windows("sync")
         copies = [
             (total(overlap(inside, rank.of("copy", (name,)))), name, index)
@@ -99,11 +100,11 @@ def details(trace: Trace, gaps: Sequence[Gap], sync: Mapping[str, float]) -> dic
         ]
         if copies:
             took, name, index = max(copies)
-            found["sync"] += f"; longest copies: {name} {number(took / 1e9 / len(trace.steps), 's')} in rank {index}"
+            texts["sync"] += f"; longest copies: {name} {number(took / 1e9 / len(trace.steps), 's')} in rank {index}"
     if gaps:
         of_all = sum(gap.end_ns - gap.start_ns for gap in gaps) / 1e9 / len(trace.steps) / len(trace.ranks)
         first = gaps[0]
         longest_s = (first.end_ns - first.start_ns) / 1e9
-        found["host"] = f"{number(of_all, 's')} of it in gaps above 1 ms"
-        found["host"] += f"; the longest is {number(longest_s, 's')} in rank {first.rank}, {first.where}"
-    return found
+        texts["host"] = f"{number(of_all, 's')} of it in gaps above 1 ms"
+        texts["host"] += f"; the longest is {number(longest_s, 's')} in rank {first.rank}, {first.where}"
+    return texts

@@ -32,16 +32,16 @@ def run(target: Path, overrides: Sequence[str], num_steps: int, out: Path | None
         target = _profile(target, overrides, num_steps)
     elif overrides:
         raise ConfigError(f"{overrides[0]}: values override those of a config, but {target} is a trace; remove them")
-    found = diagnose(read_trace(target))
-    source = found.trace.source
+    diagnosis = diagnose(read_trace(target))
+    source = diagnosis.trace.source
     at = out or (source.parent if source.is_file() or source.name == FOLDER else source)
     numbers, events, html = (at / f"diagnose.{end}" for end in ("json", "perfetto.json.gz", "html"))
     with output_errors(at, "Make room, or give another folder by --out"):
         at.mkdir(parents=True, exist_ok=True)
-        write_text(numbers, json.dumps(as_record(found), indent=1) + "\n")
-        events.write_bytes(perfetto(found.trace))
-    write_page(html, page(found))
-    return "\n".join([*summary(found), "", f"wrote {numbers}, {events}, {html}"])
+        write_text(numbers, json.dumps(as_record(diagnosis), indent=1) + "\n")
+        events.write_bytes(perfetto(diagnosis.trace))
+    write_page(html, page(diagnosis))
+    return "\n".join([*summary(diagnosis), "", f"wrote {numbers}, {events}, {html}"])
 
 
 def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:

@@ -99,20 +99,20 @@ def _memory(trace: Trace) -> Iterator[MemoryPeak]:
             if sample.phase not in highest or peak > highest[sample.phase][0]:
                 highest[sample.phase] = peak, sample.parts
         for phase, (peak, parts) in highest.items():
-            known = {k: v for k, v in parts.items() if k in ("params", "grads", "optimizer", "buffers")}
-            yield MemoryPeak(number, phase, peak, {**known, OTHER: max(0, peak - sum(known.values()))})
+            model_parts = {k: v for k, v in parts.items() if k in ("params", "grads", "optimizer", "buffers")}
+            yield MemoryPeak(number, phase, peak, {**model_parts, OTHER: max(0, peak - sum(model_parts.values()))})
 
 
-def as_record(found: Diagnosis) -> dict[str, Any]:
+def as_record(diagnosis: Diagnosis) -> dict[str, Any]:
     """All numbers as plain JSON, in seconds and bytes."""
     tables = ("costs", "phases", "collectives", "stragglers", "gaps", "memory")
     return {
-        "source": str(found.trace.source),
-        "steps": [step.step for step in found.trace.steps],
-        "clock": found.trace.clock,
-        "notes": found.trace.notes,
-        **{name: getattr(found, name) for name in ("step_s", "slow_down", "ratio", "sync")},
-        **{name: [asdict(row) for row in getattr(found, name)] for name in tables},
+        "source": str(diagnosis.trace.source),
+        "steps": [step.step for step in diagnosis.trace.steps],
+        "clock": diagnosis.trace.clock,
+        "notes": diagnosis.trace.notes,
+        **{name: getattr(diagnosis, name) for name in ("step_s", "slow_down", "ratio", "sync")},
+        **{name: [asdict(row) for row in getattr(diagnosis, name)] for name in tables},
     }
 
 
@@ -142,8 +142,8 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         if rank.profile is not None:
             convert = rank.facts.to_controller
             lanes["operations"] = [(name, convert(a), convert(b), {}) for a, b, name in rank.profile.operations]
-        where = f"{rank.facts.host} {rank.facts.device}".strip()
-        yield from _process(number + 1, f"rank {number} ({where})", lanes)
+        place = f"{rank.facts.host} {rank.facts.device}".strip()
+        yield from _process(number + 1, f"rank {number} ({place})", lanes)
         for sample in rank.memory:
             yield {"ph": "C", "pid": number + 1, "name": "memory", "ts": sample.at_ns, "args": dict(sample.parts)}
 
@@ -153,7 +153,7 @@ def _process(pid: int, name: str, lanes: Mapping[str, Sequence[Any]]) -> Iterato
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     for lane, (title, spans) in enumerate(lanes.items()):
         open_ends: list[list[int]] = []
-        for text, start, end, facts in sorted(spans, key=lambda s: (s[1], -s[2])):
+        for text, start, end, args in sorted(spans, key=lambda s: (s[1], -s[2])):
             for stack in open_ends:
                 while stack and stack[-1] <= start:
                     stack.pop()
@@ -164,4 +164,4 @@ def _process(pid: int, name: str, lanes: Mapping[str, Sequence[Any]]) -> Iterato
                 yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": title}}
             open_ends[slot].append(end)
             at = {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": (end - start) / 1e3}
-            yield {**at, "name": text, "args": facts}
+            yield {**at, "name": text, "args": args}

@@ -10,7 +10,7 @@ Intervals = list[tuple[int, int]]
 def union(*parts: Iterable[tuple[int, int]]) -> Intervals:
     """The times that are in at least one of these intervals, which may be in any order."""
     merged: Intervals = []
-    for start, end in sorted(one for part in parts for one in part if one[1] > one[0]):
+    for start, end in sorted(interval for part in parts for interval in part if interval[1] > interval[0]):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
@@ -20,23 +20,23 @@ def union(*parts: Iterable[tuple[int, int]]) -> Intervals:
 
 def overlap(a: Intervals, b: Intervals) -> Intervals:
     """The times that are in both unions."""
-    found, i, j = [], 0, 0
+    common, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < end:
-            found.append((start, end))
+            common.append((start, end))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def without(a: Intervals, b: Intervals) -> Intervals:
     """The times of union a that are not in union b."""
     if not a:
         return []
-    edges = [a[0][0], *(edge for one in b for edge in one), max(a[-1][1], b[-1][1] if b else 0)]
+    edges = [a[0][0], *(edge for interval in b for edge in interval), max(a[-1][1], b[-1][1] if b else 0)]
     return overlap(a, union(zip(edges[::2], edges[1::2])))
 
 

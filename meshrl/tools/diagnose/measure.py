@@ -64,19 +64,19 @@ def phase_time(rank: int, phase: str, windows: Intervals, of: Lanes, num_steps: 
     kinds = {"compute": compute, "exposed": of.collective, "copy": of.copy, "host": of.command}
     times = divide(windows, kinds, "idle")
     times |= {"wall": windows, "overlapped": overlap(overlap(windows, compute), of.collective)}
-    found = {kind: total(time) / 1e9 / num_steps for kind, time in times.items()}
-    communication = found["exposed"] + found["overlapped"]
-    ratio = (found["wall"] - found["exposed"]) / communication if communication else None
-    return PhaseTime(rank=rank, phase=phase, ratio=ratio, **found)
+    seconds = {kind: total(time) / 1e9 / num_steps for kind, time in times.items()}
+    communication = seconds["exposed"] + seconds["overlapped"]
+    ratio = (seconds["wall"] - seconds["exposed"]) / communication if communication else None
+    return PhaseTime(rank=rank, phase=phase, ratio=ratio, **seconds)
 
 
 def divide(time: Intervals, parts: Mapping[str, Intervals], rest: str) -> dict[str, Intervals]:
     """Each moment of `time` belongs to the first part that contains it, or else to `rest`."""
-    found = {}
+    times = {}
     for name, part in parts.items():
-        found[name] = overlap(time, part)
+        times[name] = overlap(time, part)
         time = without(time, part)
-    return found | {rest: time}
+    return times | {rest: time}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,14 @@ class Meeting:
 
     def lateness_ns(self, rank: int) -> int:
         """How much later than all others a rank arrived; negative if earlier than one of them."""
-        others = [span.start_ns for other, span in self.spans.items() if other != rank]
+        others = [span.start_ns for member, span in self.spans.items() if member != rank]
         return self.spans[rank].start_ns - max(others, default=self.last_ns)
 
 
 def meetings(trace: Trace) -> list[Meeting]:
     """The n-th collective of a name in a step is the same one in all ranks of a group. A step in which their numbers
     differ is left out. If all ranks sample in turn with training, they also meet at the end of the rollout."""
-    found = []
+    met = []
     windows = trace.work()
     for step in trace.steps:
         groups: dict[tuple[str, int, int], dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
@@ -118,14 +118,14 @@ def meetings(trace: Trace) -> list[Meeting]:
                     if column[0].args.get("phase") in TRAIN_COMMANDS and "train" in windows:
                         phase = "train"  # the next rollout may overlap with it
                     if phase:
-                        found.append(Meeting(name, phase, step.step, dict(zip(by_rank, column))))
+                        met.append(Meeting(name, phase, step.step, dict(zip(by_rank, column))))
         if trace.facts.get("schedule") == "colocated" and len(trace.ranks) > 1:
             inside = overlap(windows.get("rollout", []), [(step.start_ns, step.end_ns)])
             ends = {n: overlap(inside, rank.of("phase", SAMPLING)) for n, rank in trace.ranks.items()}
             if inside and all(ends.values()):
                 spans = {n: Span("end of the answers", "host", e[-1][1], inside[-1][1]) for n, e in ends.items()}
-                found.append(Meeting("end of the answers", "rollout", step.step, spans))
-    return found
+                met.append(Meeting("end of the answers", "rollout", step.step, spans))
+    return met
 
 
 def _group(rank: int, size: int, name: str, num_ranks: int) -> int:
@@ -157,14 +157,14 @@ def collectives(trace: Trace, met: Sequence[Meeting]) -> list[Collective]:
     for meeting in met:
         for span in meeting.spans.values():
             waits[meeting.name] += min(meeting.last_ns, span.end_ns) - span.start_ns
-    found = []
+    lines = []
     for name, spans in by_name.items():
         num = len(trace.steps) * sum(any(s.name == name for s in rank.spans) for rank in trace.ranks.values())
         size = sum(int(span.args.get("bytes", 0)) for span in spans) / num
         took, wait = sum(span.end_ns - span.start_ns for span in spans) / 1e9 / num, waits[name] / 1e9 / num
         rate = size / (took - wait) / 1e9 if took > wait and size else None
-        found.append(Collective(name=name, num=len(spans) / num, bytes=size, seconds=took, wait_s=wait, gb_per_s=rate))
-    return sorted(found, key=lambda one: -one.seconds)
+        lines.append(Collective(name=name, num=len(spans) / num, bytes=size, seconds=took, wait_s=wait, gb_per_s=rate))
+    return sorted(lines, key=lambda line: -line.seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,15 +187,15 @@ def stragglers(trace: Trace, met: Sequence[Meeting]) -> list[Straggler]:
         for rank in meeting.spans if len(meeting.spans) > 1 else ():
             lateness = meeting.lateness_ns(rank)
             late[meeting.phase][rank][meeting.step] += max(lateness - error, min(lateness + error, 0.0)) / 1e9
-    found = []
+    latest = []
     for phase, ranks in late.items():
-        rank, by_step = max(ranks.items(), key=lambda one: median(one[1].values()))
+        rank, by_step = max(ranks.items(), key=lambda item: median(item[1].values()))
         times = sorted(by_step.values())
         least = STRAGGLER_SHARE * total(trace.windows(phase)) / 1e9 / len(trace.steps)
         late_s, rarely_s = median(times), times[len(times) // 8]  # with less than 8 steps, the shortest time
         is_named = len(times) >= MIN_STEPS and rarely_s > max(least, late_s / 2)
-        found.append(Straggler(phase=phase, rank=rank, late_s=late_s, is_named=is_named))
-    return found
+        latest.append(Straggler(phase=phase, rank=rank, late_s=late_s, is_named=is_named))
+    return latest
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class Gap:
 
 def gaps(trace: Trace, of: dict[int, Lanes]) -> list[Gap]:
     """The gaps of the training commands, the longest first."""
-    found = []
+    pauses = []
     for number, rank in trace.ranks.items():
         if rank.profile is not None:
             commands = overlap(rank.of("phase", TRAIN_COMMANDS), trace.windows())
@@ -219,8 +219,8 @@ def gaps(trace: Trace, of: dict[int, Lanes]) -> list[Gap]:
                 if end - start >= GAP_NS:
                     middle = (start + end) // 2
                     on_own_clock = 2 * middle - rank.facts.to_controller(middle)
-                    found.append(Gap(number, start, end, rank.profile.around(on_own_clock)))
-    return sorted(found, key=lambda gap: gap.start_ns - gap.end_ns)
+                    pauses.append(Gap(number, start, end, rank.profile.around(on_own_clock)))
+    return sorted(pauses, key=lambda gap: gap.start_ns - gap.end_ns)
 
 
 def by_cause(trace: Trace, of: dict[int, Lanes], met: Sequence[Meeting]) -> dict[int, dict[str, Intervals]]:
@@ -230,24 +230,24 @@ def by_cause(trace: Trace, of: dict[int, Lanes], met: Sequence[Meeting]) -> dict
         for member, span in meeting.spans.items():
             if span.category == "collective":
                 waits[member].append((span.start_ns, min(meeting.last_ns, span.end_ns)))
-    any_command = union(*(one.command for one in of.values()))
-    sampling = union(*(one.sampling for one in of.values()))
+    any_command = union(*(lanes.command for lanes in of.values()))
+    sampling = union(*(lanes.sampling for lanes in of.values()))
     training = union(*(rank.of("phase", TRAIN_COMMANDS) for rank in trace.ranks.values()))
-    found = {}
+    divided = {}
     for number, rank in trace.ranks.items():
-        one, idle = of[number], {"imbalance": sampling} if rank.facts.samples else {"idle_trainers": sampling}
+        lanes, idle = of[number], {"imbalance": sampling} if rank.facts.samples else {"idle_trainers": sampling}
         if not rank.facts.trains:
             idle["idle_samplers"] = training
         causes = {
-            "sampling": one.sampling,
+            "sampling": lanes.sampling,
             "sync": trace.windows("sync"),
-            "compute": one.compute,
+            "compute": lanes.compute,
             "wait": union(waits[number]),
-            "communication": one.collective,
-            "copy": one.copy,
-            "host": one.command,
+            "communication": lanes.collective,
+            "copy": lanes.copy,
+            "host": lanes.command,
             "reward": without(trace.windows("reward"), any_command),
             **idle,
         }
-        found[number] = divide(trace.windows(), causes, "controller")
-    return found
+        divided[number] = divide(trace.windows(), causes, "controller")
+    return divided

@@ -15,32 +15,32 @@ from meshrl.tools.page.document import data_block, document, package_text
 MAX_DRAWN = 4000  # intervals of a rank in the timeline; the longest are drawn
 
 
-def page(found: Diagnosis) -> str:
+def page(diagnosis: Diagnosis) -> str:
     """The complete page. Its script draws everything but memory from the numbers of diagnose.json."""
-    trace, source = found.trace, found.trace.source.resolve()
+    trace, source = diagnosis.trace, diagnosis.trace.source.resolve()
     start = min(step.start_ns for step in trace.steps)
     lanes = {}
-    for rank, by_cause in found.by_cause.items():
+    for rank, by_cause in diagnosis.by_cause.items():
         drawn = [(a, b, cause) for cause, times in by_cause.items() for a, b in times]
-        longest = sorted(drawn, key=lambda one: one[0] - one[1])[:MAX_DRAWN]
+        longest = sorted(drawn, key=lambda interval: interval[0] - interval[1])[:MAX_DRAWN]
         shown = [[round((a - start) / 1e9, 6), round((b - start) / 1e9, 6), cause] for a, b, cause in sorted(longest)]
         totals = {cause: total(times) / 1e9 for cause, times in by_cause.items() if times}
         lanes[rank] = {"drawn": shown, "left_out": len(drawn) - len(shown), "totals": totals}
     ends = [(step.step, (step.start_ns - start) / 1e9, (step.end_ns - start) / 1e9) for step in trace.steps]
     titles = {cause: texts["title"] for cause, texts in CAUSES.items()}
-    record = {**as_record(found), "lanes": lanes, "step_times": ends, "titles": titles}
+    record = {**as_record(diagnosis), "lanes": lanes, "step_times": ends, "titles": titles}
     name = source.parent.name if source.name == FOLDER else source.name
     parts = [
         f"<header><h1>Where the time goes: {escape(name)}</h1><p>{escape(trace.clock)}</p></header>",
         '<main id="diagnose"><noscript>This page needs JavaScript; see diagnose.json.</noscript></main>',
         _memory(trace, start),
     ]
-    own = "meshrl.tools.diagnose"
+    package = "meshrl.tools.diagnose"
     return document(
         f"Trace of {name}",
         parts,
-        style=[package_text(own, "diagnose.css")],
-        scripts=[package_text(own, "diagnose.js")],
+        style=[package_text(package, "diagnose.css")],
+        scripts=[package_text(package, "diagnose.js")],
         data=data_block("diagnosis", record),
     )
 

@@ -90,7 +90,7 @@ def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
         if event.get("cat") in by_category and event.get("ph") == "X":
             start = base + round(float(event["ts"]) * 1000)
             by_category[event["cat"]].append((start, start + round(event["dur"] * 1000), str(event["name"]), event))
-    copies = [_span("copy", *one) for category in _COPIES for one in by_category[category]]
+    copies = [_span("copy", *event) for category in _COPIES for event in by_category[category]]
     kernels, operators = by_category["kernel"], by_category["cpu_op"]
     on_device = bool(kernels or copies)
     operations, spans = [], copies
@@ -101,7 +101,7 @@ def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
             operations.append((start, end, name))
     if not operations and not spans:
         raise ValueError("it has no operation of a device")
-    annotations = [one for one in by_category["user_annotation"] if one[2].startswith("ProfilerStep#")]
+    annotations = [event for event in by_category["user_annotation"] if event[2].startswith("ProfilerStep#")]
     devices = record.get("deviceProperties") or [{}]
     return Profile(
         rank=int(inner["rank"]) if "rank" in inner else None,
@@ -117,19 +117,19 @@ def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
 def _operators(events: list[_Event]) -> Iterator[_Event]:
     """The operators that compute: those with a namespace, such as aten::mm. Nodes of autograd have none; they contain
     operators, and may wait for a collective."""
-    ordered = sorted(events, key=lambda one: (str(one[3].get("tid")), one[0], -one[1]))
-    for one, following in zip(ordered, [*ordered[1:], None]):
-        is_outer = following is not None and following[3].get("tid") == one[3].get("tid") and following[0] < one[1]
-        if not is_outer or ("::" in one[2] and not one[2].startswith("autograd::")):
-            yield one
+    ordered = sorted(events, key=lambda event: (str(event[3].get("tid")), event[0], -event[1]))
+    for event, following in zip(ordered, [*ordered[1:], None]):
+        is_outer = following is not None and following[3].get("tid") == event[3].get("tid") and following[0] < event[1]
+        if not is_outer or ("::" in event[2] and not event[2].startswith("autograd::")):
+            yield event
 
 
 def _span(category: Category, start: int, end: int, name: str, event: dict[str, Any]) -> Span:
     """A collective with its bytes, which NCCL's kernels state as numbers of elements, or a copy."""
-    given = event.get("args") or {}
-    label = str(given.get("Collective name") or name)
-    if "Out msg nelems" in given:
-        elements = max(int(given["Out msg nelems"]), int(given.get("In msg nelems", 0)))
-        size = elements * _DTYPE_BYTES.get(str(given.get("dtype")), 1)
-        return Span(label, category, start, end, {"bytes": size, "group": int(given.get("Group size", 0))})
-    return Span(label, category, start, end, {"bytes": int(given["bytes"])} if "bytes" in given else {})
+    args = event.get("args") or {}
+    label = str(args.get("Collective name") or name)
+    if "Out msg nelems" in args:
+        elements = max(int(args["Out msg nelems"]), int(args.get("In msg nelems", 0)))
+        size = elements * _DTYPE_BYTES.get(str(args.get("dtype")), 1)
+        return Span(label, category, start, end, {"bytes": size, "group": int(args.get("Group size", 0))})
+    return Span(label, category, start, end, {"bytes": int(args["bytes"])} if "bytes" in args else {})

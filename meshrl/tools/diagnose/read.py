@@ -87,24 +87,24 @@ def read_trace(path: Path) -> Trace:
     for folder in (path / FOLDER, path):
         spans, profiles = _numbered(folder, SPANS_FILE), _numbered(folder, PROFILE_FILE)
         if is_there(folder / CONTROLLER) or spans or profiles:
-            return _of_run(folder, spans, profiles)
+            return _run_trace(folder, spans, profiles)
     if is_there(path / "metrics.jsonl"):
         raise MeshrlError(
             f"{path} is a run without traces: no step has ended, or an older version wrote it. Give its config instead "
             "to profile some steps of it, or train with monitor.trace_steps=4"
         )
-    found = (f for end in ("*.json", "*.json.gz") for f in path.glob(end) if not f.name.startswith("diagnose."))
-    return _of_other_program(path, sorted(found) if path.is_dir() else [path])
+    traces = (f for end in ("*.json", "*.json.gz") for f in path.glob(end) if not f.name.startswith("diagnose."))
+    return _profiler_trace(path, sorted(traces) if path.is_dir() else [path])
 
 
 def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
     """The files of ranks in a folder, by rank."""
     start, end = pattern.split("{:05d}")
-    found = ((path, path.name[len(start) : -len(end)]) for path in folder.glob(f"{start}*{end}"))
-    return {int(number): path for path, number in sorted(found) if number.isdecimal()}
+    numbered = ((path, path.name[len(start) : -len(end)]) for path in folder.glob(f"{start}*{end}"))
+    return {int(number): path for path, number in sorted(numbered) if number.isdecimal()}
 
 
-def _of_run(folder: Path, files: dict[int, Path], profiles: dict[int, Path]) -> Trace:
+def _run_trace(folder: Path, files: dict[int, Path], profiles: dict[int, Path]) -> Trace:
     notes: list[str] = []
     control = ControllerTrace(phases=[], steps=[], ranks={}, facts={"kind": "train"})
     try:
@@ -135,7 +135,7 @@ def _of_run(folder: Path, files: dict[int, Path], profiles: dict[int, Path]) -> 
     return _trace(folder, control, ranks, notes)
 
 
-def _of_other_program(path: Path, files: Sequence[Path]) -> Trace:
+def _profiler_trace(path: Path, files: Sequence[Path]) -> Trace:
     """Traces of torch.profiler; other files are left out."""
     ranks: dict[int, Rank] = {}
     notes = ["a trace of another program: it has no phases, syncs and memory; its steps are those of ProfilerStep"]

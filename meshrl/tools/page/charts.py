@@ -154,10 +154,10 @@ def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[i
 def sparkline(values: Sequence[float]) -> str:
     """A small curve without axes."""
     thin = _thinned(Line("", range(len(values)), values)).values
-    known = [v for v in thin if math.isfinite(v)]
-    if len(known) < 2:
+    finite = [v for v in thin if math.isfinite(v)]
+    if len(finite) < 2:
         return ""
-    across, up = Scale(0, len(thin) - 1, 1, 89), Scale(min(known), max(known), 16, 2)
+    across, up = Scale(0, len(thin) - 1, 1, 89), Scale(min(finite), max(finite), 16, 2)
     curve = _path(range(len(thin)), thin, across, up, "l0")
     return f'<svg class="spark" aria-hidden="true" viewBox="0 0 90 18">{curve}</svg>'
 
@@ -233,8 +233,8 @@ def _path(steps: Sequence[float], values: Sequence[float], across: Scale, up: Sc
 
 
 def _by_step(line: Line, steps: Sequence[float], unit: str) -> list[str]:
-    known = {step: number(value, unit) for step, value in zip(line.steps, line.values)}
-    return [known.get(step, "") for step in steps]
+    texts = {step: number(value, unit) for step, value in zip(line.steps, line.values)}
+    return [texts.get(step, "") for step in steps]
 
 
 def _axes(across: Scale, up: Scale, unit: str, label: str) -> list[str]:

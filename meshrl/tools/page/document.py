@@ -66,19 +66,14 @@ def write_page(path: Path, text: str) -> Path:
     with output_errors(path, "Make room or make the folder writable, or copy the folder and write the page there"):
         write_text(path, printable(text))
         names = {name for name in PAGES if (path.parent / name).is_file()}
-        for name in names | {path.name}:
-            _update_links(path.parent / name, names)
+        for name in names | {path.name}:  # a page of another version, which has no links, stays as it is
+            with (path.parent / name).open("r+b") as file:
+                match = _NAV.search(file.read(_HEAD_BYTES))
+                links = _links(names, name).encode()
+                if match is not None and len(match[0]) == len(links):
+                    file.seek(match.start())
+                    file.write(links)
     return path
-
-
-def _update_links(path: Path, names: set[str]) -> None:
-    """Replace the links of a page in place; a page of another version, which has none, stays as it is."""
-    with path.open("r+b") as file:
-        found = _NAV.search(file.read(_HEAD_BYTES))
-        links = _links(names, path.name).encode()
-        if found is not None and len(found[0]) == len(links):
-            file.seek(found.start())
-            file.write(links)
 
 
 def _links(names: set[str], current: str) -> str:

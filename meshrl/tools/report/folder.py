@@ -94,19 +94,19 @@ class RunFolder:
     first_eval: tuple[int, dict[str, LoggedPrompt]] | None
     last_eval: tuple[int, dict[str, LoggedPrompt]] | None
 
-    def known(self, name: str) -> list[float]:
+    def finite_values(self, name: str) -> list[float]:
         """The finite values of a metric; empty if the run did not log it."""
         return [v for v in self.series[name].values if math.isfinite(v)] if name in self.series else []
 
     def ends(self, name: str) -> tuple[float, float, int] | None:
         """Means of the first and of the last tenth of a metric's values, and the number of values in each."""
-        values = self.series[name].values if self.known(name) else []
+        values = self.series[name].values if self.finite_values(name) else []
         tenth = max(1, len(values) // 10)
         return (mean_of_known(values[:tenth]), mean_of_known(values[-tenth:]), tenth) if values else None
 
     def tokens(self, phase: str) -> tuple[float, float] | None:
         """The number of tokens in a phase, and tokens per second of that phase."""
-        tokens, seconds = sum(self.known(f"{phase}/num_tokens")), sum(self.known(f"time/{phase}_s"))
+        tokens, seconds = sum(self.finite_values(f"{phase}/num_tokens")), sum(self.finite_values(f"time/{phase}_s"))
         return (tokens, tokens / seconds) if tokens and seconds else None
 
     def setting(self, key: str) -> str | None:
@@ -127,9 +127,9 @@ def read_run(folder: Path) -> RunFolder:
     for line in lines:
         for name, value in line.metrics.items():
             if name not in BY_TERM or line in comparable:
-                one = series.setdefault(name, Series(units.get(name, "")))
-                one.steps.append(line.step)
-                one.values.append(value)
+                curve = series.setdefault(name, Series(units.get(name, "")))
+                curve.steps.append(line.step)
+                curve.values.append(value)
     newest = 0 if is_evaluation else max((line.step for line in lines), default=0)
     best = read_part(problems, read_best, folder)
     evals = list(answer_files(folder, "eval").values())
@@ -181,7 +181,7 @@ def text_of_file(path: Path) -> str:
 
 def read_settings(path: Path) -> list[SavedSetting]:
     """The lines of a resolved config: `key: value   # origin`, indented by two spaces; "# key: value" is unused."""
-    found: list[SavedSetting] = []
+    settings: list[SavedSetting] = []
     above: list[str] = []
     for line in text_of_file(path).splitlines():
         body, mark, origin = line.rpartition("  # ")
@@ -189,10 +189,10 @@ def read_settings(path: Path) -> list[SavedSetting]:
         level = (len(text) - len(text.lstrip())) // 2
         name, _, value = text.strip().removeprefix("# ").partition(":")
         if mark:
-            found.append(SavedSetting(".".join([*above[:level], name]), value.strip(), origin))
+            settings.append(SavedSetting(".".join([*above[:level], name]), value.strip(), origin))
         else:
             above = [*above[:level], name]
-    return found
+    return settings
 
 
 def criterion_of(settings: list[SavedSetting]) -> tuple[str | None, float]:
@@ -232,11 +232,11 @@ def read_evaluation(path: Path, term: str | None, pass_score: float) -> tuple[in
 
 def _conversation(logged: LoggedTrajectory) -> list[tuple[str, str]]:
     """The messages of all turns: what was sampled, as text with special tokens, and what tools answered."""
-    found = []
+    messages = []
     for turn, text in zip(logged.trajectory.turns, logged.texts, strict=True):
-        found += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
-        found.append(("assistant", plain_text(text)))
-    return found
+        messages += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
+        messages.append(("assistant", plain_text(text)))
+    return messages
 
 
 def _message(message: dict[str, Any]) -> tuple[str, str]:

@@ -73,7 +73,7 @@ def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
         ("memory/rss_bytes", "all processes"),
         ("memory/device_peak_bytes", "highest of a device"),
     ):
-        if values := run.known(name):
+        if values := run.finite_values(name):
             yield "peak memory", number(max(values), "bytes"), title
     for phase, title in (("rollout", "sampled"), ("train", "trained")):
         if tokens := run.tokens(phase):
@@ -114,20 +114,20 @@ def interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
 
 def suspicious(run: RunFolder) -> dict[str, tuple[str, Entry]]:
     """What makes the curves of metrics suspicious, and their entries in the glossary."""
-    found = {}
+    marked = {}
     for name, series in sorted(run.series.items()):
         meaning = meaning_of(name)
         if meaning is not None and meaning.entry.rule and (reason := judge(meaning.entry.rule, series.values)):
-            found[name] = reason, meaning.entry
-    return found
+            marked[name] = reason, meaning.entry
+    return marked
 
 
 def _meanings(run: RunFolder, names: Sequence[str]) -> str:
     """The texts of the glossary; a mark stands only at a metric whose curve is suspicious."""
     entries: dict[Entry, list[str]] = {}
     for name in names:
-        if (found := meaning_of(name)) is not None:
-            entries.setdefault(found.entry, []).append(name)
+        if (meaning := meaning_of(name)) is not None:
+            entries.setdefault(meaning.entry, []).append(name)
     texts, marked = [], suspicious(run)
     for entry, of_entry in entries.items():
         which = f"<code>{escape(of_entry[0])}</code> " if len(entries) > 1 else ""
@@ -147,30 +147,30 @@ def prose(text: str) -> str:
 def proofs(run: RunFolder) -> str:
     """Proofs that the sampler had the trainer's weights: digests of each sync, and re-scored samples. One without a
     value is left out."""
-    facts = [*_sync_facts(run), *_score_facts(run)]
-    if not facts:
+    results = [*_sync_facts(run), *_score_facts(run)]
+    if not results:
         return ""
-    items = "".join(f'<li class="{mark}">{text}</li>' for mark, text in facts)
+    items = "".join(f'<li class="{mark}">{text}</li>' for mark, text in results)
     chart = _figure(run, Chart("Sampler against trainer", PROOF, log=True))
     return f'<section><h2>Proofs</h2><div class="grid2"><ul class="proofs">{items}</ul>{chart}</div></section>'
 
 
 def _sync_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
-    version = run.known("sync/version")
-    for name, what, lacking in (
+    version = run.finite_values("sync/version")
+    for name, proof, lacking in (
         ("wire", "the received bytes had the sender's digests", "no"),
         ("read_back", "the sampler's parameters, read back after loading, had the trainer's digests", ""),
     ):  # an engine that can't read back proves nothing, and a wrong digest ends the run
-        if (known := run.known(f"sync/proven_{name}")) and version:
-            worst = min(known)
+        if (shares := run.finite_values(f"sync/proven_{name}")) and version:
+            worst = min(shares)
             samplers = "every sampler" if worst == 1 else f"only {worst:.0%} of the samplers in the worst sync"
-            syncs = f"{counted(len(known), 'weight sync')} up to version {version[-1]:.0f}"
-            yield "yes" if worst == 1 else lacking, f"<b>{name}</b> {syncs}: {samplers} acknowledged that {what}."
+            syncs = f"{counted(len(shares), 'weight sync')} up to version {version[-1]:.0f}"
+            yield "yes" if worst == 1 else lacking, f"<b>{name}</b> {syncs}: {samplers} acknowledged that {proof}."
 
 
 def _score_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
-    found = [(line.metrics.get(PROOF[0], math.nan), line.metrics.get(PROOF[2], math.nan)) for line in run.lines]
-    measured = [(value, limit) for value, limit in found if not math.isnan(value + limit)]
+    pairs = [(line.metrics.get(PROOF[0], math.nan), line.metrics.get(PROOF[2], math.nan)) for line in run.lines]
+    measured = [(value, limit) for value, limit in pairs if not math.isnan(value + limit)]
     if measured:  # each with the limit of its step: a run that continues with another engine or dtype has another one
         worst, allowed = max([(value, limit) for value, limit in measured if value > limit] or measured)
         yield (
@@ -184,7 +184,7 @@ def _score_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
 def samples(run: RunFolder) -> str:
     """Answers to the same held-out prompts before and after training: learned, unlearned, still wrong. Of a single
     evaluation, right and wrong answers."""
-    evals = [found for found in (run.first_eval, run.last_eval) if found is not None]
+    evals = [evaluation for evaluation in (run.first_eval, run.last_eval) if evaluation is not None]
     if not evals:
         return ""
     when = ("before", "after") if len(evals) > 1 else ("answer",)
@@ -192,7 +192,7 @@ def samples(run: RunFolder) -> str:
     for prompt in evals[0][1]:
         if all(prompt in asked for _, asked in evals):
             row = dict(zip(when, (asked[prompt] for _, asked in evals)))
-            kinds.setdefault(tuple(one.is_right for one in row.values()), []).append(row)
+            kinds.setdefault(tuple(each.is_right for each in row.values()), []).append(row)
     shown = {kind: title for kind, title in KINDS.items() if len(kind) == len(evals)}
     counts = " ".join(
         f'<span class="badge">{title.lower()} <b>{len(kinds.get(kind, []))}</b></span>' for kind, title in shown.items()
@@ -226,8 +226,8 @@ def _answer(when: str, asked: LoggedPrompt) -> str:
     several = f", {right} of {len(asked.answers)} right" if len(asked.answers) > 1 else ""
     truncated = ", truncated" if shown.status == "truncated" else ""
     css = "yes" if asked.is_right else "" if shown.score is None or math.isnan(shown.score) else "no"
-    facts = f"{escape(when)}: {score}{several}{truncated}"
-    return f'<div class="{css}"><small>{facts}</small>{_messages(shown.messages)}</div>'
+    caption = f"{escape(when)}: {score}{several}{truncated}"
+    return f'<div class="{css}"><small>{caption}</small>{_messages(shown.messages)}</div>'
 
 
 def _messages(messages: Sequence[tuple[str, str]]) -> str:
@@ -269,11 +269,11 @@ def settings(run: RunFolder) -> str:
     chosen = [s for s in run.settings if not s.origin.startswith(("default", "unused"))]
     rest = [s for s in run.settings if s not in chosen]
 
-    def table(found: list) -> str:
+    def table(shown: list) -> str:
         rows = (
             f"<tr><td><code>{escape(s.key)}</code></td><td><code>{escape(s.value)}</code></td>"
             f'<td class="origin">{escape(s.origin)}</td></tr>'
-            for s in found
+            for s in shown
         )
         return f'<div class="wide"><table class="settings">{"".join(rows)}</table></div>'
 
@@ -287,13 +287,13 @@ def every_number(run: RunFolder) -> str:
     """All metrics with their first, last and extreme values."""
     rows, marked = [], suspicious(run)
     for name, series in sorted(run.series.items()):
-        known = run.known(name) or [math.nan]
+        finite = run.finite_values(name) or [math.nan]
         cells = "".join(
             f'<td class="num">{number(v, series.unit)}</td>'
-            for v in (series.values[0], series.values[-1], min(known), max(known))
+            for v in (series.values[0], series.values[-1], min(finite), max(finite))
         )
-        found = meaning_of(name)
-        healthy = prose(found.entry.healthy) if found else ""
+        meaning = meaning_of(name)
+        healthy = prose(meaning.entry.healthy) if meaning else ""
         if name in marked:
             healthy += f' <span class="unsure">Suspicious: {escape(marked[name][0])}.</span>'
         unit = escape(series.unit if series.unit not in ("bytes", "s") else "")

@@ -31,8 +31,8 @@ def title(run: RunFolder) -> str:
 def header(run: RunFolder) -> str:
     word, error = run.state.word, run.state.result.get("error")
     about = {"model": ABOUT["model"]} if run.is_evaluation else ABOUT
-    known = {name: run.setting(key) for name, key in about.items()}
-    shown = " · ".join(f"{name} {escape(value)}" for name, value in known.items() if value)
+    values = {name: run.setting(key) for name, key in about.items()}
+    shown = " · ".join(f"{name} {escape(value)}" for name, value in values.items() if value)
     is_bad = run.verdict is not None and (run.verdict.outcome == "worse" or not math.isfinite(run.verdict.last[1]))
     is_good = run.lines and not (run.state.problems or suspicious(run) or is_bad)
     css = word if is_good or word != "done" else ""

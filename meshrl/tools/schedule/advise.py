@@ -32,12 +32,12 @@ def advise(config: RunConfig, folder: Path | None, assumed: Sequence[str], gpus:
     if count < 1:
         raise ConfigError(f"--gpus is {count}; it must be 1 or more")
     inputs = with_assumed(None if folder is None else measured(folder), assumed, config)
-    found = best_of_each_kind(setup_of(config, inputs), count)
-    text = describe(found, recommended(found), inputs)
+    predictions = best_of_each_kind(setup_of(config, inputs), count)
+    text = describe(predictions, recommended(predictions), inputs)
     if out is None:
         return text
     with output_errors(out, "Give another file by --out", ConfigError):
-        write_text(out, picture(found))
+        write_text(out, picture(predictions))
     return f"{text}\nwrote {out}"
 
 
@@ -58,10 +58,10 @@ def setup_of(config: RunConfig, inputs: Inputs, num_steps: int | None = None) ->
 def best_of_each_kind(base: Setup, gpus: int) -> list[Prediction]:
     """For each kind, the fastest split of the GPUs; for fully_async with the smallest max_staleness that is enough."""
     colocated = base.with_loop(kind="colocated", max_staleness=0)
-    found = [predict(replace(colocated, train_ranks=gpus, rollout_ranks=0))]
+    predictions = [predict(replace(colocated, train_ranks=gpus, rollout_ranks=0))]
     if gpus < 2:
-        return found
-    found.append(_best_split(base.with_loop(kind="one_step_off", max_staleness=1), gpus))
+        return predictions
+    predictions.append(_best_split(base.with_loop(kind="one_step_off", max_staleness=1), gpus))
     tried = {2: _best_split(base.with_loop(kind="fully_async", max_staleness=2), gpus)}
     for versions in (1, 3, MAX_STALENESS):
         tried[versions] = predict(tried[2].setup.with_loop(max_staleness=versions))
@@ -70,7 +70,7 @@ def best_of_each_kind(base: Setup, gpus: int) -> list[Prediction]:
         if tried[best].step_s > tried[versions].step_s * WORTH_VERSION ** (versions - best):
             best = versions
     again = _best_split(tried[best].setup, gpus)  # samplers that run further ahead may need fewer ranks
-    return [*found, min(tried[best], again, key=lambda prediction: prediction.step_s)]
+    return [*predictions, min(tried[best], again, key=lambda prediction: prediction.step_s)]
 
 
 def _best_split(base: Setup, gpus: int) -> Prediction:
@@ -88,20 +88,20 @@ def _fastest(base: Setup, gpus: int, train_ranks: Iterable[int]) -> Prediction:
     return min(map(predict, setups), key=lambda prediction: prediction.step_s)
 
 
-def recommended(found: Sequence[Prediction]) -> Prediction:
+def recommended(predictions: Sequence[Prediction]) -> Prediction:
     """The schedule with the least staleness, unless a later one is clearly faster."""
-    chosen = found[0]
-    for other in found[1:]:
-        if other.step_s * WORTH < chosen.step_s:
-            chosen = other
+    chosen = predictions[0]
+    for prediction in predictions[1:]:
+        if prediction.step_s * WORTH < chosen.step_s:
+            chosen = prediction
     return chosen
 
 
-def reason(found: Sequence[Prediction], chosen: Prediction) -> str:
+def reason(predictions: Sequence[Prediction], chosen: Prediction) -> str:
     """Why this one is recommended."""
-    others = [p for p in found if p is not chosen]
+    others = [p for p in predictions if p is not chosen]
     compared = ", ".join(f"{p.step_s / chosen.step_s:.2f} x as fast as {p.setup.loop.kind}" for p in others)
-    if chosen is found[0]:
+    if chosen is predictions[0]:
         text = "no other schedule is 5 % faster, and it has no staleness"
         return f"{text} ({compared})" if compared else "one GPU can only sample and train in turn"
     longer = "training" if chosen.train_idle < chosen.rollout_idle else "sampling"
@@ -111,9 +111,9 @@ def reason(found: Sequence[Prediction], chosen: Prediction) -> str:
     return f"it is {compared}; {longer} limits it; {versions}"
 
 
-def describe(found: Sequence[Prediction], chosen: Prediction, inputs: Inputs) -> str:
+def describe(predictions: Sequence[Prediction], chosen: Prediction, inputs: Inputs) -> str:
     """The table, the recommendation and the assumptions, for the terminal."""
-    rows = [[*COLUMNS], *([show(prediction) for show in COLUMNS.values()] for prediction in found)]
+    rows = [[*COLUMNS], *([show(prediction) for show in COLUMNS.values()] for prediction in predictions)]
     costs = [f"{name}={value:.3g}" for name, value in asdict(inputs.costs).items()]
     setup = chosen.setup
     config = [f"loop.kind={setup.loop.kind}", f"cluster.num_train_ranks={setup.train_ranks}"]
@@ -125,7 +125,7 @@ def describe(found: Sequence[Prediction], chosen: Prediction, inputs: Inputs) ->
             *table(rows),
             "",
             f"recommended: {' '.join(config)}",
-            f"  {reason(found, chosen)}",
+            f"  {reason(predictions, chosen)}",
             "",
             f"times: {inputs.source}",
             *wrap("  ".join(costs), 110, initial_indent="  ", subsequent_indent="  "),

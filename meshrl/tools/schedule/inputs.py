@@ -63,7 +63,7 @@ def measured(folder: Path) -> Inputs:
     for line in run.lines:
         path = folder / "rollouts" / f"step_{line.step:06d}.jsonl"
         if "time/train_s" in line.metrics and path.exists():
-            steps.append((line, [one.trajectory for one in read_rollouts(path)]))
+            steps.append((line, [logged.trajectory for logged in read_rollouts(path)]))
     if not steps:
         raise MeshrlError(f"{folder} has no finished step with a file in rollouts/; give a run with some steps")
     if len(steps) < 4:
@@ -103,6 +103,11 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
     # Computing a context token is the first third of training on it. The other time of a prefill is the same for all.
     fitted = _least_deviations([(1.0, tokens) for tokens, _ in first], [seconds for _, seconds in first])
     token_s = min(fitted[1], train[1] * FORWARD_SHARE)
+    between = [  # seconds of a step that no phase has
+        line.time - before.time - sum(seconds_by_phase(line).values())
+        for before, line in pairwise(lines)
+        if line in warm
+    ]
     ends = [max(d.end for of_engine in step.values() for d in of_engine) for step in engines]
     return Costs(
         decode_step_s=decode[0],
@@ -120,18 +125,8 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
         train_step_s=train[0],
         train_token_s=train[1],
         sync_s=median(line.metrics.get("time/sync_s", 0.0) for line in warm),
-        step_s=_outside_phases(lines, warm),
+        step_s=max(0.0, median(between)),
     )
-
-
-def _outside_phases(lines: Sequence[MetricsLine], warm: Sequence[MetricsLine]) -> float:
-    """The median time of a step that no phase has."""
-    between = [
-        line.time - before.time - sum(seconds_by_phase(line).values())
-        for before, line in pairwise(lines)
-        if line in warm
-    ]
-    return max(0.0, median(between))
 
 
 def _probe_s(costs: Costs, groups: Iterable[Sequence[AnswerLengths]], ranks: int) -> float:
@@ -164,7 +159,7 @@ def _contexts(turns: Sequence[Turn]) -> list[int]:
 
 def _decodings(trajectories: Sequence[Trajectory]) -> dict[str, list[_Decoding]]:
     """The turns of a step by engine. All trajectories start together, and a turn when the one before it has ended."""
-    found: dict[str, list[_Decoding]] = defaultdict(list)
+    by_engine: dict[str, list[_Decoding]] = defaultdict(list)
     for trajectory in trajectories:
         now = 0.0
         for turn, context in zip(trajectory.turns, _contexts(trajectory.turns)):
@@ -172,8 +167,8 @@ def _decodings(trajectories: Sequence[Trajectory]) -> dict[str, list[_Decoding]]
             start = now + times.queue_s + times.prefill_s
             now = start + times.decode_s
             prefill = max(0, context - times.cached_tokens)
-            found[turn.engine_id].append(_Decoding(start, now, len(turn.output_ids) - 1, prefill, times.prefill_s))
-    return found
+            by_engine[turn.engine_id].append(_Decoding(start, now, len(turn.output_ids) - 1, prefill, times.prefill_s))
+    return by_engine
 
 
 def _fit_decoding(engines: Sequence[Sequence[_Decoding]]) -> tuple[float, float]:
@@ -243,44 +238,44 @@ def _nonnegative(matrix: np.ndarray, target: np.ndarray) -> tuple[float, float]:
 def with_assumed(inputs: Inputs | None, texts: Sequence[str], config: RunConfig) -> Inputs:
     """The inputs with assumed values in place of measured ones, or with assumed values only. texts: key=value, several
     separated by commas. Raises: ConfigError."""
-    given = _parsed(texts)
-    if inputs is None and (missing := [key for key in REQUIRED if key not in given]):
+    assumed = _parsed(texts)
+    if inputs is None and (missing := [key for key in REQUIRED if key not in assumed]):
         raise ConfigError(
             f"there are no times: give --from RUN_FOLDER, or --assume with {', '.join(REQUIRED)} (missing: "
             f"{', '.join(missing)})"
         )
-    costs = {key: value for key, value in given.items() if key not in LENGTHS}
+    costs = {key: value for key, value in assumed.items() if key not in LENGTHS}
     if inputs is not None:
-        groups = inputs.lengths if given.keys().isdisjoint(LENGTHS) else _assumed_lengths(given, config)
-        source = inputs.source + (f"; assumed: {', '.join(given)}" if given else "")
+        groups = inputs.lengths if assumed.keys().isdisjoint(LENGTHS) else _assumed_lengths(assumed, config)
+        source = inputs.source + (f"; assumed: {', '.join(assumed)}" if assumed else "")
         return Inputs(replace(inputs.costs, **costs), groups, source, inputs.notes)
-    return Inputs(Costs(**costs), _assumed_lengths(given, config), "assumed")
+    return Inputs(Costs(**costs), _assumed_lengths(assumed, config), "assumed")
 
 
 def _parsed(texts: Sequence[str]) -> dict[str, float]:
     allowed = [*(field.name for field in fields(Costs)), *LENGTHS]
-    given: dict[str, float] = {}
-    for text in (part for one in texts for part in one.split(",") if part):
+    assumed: dict[str, float] = {}
+    for text in (part for item in texts for part in item.split(",") if part):
         key, _, value = text.partition("=")
         if key not in allowed:
             raise ConfigError(f"--assume {text}: there is no key {key!r}; keys: {', '.join(allowed)}")
         try:
-            given[key] = float(value)
+            assumed[key] = float(value)
         except ValueError:
-            given[key] = math.nan
-        if not 0 <= given[key] < math.inf:
+            assumed[key] = math.nan
+        if not 0 <= assumed[key] < math.inf:
             raise ConfigError(f"--assume {text}: {value!r} is not a number of at least 0, such as {key}=0.02")
-    if given.get("decode_step_s", 1.0) == 0:
+    if assumed.get("decode_step_s", 1.0) == 0:
         raise ConfigError("--assume decode_step_s=0: a decode step takes some time; give more than 0")
-    return given
+    return assumed
 
 
-def _assumed_lengths(given: dict[str, float], config: RunConfig) -> list[list[AnswerLengths]]:
+def _assumed_lengths(assumed: dict[str, float], config: RunConfig) -> list[list[AnswerLengths]]:
     """Answers with log-normal lengths, independent of each other, cut off at rollout.sampling.max_new_tokens."""
-    if "answer_tokens" not in given:
+    if "answer_tokens" not in assumed:
         raise ConfigError("--assume: answer_sigma and prompt_tokens need answer_tokens, the mean length of an answer")
-    facts = LENGTHS | given
-    mean, sigma, prompt = facts["answer_tokens"], facts["answer_sigma"], round(facts["prompt_tokens"])
+    values = LENGTHS | assumed
+    mean, sigma, prompt = values["answer_tokens"], values["answer_sigma"], round(values["prompt_tokens"])
     size, most = config.loop.samples_per_prompt, config.rollout.sampling.max_new_tokens
     drawn = np.random.default_rng(0).standard_normal((NUM_ASSUMED_GROUPS, size))
     tokens = np.clip(np.rint(np.exp(math.log(max(mean, 1.0)) - sigma**2 / 2 + sigma * drawn)), 1, most).astype(int)

@@ -23,15 +23,15 @@ text { font: 12px system-ui, sans-serif; fill: #222 } .title { font-weight: 600;
 """
 
 
-def picture(found: Sequence[Prediction]) -> str:
+def picture(predictions: Sequence[Prediction]) -> str:
     """One panel for each prediction, all on the same scale of time."""
-    window = STEPS_SHOWN * max(prediction.step_s for prediction in found)
+    window = STEPS_SHOWN * max(prediction.step_s for prediction in predictions)
     panel = TITLE + ROLLOUT + GAP + TRAIN + AXIS
-    height = panel * len(found) + LEGEND
+    height = panel * len(predictions) + LEGEND
     parts = [f'<rect class="page" width="{WIDTH}" height="{height}"/>']
-    for index, prediction in enumerate(found):
+    for index, prediction in enumerate(predictions):
         parts += [f'<g transform="translate(0 {index * panel})">', *_panel(prediction, window), "</g>"]
-    parts += _legend(panel * len(found))
+    parts += _legend(panel * len(predictions))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'
         f"<style>{STYLE}</style>{''.join(parts)}</svg>\n"
@@ -46,11 +46,11 @@ def _panel(prediction: Prediction, window: float) -> list[str]:
     ranks = f"{setup.train_ranks} ranks train and sample in turn"
     if setup.rollout_ranks:
         ranks = f"{setup.train_ranks} train + {setup.rollout_ranks} sampler ranks, max_staleness {setup.loop.staleness}"
-    facts = f"{seconds(prediction.step_s)} for a step; idle: training {prediction.train_idle:.0%}, "
-    facts += f"sampling {prediction.rollout_idle:.0%}; mean staleness {prediction.staleness:.1f}"
+    caption = f"{seconds(prediction.step_s)} for a step; idle: training {prediction.train_idle:.0%}, "
+    caption += f"sampling {prediction.rollout_idle:.0%}; mean staleness {prediction.staleness:.1f}"
     parts = [
         f'<text class="title" x="{LEFT}" y="18">{setup.loop.kind}: {ranks}</text>',
-        f'<text class="dim" x="{LEFT}" y="34">{html.escape(facts)}</text>',
+        f'<text class="dim" x="{LEFT}" y="34">{html.escape(caption)}</text>',
         f'<rect class="back" x="{LEFT}" y="{TITLE}" width="{RIGHT - LEFT}" height="{ROLLOUT}"/>',
         f'<rect class="back" x="{LEFT}" y="{below}" width="{RIGHT - LEFT}" height="{TRAIN}"/>',
         f'<text x="{LEFT - 8}" y="{TITLE + ROLLOUT / 2 + 4}" text-anchor="end">sampling</text>',
@@ -65,16 +65,16 @@ def _groups(sim: Simulation, x: Scale) -> list[str]:
     bars: list[tuple[int, SimulatedGroup, float]] = []
     for group in sim.groups:
         end = group.scored_at if group.is_scored else math.inf
-        lane = next((i for i, until in enumerate(free) if until <= group.began), len(free))
+        lane = next((i for i, until in enumerate(free) if until <= group.started_at), len(free))
         free[lane : lane + 1] = [end]
-        if _overlaps(x, group.began, end):
+        if _overlaps(x, group.started_at, end):
             bars.append((lane, group, end))
     lanes = max((lane for lane, _, _ in bars), default=0) + 1
     height = ROLLOUT / lanes
     gap = 1.0 if height >= 4 else 0.0
     return [
-        f'<rect fill="{_colour(group.step)}" x="{x(group.began)}" y="{TITLE + lane * height:.2f}" '
-        f'width="{max(0.5, x(end) - x(group.began)):.1f}" height="{max(0.3, height - gap):.2f}"/>'
+        f'<rect fill="{_colour(group.step)}" x="{x(group.started_at)}" y="{TITLE + lane * height:.2f}" '
+        f'width="{max(0.5, x(end) - x(group.started_at)):.1f}" height="{max(0.3, height - gap):.2f}"/>'
         for lane, group, end in bars
     ]
 

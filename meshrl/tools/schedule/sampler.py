@@ -14,14 +14,14 @@ from meshrl.tools.schedule.setup import AnswerLengths, Costs, TurnLengths
 
 @dataclass(eq=False, slots=True)
 class SimulatedGroup:
-    """began, scored_at: times; NaN until then. version: of the weights at its start. oldest: the version of the first
-    token of each answer. step: in which it was trained; None = not yet, or dropped."""
+    """started_at, scored_at: times; NaN until then. version: of the weights at its start. oldest: the version of the
+    first token of each answer. step: in which it was trained; None = not yet, or dropped."""
 
     answers: Sequence[AnswerLengths]
     sampler: Sampler
     version: int
     number: int
-    began: float
+    started_at: float
     unfinished: int
     oldest: dict[int, int] = field(default_factory=dict)
     scored_at: float = math.nan

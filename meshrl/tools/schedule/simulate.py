@@ -172,15 +172,15 @@ class Simulation:
 
     def train(self, groups: Sequence[SimulatedGroup]) -> Iterator[Wait]:
         tokens = sum(answer.trained for group in groups for answer in group.answers)
-        began = self.now
+        started_at = self.now
         self.staleness.append([self.version - oldest for group in groups for oldest in group.oldest.values()])
         for group in groups:
             group.step = self.step
         yield self.costs.train_step_s + self.costs.train_token_s * tokens / self.setup.train_ranks
-        self.spans.append(SimulatedSpan("train", self.step, began, self.now))
+        self.spans.append(SimulatedSpan("train", self.step, started_at, self.now))
 
     def sync(self) -> Iterator[Wait]:
-        began = self.now
+        started_at = self.now
         yield self._message_s
         until = self.now + self.costs.sync_s
         for sampler in self.samplers:
@@ -195,7 +195,7 @@ class Simulation:
         if self.loop.staleness:
             first_s = max(sampler.delay_s for sampler in self.samplers)  # a message waits for it, too
             yield first_s + self.costs.probe_s + PROBED_ROWS * self._message_s
-        self.spans.append(SimulatedSpan("sync", self.step, began, self.now))
+        self.spans.append(SimulatedSpan("sync", self.step, started_at, self.now))
 
     @property
     def _message_s(self) -> float:
@@ -262,9 +262,9 @@ def _fully_async(sim: Simulation) -> Iterator[Wait]:
     while sim.step < loop.num_steps:
         limits.begin_step(sim.step)
         fill()
-        while (found := limits.take(sim.version)) is None:
+        while (numbers := limits.take(sim.version)) is None:
             yield None
-        taken, late = found
+        taken, late = numbers
         for number in late:
             sim.drop(sim.groups[number])
         fill()

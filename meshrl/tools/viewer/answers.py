@@ -30,8 +30,8 @@ def require_rollouts(run: Path) -> None:
     if answer_files(run, "step") or answer_files(run, "eval"):
         return
     if not run.is_dir():
-        what = "is a file" if run.exists() else "does not exist"
-        raise MeshrlError(f"{run} {what}; give the folder of a run, such as runs/NAME{similar_runs(run)}")
+        problem = "is a file" if run.exists() else "does not exist"
+        raise MeshrlError(f"{run} {problem}; give the folder of a run, such as runs/NAME{similar_runs(run)}")
     require_run(run)
     if any(setting.key == "sft.path" for setting in read_settings(run / "config.yaml")):
         raise MeshrlError(f"{run} is a run of supervised fine-tuning, which samples no answers, so it has no rollouts")
@@ -50,13 +50,13 @@ def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answer
     """
     require_rollouts(run)
     files = answer_files(run, kind)
-    what, key = "rollouts of step", "monitor.rollout_log_every_steps"
+    title, key = "rollouts of step", "monitor.rollout_log_every_steps"
     if kind == "eval":
-        what, key = "evaluation after step", "loop.eval_every_steps"
+        title, key = "evaluation after step", "loop.eval_every_steps"
     number = max(files, default=-1) if step == -1 else step
     if number not in files:
-        known = shorten(", ".join(map(str, files)), 200, placeholder=" ...") or "none"
-        raise MeshrlError(f"{run} has no {what} {step} ({key}); there are: {known}")
+        steps = shorten(", ".join(map(str, files)), 200, placeholder=" ...") or "none"
+        raise MeshrlError(f"{run} has no {title} {step} ({key}); there are: {steps}")
     term, pass_score = criterion_of(read_settings(run / "config.yaml"))
     names: dict[str, str] = {}
     groups: dict[str, list[LoggedTrajectory]] = {}
@@ -66,4 +66,4 @@ def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answer
         score = judged_score(logged.trajectory, term)
         if not (wrong and score is not None and score >= pass_score):
             groups.setdefault(name, []).append(logged)
-    return Answers(f"{run}, {what} {number}{', wrong answers only' * wrong}", groups, len(names), "".join(notes))
+    return Answers(f"{run}, {title} {number}{', wrong answers only' * wrong}", groups, len(names), "".join(notes))

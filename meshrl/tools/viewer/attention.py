@@ -76,19 +76,20 @@ def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]
 def find_answer(run: Path, which: str) -> ChosenAnswer:
     """Raises: ConfigError when `which` is no STEP/GROUP/ANSWER; MeshrlError when the run has no such answer; it lists
     what there is."""
-    found = re.fullmatch(r"(?:(eval)_)?(\d{1,9})/(.+)/(\d{1,9})", which)
-    if found is None:
+    match = re.fullmatch(r"(?:(eval)_)?(\d{1,9})/(.+)/(\d{1,9})", which)
+    if match is None:
         raise ConfigError(f"--attention {which!r}: write STEP/GROUP/ANSWER, such as 12/3/0, or eval_12/3/0")
-    kind, step, group, index = found[1] or "step", int(found[2]), found[3], int(found[4])
+    kind, step, group, index = match[1] or "step", int(match[2]), match[3], int(match[4])
     answers = read_answers(run, kind, step)
-    named = {f"{name}/{one.trajectory.index}": one.trajectory for name, of in answers.groups.items() for one in of}
+    trajectories = [(name, logged.trajectory) for name, members in answers.groups.items() for logged in members]
+    named = {f"{name}/{trajectory.index}": trajectory for name, trajectory in trajectories}
     number = f"{step_name(kind, step)}/{group}/{index}"
-    by_id = (name for name, one in named.items() if group in (one.group_id, one.prompt.id) and one.index == index)
+    by_id = (name for name, t in named.items() if group in (t.group_id, t.prompt.id) and t.index == index)
     name = number if number in named else next(by_id, None)
     if name is None:
         error = f" ({answers.error})" if answers.error else ""
-        known = shorten(", ".join(named), 200, placeholder=" ...")
-        raise MeshrlError(f"{answers.title} has no answer {which}; there are: {known}{error}")
+        names = shorten(", ".join(named), 200, placeholder=" ...")
+        raise MeshrlError(f"{answers.title} has no answer {which}; there are: {names}{error}")
     with data_errors(f"{answers.title}, {name}", "a trajectory"):
         check_turns(named[name])
     return ChosenAnswer(name, step if kind == "eval" else step - 1, named[name])
@@ -117,28 +118,28 @@ def _row(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, list[str]]:
 def choose_weights(run: Path, answer: ChosenAnswer) -> tuple[SavedWeights, int]:
     """The saved weights that are nearest to those that sampled the answer's last token, and the number of finished
     steps of the latter. Raises: MeshrlError when there are none."""
-    given = next((s.value for s in read_settings(run / "config.yaml") if s.key == "model.path"), "")
+    model = next((s.value for s in read_settings(run / "config.yaml") if s.key == "model.path"), "")
     with data_errors(str(run / "config.yaml"), "the config of a run"):
-        given = str(json.loads(given)) if given.startswith('"') else given
+        model = str(json.loads(model)) if model.startswith('"') else model
     first = 0
     if (run / "result.json").is_file() and "answers" in (result := read_object(run / "result.json")):
-        given, first = str(result.get("model", given)), answer.step  # of `meshrl eval`
-    found = []
-    has_base = Path(given).is_dir() or bool(HUB_ID.fullmatch(given))  # a folder, or a hub id
-    if given and has_base:
-        found.append(SavedWeights(first, given))
+        model, first = str(result.get("model", model)), answer.step  # of `meshrl eval`
+    saved = []
+    has_base = Path(model).is_dir() or bool(HUB_ID.fullmatch(model))  # a folder, or a hub id
+    if model and has_base:
+        saved.append(SavedWeights(first, model))
     for step, folder in step_folders(run / "checkpoints"):
         if (folder / "model" / "config.json").is_file():
-            found.append(SavedWeights(step, str(folder / "model")))
+            saved.append(SavedWeights(step, str(folder / "model")))
         elif has_base and (folder / "state" / MANIFEST).is_file():  # to convert it, the first model is needed
-            found.append(SavedWeights(step, str(folder / "state")))
-    if not found:
+            saved.append(SavedWeights(step, str(folder / "state")))
+    if not saved:
         raise MeshrlError(
-            f"{run} has no weights to compute attention with: model.path {given!r} does not exist, and checkpoints/ "
+            f"{run} has no weights to compute attention with: model.path {model!r} does not exist, and checkpoints/ "
             "has no model. Restore the folder of model.path"
         )
     wanted = _finished_steps(run, answer)
-    return min(found, key=lambda weights: (abs(weights.step - wanted), weights.step)), wanted
+    return min(saved, key=lambda weights: (abs(weights.step - wanted), weights.step)), wanted
 
 
 def _finished_steps(run: Path, answer: ChosenAnswer) -> int:
@@ -186,18 +187,20 @@ def _computed(weights: SavedWeights, ids: np.ndarray) -> tuple[list[str], Any]:
 
 
 def _page(run: Path, answer: ChosenAnswer, texts: list[str], sampled: np.ndarray, maps: Any, notes: list[str]) -> str:
-    facts = {
+    record = {
         "tokens": texts,
         "sampled": [int(flag) for flag in sampled],
         "block": maps.block,
         "side": maps.side,
         "heads": maps.num_heads,
-        "layers": [one and ([] if one.unshown is None else one.unshown.round(4).tolist()) for one in maps.layers],
+        "layers": [
+            layer and ([] if layer.unshown is None else layer.unshown.round(4).tolist()) for layer in maps.layers
+        ],
     }
     blocks = "".join(
-        f'<script type="text/plain" id="map{i}">{packed(one.weights.tobytes())}</script>\n'
-        for i, one in enumerate(maps.layers)
-        if one is not None
+        f'<script type="text/plain" id="map{i}">{packed(layer.weights.tobytes())}</script>\n'
+        for i, layer in enumerate(maps.layers)
+        if layer is not None
     )
     name, reward = run.resolve().name, answer.trajectory.reward
     about = f"answer {answer.name} · group {answer.trajectory.group_id} · {len(texts)} tokens"
@@ -212,7 +215,7 @@ def _page(run: Path, answer: ChosenAnswer, texts: list[str], sampled: np.ndarray
         ],
         style=[package_text(_HERE, "attention.css")],
         scripts=[package_text(_HERE, "attention.js")],
-        data=data_block("attention", facts) + blocks,
+        data=data_block("attention", record) + blocks,
     )
 
 
@@ -223,9 +226,9 @@ def _display_notes(maps: Any) -> list[str]:
             f"A row or column of a map stands for {maps.block} tokens and shows the largest weight between two such "
             "blocks, so the rows do not sum to 1."
         )
-    without = [str(i) for i, one in enumerate(maps.layers) if one is None]
+    without = [str(i) for i, layer in enumerate(maps.layers) if layer is None]
     if without:
         notes.append(f"The layers {', '.join(without)} have no softmax attention, so they have no map.")
-    if any(one is not None and one.unshown is not None for one in maps.layers):
+    if any(layer is not None and layer.unshown is not None for layer in maps.layers):
         notes.append("Some heads have an attention sink, which takes weight that no token gets; it is shown per head.")
     return notes

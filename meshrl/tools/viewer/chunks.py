@@ -125,16 +125,16 @@ def _asked(prompt: Record) -> str:
 
 def _chunk(groups: dict[str, list[_Answer]], tokens: TokenFile | None) -> Chunk:
     answers = [answer for group in groups.values() for answer in group]
-    facts = []
+    prompts = []
     for name, group in groups.items():
         prompt, asked = next((answer.prompt for answer in group if answer.prompt), ("", ""))
-        facts.append({"id": name, "prompt": prompt, "asked": asked})
+        prompts.append({"id": name, "prompt": prompt, "asked": asked})
     parts = [part for answer in answers for part in answer.parts]
     texts = json.dumps([answer.shown for answer in answers], separators=(",", ":"), default=str)
     return Chunk(
         packed(texts.encode()),
         packed(_values(tokens, parts)) if tokens is not None and parts else "",
-        facts,
+        prompts,
         [(number, *answer.row) for number, group in enumerate(groups.values()) for answer in group],
     )
 

@@ -38,20 +38,20 @@ def rollout_files(folder: Path, steps: str | None = None) -> list[RolloutFile]:
     MeshrlError when there are none."""
     first, last = _range(steps)
     require_rollouts(folder)
-    found = [(step, kind, path) for kind in ("eval", "step") for step, path in answer_files(folder, kind).items()]
-    chosen = [RolloutFile(path, kind, step) for step, kind, path in sorted(found) if first <= step <= last]
+    files = [(step, kind, path) for kind in ("eval", "step") for step, path in answer_files(folder, kind).items()]
+    chosen = [RolloutFile(path, kind, step) for step, kind, path in sorted(files) if first <= step <= last]
     if not chosen:
-        raise ConfigError(f"--steps {steps}: {folder} has the steps {min(found)[0]} to {max(found)[0]}")
+        raise ConfigError(f"--steps {steps}: {folder} has the steps {min(files)[0]} to {max(files)[0]}")
     return chosen
 
 
 def _range(steps: str | None) -> tuple[int, float]:
     if steps is None:
         return 0, float("inf")
-    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", steps)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", steps)
+    if match is None:
         raise ConfigError(f"--steps {steps!r}: write a step or a range, such as 12 or 10-20")
-    first, last = int(found[1]), int(found[2] or found[1])
+    first, last = int(match[1]), int(match[2] or match[1])
     if first > last:
         raise ConfigError(f"--steps {steps}: the range ends before it begins; write {last}-{first}")
     return first, last
@@ -120,8 +120,8 @@ def _index(files: list[RolloutFile], chunks: list[list[Chunk]]) -> dict[str, Any
                 columns[name] += [first + group for group in column] if name == "group" else column
             starts.append(len(columns["group"]))
     words = {name: sorted(set(columns[name])) for name in _WORDS}
-    for name, known in words.items():
-        numbers = {word: i for i, word in enumerate(known)}
+    for name, distinct in words.items():
+        numbers = {word: i for i, word in enumerate(distinct)}
         columns[name] = [numbers[word] for word in columns[name]]
     return {
         "files": [{"kind": f.kind, "step": f.step, "name": step_name(f.kind, f.step)} for f in files],

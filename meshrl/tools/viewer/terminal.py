@@ -31,12 +31,12 @@ _SORTS = {
 
 
 def _mean_reward(group: Answered) -> float:
-    known = [one.trajectory.reward for one in group if one.trajectory.reward is not None]
-    return sum(known) / len(known) if known else math.inf
+    rewards = [logged.trajectory.reward for logged in group if logged.trajectory.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else math.inf
 
 
 def _longest(group: Answered) -> int:
-    return max(sum(len(turn.output_ids) for turn in one.trajectory.turns) for one in group)
+    return max(sum(len(turn.output_ids) for turn in logged.trajectory.turns) for logged in group)
 
 
 def _texts(group: Answered) -> Iterator[str]:
@@ -85,15 +85,15 @@ class RolloutViewer(App[None]):
         self.query_one(DataTable).focus()
         self.action_change("file", 0)
 
-    def action_change(self, what: str, by: int) -> None:
+    def action_change(self, choice: str, by: int) -> None:
         """Choose another file, order, colour, or all answers or only wrong ones."""
-        self._chosen[what] = (self._chosen[what] + by) % self._counts[what]
-        if what in ("file", "wrong"):
+        self._chosen[choice] = (self._chosen[choice] + by) % self._counts[choice]
+        if choice in ("file", "wrong"):
             file = self._files[self._chosen["file"]]
             self._answers = read_answers(self._run, file.kind, file.step, bool(self._chosen["wrong"]))
         row = self.query_one(DataTable).cursor_row
         self._list()
-        if what == "colour":
+        if choice == "colour":
             self.query_one(DataTable).move_cursor(row=row)
 
     def _list(self) -> None:
@@ -101,7 +101,7 @@ class RolloutViewer(App[None]):
         answers, sort = self._answers, list(_SORTS)[self._chosen["sort"]]
         self.shown = [
             (name, group)
-            for name, group in sorted(answers.groups.items(), key=lambda one: _SORTS[sort](one[1]))
+            for name, group in sorted(answers.groups.items(), key=lambda item: _SORTS[sort](item[1]))
             if any(self._words in text.lower() for text in _texts(group))
         ]
         state = [f"{len(self.shown)} of {counted(len(answers.groups), 'prompt')}, by {sort}"]
@@ -125,7 +125,7 @@ class RolloutViewer(App[None]):
         if event.cursor_row < len(self.shown):
             name, group = self.shown[event.cursor_row]
             self.query_one("#asked", Static).update(Group(*question_parts(group[0].trajectory.prompt)))
-            parts = (answer_parts(name, one, self._tokens(one)) for one in group)
+            parts = (answer_parts(name, logged, self._tokens(logged)) for logged in group)
             await place.mount_all(VerticalScroll(Static(Group(*part)), classes="answer") for part in parts)
 
     def _tokens(self, logged: LoggedTrajectory) -> list[Text]:
@@ -137,7 +137,7 @@ class RolloutViewer(App[None]):
             return []
         if len(values) != len(logged.texts):  # no file, or one of other rollouts
             return []
-        return [tinted(text, one, COLOURS[chosen]) for text, one in zip(logged.texts, values)]
+        return [tinted(text, turn, COLOURS[chosen]) for text, turn in zip(logged.texts, values)]
 
     def action_search(self) -> None:
         self.query_one(Input).add_class("open").focus()

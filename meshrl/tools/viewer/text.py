@@ -60,14 +60,14 @@ def pages_of(answers: Answers) -> Iterator[str]:
     """A text for the head, and one for each group. On a terminal, lines are wrapped, and coloured unless NO_COLOR is
     set."""
     rewards = [logged.trajectory.reward for group in answers.groups.values() for logged in group]
-    known = [reward for reward in rewards if reward is not None]
-    mean = f", mean reward {sum(known) / len(known):.4g}" if known else ""
+    graded = [reward for reward in rewards if reward is not None]
+    mean = f", mean reward {sum(graded) / len(graded):.4g}" if graded else ""
     of = f"{len(answers.groups)} of " if len(answers.groups) < answers.num_groups else ""
     counts = f"{of}{counted(answers.num_groups, 'prompt')}, {counted(len(rewards), 'answer')}"
     yield _drawn([Text(printable(f"{answers.title}: {counts}{mean}"), "bold")])
     for name, group in answers.groups.items():
         question = question_parts(group[0].trajectory.prompt, f" {name.rpartition('/')[2]} of {answers.num_groups}")
-        yield _drawn([Text(), *question, *(part for one in group for part in answer_parts(name, one))])
+        yield _drawn([Text(), *question, *(part for logged in group for part in answer_parts(name, logged))])
     if answers.error:
         yield _drawn([Text(printable(answers.error), "yellow")])
 
@@ -102,7 +102,7 @@ def tinted(text: str, values: TokenValues, colour: str) -> Text:
     """The text of a turn with a background for each token: green for values above 0, red for those below it, stronger
     for larger ones. Tokens without this value are dim."""
     columns = values.columns
-    found = {
+    numbers = {
         "sampler logprob": columns["rollout_logprobs"],
         "trainer logprob": columns["logprobs"],
         "log ratio": columns["logprobs"] - columns["rollout_logprobs"],
@@ -111,9 +111,9 @@ def tinted(text: str, values: TokenValues, colour: str) -> Text:
         "version": columns["versions"] - columns["versions"].min(initial=0),
         "loss mask": columns["trained"],
     }[colour].astype(float)
-    largest = np.abs(found[np.isfinite(found)]).max(initial=0.0) or 1.0
+    largest = np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0) or 1.0
     out, at = Text(), 0
-    for size, value in zip(columns["characters"].tolist(), found.tolist()):
+    for size, value in zip(columns["characters"].tolist(), numbers.tolist()):
         strength = round(150 * abs(value) / largest) if math.isfinite(value) else 0
         style = f"on rgb({strength},0,0)" if value < 0 else f"on rgb(0,{strength},0)"
         out.append(printable(text[at : at + size]), style if math.isfinite(value) else "dim")

@@ -112,7 +112,7 @@ def test_oversampling_drops_late_groups_and_still_trains_full_steps():
 
 def test_a_full_sampler_starts_no_group():
     made = setup("fully_async", max_running=5, num_steps=6)
-    alive = [(g.began, g.scored_at) for g in simulate(made).groups]
+    alive = [(g.started_at, g.scored_at) for g in simulate(made).groups]
     most = max(sum(began <= at < end for began, end in alive) for at, _ in alive)
     assert most == 2  # groups of 2 answers in 5 rows
 
