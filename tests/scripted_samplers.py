@@ -13,7 +13,7 @@ from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
 from meshrl.loops.job import Job
-from meshrl.loops.source import Batch
+from meshrl.loops.source import ScoredBatch
 from meshrl.monitor.spans import Spans
 
 PER_STEP, NUM_STEPS = 2, 20
@@ -95,7 +95,7 @@ def job_of(
     return Job(**parts)
 
 
-def trained(batch: Batch) -> list[int]:
+def trained(batch: ScoredBatch) -> list[int]:
     return [*dict.fromkeys(t.prompt.ordinal for t in batch.trained)]
 
 

@@ -12,12 +12,12 @@ from typing import Any
 from meshrl.core.types import Metric, Prompt
 from meshrl.loops.group_limits import GroupLimits
 from meshrl.loops.job import Job, ScoredGroup
-from meshrl.loops.source import Batch, GroupFilter
+from meshrl.loops.source import GroupFilter, ScoredBatch
 from meshrl.loops.step import answer, group_id, score
 
 
 @dataclass(kw_only=True, slots=True)
-class Group:
+class StartedGroup:
     """A group that is not trained yet. before: the data's state before its prompt."""
 
     prompt: Prompt
@@ -37,7 +37,7 @@ class GroupBuffer:
         self._job = job
         max_running, num_samplers = job.cfg.rollout.max_running_requests, len(job.rollouts.ranks)
         self.limits = GroupLimits(job.cfg.loop, max_running, num_samplers, job.step)
-        self._groups: dict[int, Group] = {}  # by ordinal
+        self._groups: dict[int, StartedGroup] = {}  # by ordinal
         self._finished = set[int](job.cursor.get("finished", ()))  # trained or dropped, from the cursor on
         self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
         job.scored = []
@@ -78,7 +78,7 @@ class GroupBuffer:
                 oldest = version
                 self._unsent.add(group_id(prompt, "train"))
                 task = asyncio.ensure_future(self._sampled(prompt))
-            self._groups[prompt.ordinal] = Group(prompt=prompt, before=before, task=task)
+            self._groups[prompt.ordinal] = StartedGroup(prompt=prompt, before=before, task=task)
             self.limits.start(prompt.ordinal, oldest)
             task.add_done_callback(partial(self._ended, prompt.ordinal))
 
@@ -102,7 +102,7 @@ class GroupBuffer:
             self._unsent.discard(group_id(prompt, "train"))
         return ScoredGroup(trajectories, await score(self._job, trajectories))
 
-    async def take(self) -> Batch:
+    async def take(self) -> ScoredBatch:
         """Wait for the groups of the next step, remove them and return them. Raises: the error of a group."""
         self.limits.begin_step(self._job.step)
         while True:
@@ -114,7 +114,7 @@ class GroupBuffer:
                 return self._removed(*found)
             await self._group_ended.wait()
 
-    def _removed(self, taken: list[int], late: list[int]) -> Batch:
+    def _removed(self, taken: list[int], late: list[int]) -> ScoredBatch:
         """Cancel and remove the late groups, remove the taken ones and return them."""
         groups = [self._groups.pop(ordinal).task.result() for ordinal in taken]
         for ordinal in late:
@@ -124,7 +124,7 @@ class GroupBuffer:
         self._finished |= {*taken, *late}
         self.fill()  # if no request runs, no end of a turn would do it before the next step
         replaced, self._replaced = self._replaced, []
-        return Batch(
+        return ScoredBatch(
             trained=[t for group in groups for t in group.trajectories],
             replaced=[t for group in replaced for t in group.trajectories],
             metrics=[m for group in (*groups, *replaced) for m in group.metrics] + self._filter.next_step(),

@@ -11,7 +11,7 @@ import asyncio
 
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
-from meshrl.loops.source import Batch, next_batch
+from meshrl.loops.source import ScoredBatch, next_batch
 from meshrl.loops.step import finish_step, first_sync, probe_result, sync, train_step
 
 
@@ -19,7 +19,7 @@ async def one_step_off(job: Job) -> None:
     """Run until the job is over, from its current step. Evaluates and saves between a sync and the next batch."""
     run, loop = job.run, job.cfg.loop
     metrics = await first_sync(job)
-    ahead: asyncio.Task[Batch] | None = None
+    ahead: asyncio.Task[ScoredBatch] | None = None
     try:
         while True:
             await evaluate_if_due(job)
@@ -48,7 +48,7 @@ async def one_step_off(job: Job) -> None:
             await asyncio.gather(ahead, return_exceptions=True)
 
 
-async def _needs_sync(job: Job, ahead: asyncio.Task[Batch]) -> bool:
+async def _needs_sync(job: Job, ahead: asyncio.Task[ScoredBatch]) -> bool:
     """Wait until the batch is sampled. Returns True before that if a sampler was replaced and waits for weights: the
     trainer does not have the version any more with which the batch was started."""
     needs = asyncio.ensure_future(job.rollouts.needs_sync.wait())

@@ -13,7 +13,7 @@ from meshrl.loops.step import answer, score
 
 
 @dataclass(kw_only=True, slots=True)
-class Batch:
+class ScoredBatch:
     """The answers of a step. trained: those of its groups, in the order of their prompts. replaced: those of groups
     that others have replaced. metrics: of the grading of all. cursor: the data's state after these groups."""
 
@@ -53,9 +53,9 @@ class GroupFilter:
         return [Metric(name="rollout/groups_replaced", sum=count, reduce="sum", unit="groups")]
 
 
-async def next_batch(job: Job) -> Batch:
+async def next_batch(job: Job) -> ScoredBatch:
     """Sample and score the next prompts_per_step groups that are trained."""
-    batch, accepted, wanted = Batch(), GroupFilter(job.cfg.loop), job.cfg.loop.prompts_per_step
+    batch, accepted, wanted = ScoredBatch(), GroupFilter(job.cfg.loop), job.cfg.loop.prompts_per_step
     missing = wanted
     while missing:
         prompts, batch.cursor = job.next_prompts(missing)

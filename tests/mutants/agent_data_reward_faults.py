@@ -65,7 +65,7 @@ FAULTS = [
     Fault(
         "the token with which the template ends a turn does not stop the sampler",
         "meshrl/data/chat.py::stop_token_ids",
-        "found | _end_of_turn(tokenizer) => found",
+        "ids | _end_of_turn(tokenizer) => ids",
         _CHAT + "test_the_token_with_which_the_template_ends_a_turn_is_a_stop_id",
     ),
     Fault(

@@ -162,7 +162,7 @@ FAULTS = [
     Fault(
         "a token file of another user is accepted",
         "meshrl/process/run_token.py::_read",
-        "facts.st_uid != os.geteuid() => facts.st_uid < 0",
+        "status.st_uid != os.geteuid() => status.st_uid < 0",
         _RUN_TOKEN + "test_a_file_of_another_user_is_refused_although_its_proof_is_right",
     ),
     Fault(

@@ -38,7 +38,7 @@ FAULTS = [
     Fault(
         "a value of the config that a Python object replaces is silently ignored",
         "meshrl/config/load.py::_given_twice",
-        "problems.append(Problem((key,), text, value.origin)) => pass",
+        "problems.append(Problem((key,), problem, value.origin)) => pass",
         "tests/unit/config/test_config_dict.py::test_an_object_replaces_no_value_of_the_config",
     ),
     Fault(
@@ -57,7 +57,7 @@ FAULTS = [
     Fault(
         "a pipe is read like a file",
         "meshrl/core/files.py::size_of",
-        "not stat.S_ISREG(found.st_mode) => stat.S_ISSOCK(found.st_mode)",
+        "not stat.S_ISREG(status.st_mode) => stat.S_ISSOCK(status.st_mode)",
         _FUZZ_CONFIG + "test_the_command_exits_with_2_and_an_error_for_anything_but_a_config_file",
     ),
     Fault(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fault import Fault
 
 _LOOPS = "tests/contract/test_loops.py::"
+_REPLACED = "tests/unit/loops/test_replaced_groups.py::"
 _BUFFER = "tests/unit/loops/test_buffer.py::"
 _EVALUATED_PROMPTS = "tests/unit/loops/test_evaluated_prompts.py::"
 _JOB_STATE = "tests/unit/loops/test_job_state.py::"
@@ -136,11 +137,23 @@ FAULTS = [
         "tests/e2e/test_resume.py::test_a_resumed_run_equals_one_that_was_not_interrupted[mid-epoch]",
     ),
     Fault(
+        "a resumed run samples the prompts of replaced groups again",
+        "meshrl/loops/buffer.py::GroupBuffer._ended",
+        "self._finished.add(ordinal) => pass",
+        _REPLACED + "test_a_run_that_continues_before_a_group_that_was_not_trained_leaves_out_replaced_ones",
+    ),
+    Fault(
+        "a group of equal rewards counts as one with a gradient",
+        "meshrl/loops/source.py::GroupFilter.accepts",
+        "len(rewards) > 1 => len(rewards) > 0",
+        _REPLACED + "test_a_group_is_accepted_if_its_rewards_differ_or_the_limit_is_reached",
+    ),
+    Fault(
         "a one-step-off run resumes after the batch that was sampled ahead",
-        "meshrl/loops/one_step_off.py::_next_batch",
-        "prompts, cursor = job.next_prompts()"
-        " => prompts, cursor = job.next_prompts(); "
-        'cursor = {**job.feed.state(), "next_ordinal": job.feed.state()["next_ordinal"] + len(prompts)}',
+        "meshrl/loops/source.py::next_batch",
+        "prompts, batch.cursor = job.next_prompts(missing)"
+        " => prompts, _ = job.next_prompts(missing); "
+        'batch.cursor = {**job.feed.state(), "next_ordinal": job.feed.state()["next_ordinal"] + len(prompts)}',
         _LOOPS + "test_a_run_that_ended_early_continues_with_the_next_prompts",
     ),
     Fault(

@@ -81,20 +81,20 @@ FAULTS = [
     ),
     Fault(
         "tokens of mixed weights count as tokens of the last version",
-        "meshrl/rollout/server/answer.py::Answer._token_versions",
+        "meshrl/rollout/server/answer.py::ServerAnswer._token_versions",
         'versions = versions[: span["start"]] => versions[span["start"] : span["end"]] = max(self._versions.values())',
         _SGLANG_ENGINE + "test_tokens_of_mixed_weights_are_left_out",
     ),
     Fault(
         "a prompt that the server rendered again goes unnoticed",
-        "meshrl/rollout/server/answer.py::Answer._check_context",
+        "meshrl/rollout/server/answer.py::ServerAnswer._check_context",
         "part.context != sent and not (self._has_context and part.context is None)"
         " => part.context is None and not self._has_context",
         _SGLANG_ENGINE + "test_an_incomplete_answer_is_refused[wrong_echo-RequestError-sent 20 ids and echoed 21 ids]",
     ),
     Fault(
         "tokens that a server samples after a stop string are trained",
-        "meshrl/rollout/server/answer.py::Answer.add",
+        "meshrl/rollout/server/answer.py::ServerAnswer.add",
         "part.tokens[:num_output] => part.tokens",
         _SGLANG_ENGINE + "test_tokens_after_a_stop_string_are_not_part_of_the_turn",
     ),
@@ -137,7 +137,7 @@ FAULTS = [
     Fault(
         "a stop string that spans two tokens is not found",
         "meshrl/rollout/stop_strings.py::StopSearch.ends_with",
-        "self._tail += self._bytes_of(token) => self._tail = self._bytes_of(token)",
+        "self._tail += self._token_bytes(token) => self._tail = self._token_bytes(token)",
         _STOP_STRINGS + "test_the_end_is_the_first_token_whose_text_completes_a_stop_string",
     ),
     Fault(

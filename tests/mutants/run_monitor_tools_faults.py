@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "a requeued job does not wait for the end of the earlier one",
-        "meshrl/run/lease.py::until_free",
+        "meshrl/run/lease.py::wait_for_folder",
         "await asyncio.sleep(_POLL_S) => return",
         _RUN_FOLDER + "test_a_start_with_resume_auto_waits_for_the_end_of_the_run_before_it",
     ),
@@ -79,7 +79,7 @@ FAULTS = [
     ),
     Fault(
         "a resume truncates files before its checks are done",
-        "meshrl/run/live.py::_with_lease",
+        "meshrl/run/live.py::live_run",
         "if start is None: run.continue_from(None) => run.continue_from(start)",
         "tests/e2e/test_resume.py::test_a_resume_that_is_refused_changes_nothing",
     ),
@@ -109,8 +109,8 @@ FAULTS = [
     ),
     Fault(
         "a model is saved without the chat template of its training",
-        "meshrl/run/models.py::export_to",
-        "write_template(aside, chat_template) => write_template(aside, None)",
+        "meshrl/run/live.py::LiveRun.export_model",
+        "write_template(aside, self.chat_template) => write_template(aside, None)",
         "tests/e2e/test_template_and_stops.py::test_supervised_training_takes_the_same_keys_and_saves_the_template",
     ),
     Fault(

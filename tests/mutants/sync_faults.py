@@ -69,13 +69,13 @@ FAULTS = [
     Fault(
         "overlapping boxes are accepted",
         "meshrl/sync/layout.py::_require_cover",
-        "overlap(box[1:], other[1:]) => box is other",
+        "overlap(box[1:], later[1:]) => box is later",
         _SYNC_LAYOUT + "test_boxes_that_leave_something_out_or_do_not_fit_are_refused",
     ),
     Fault(
         "a part of a tensor that no rank holds is accepted",
         "meshrl/sync/layout.py::_require_cover",
-        "held != math.prod(shape) => held > math.prod(shape)",
+        "count != math.prod(shape) => count > math.prod(shape)",
         _SYNC_LAYOUT + "test_boxes_that_leave_something_out_or_do_not_fit_are_refused",
     ),
     Fault(
@@ -106,8 +106,8 @@ FAULTS = [
     Fault(
         "the version is visible before the proof",
         "meshrl/sync/receiver.py::Receiver.commit",
-        "found = self.targets().items() if read_back is None else read_back()"
-        ' => self._last, self._phase = expected.version, "idle"; found = read_back()',
+        "tensors = self.targets().items() if read_back is None else read_back()"
+        ' => self._last, self._phase = expected.version, "idle"; tensors = read_back()',
         _SYNC_RECEIVER + "test_the_new_version_is_visible_only_after_its_proof",
     ),
     Fault(
@@ -136,8 +136,8 @@ FAULTS = [
     ),
     Fault(
         "sent values are not stored in the base",
-        "meshrl/sync/sender.py::WeightSender._changes_of",
-        "bits_of(before).scatter_(0, found, bits) => pass",
+        "meshrl/sync/sender.py::WeightSender._find_changes",
+        "bits_of(before).scatter_(0, changed, bits) => pass",
         _SYNC_SENDER + "test_any_partition_arrives_to_the_bit_and_then_its_changes_do",
     ),
     Fault(
@@ -148,15 +148,15 @@ FAULTS = [
     ),
     Fault(
         "places of changes count from the wrong start",
-        "meshrl/sync/sender.py::WeightSender._changes_of",
-        "found + low => found",
+        "meshrl/sync/sender.py::WeightSender._find_changes",
+        "changed + low => changed",
         _SYNC_SENDER + "test_changes_far_inside_a_large_tensor_have_the_right_indices",
     ),
     Fault(
         "changes are found by value and not by bit",
-        "meshrl/sync/sender.py::WeightSender._changes_of",
-        "found, bits = _differing(bits_of(now), bits_of(before))"
-        " => found = (now != before).nonzero()[:, 0]; bits = bits_of(now)[found]",
+        "meshrl/sync/sender.py::WeightSender._find_changes",
+        "changed, bits = _differing(bits_of(now), bits_of(before))"
+        " => changed = (now != before).nonzero()[:, 0]; bits = bits_of(now)[changed]",
         _SYNC_SENDER + "test_changes_are_exact_in_other_dtypes",
     ),
     Fault(

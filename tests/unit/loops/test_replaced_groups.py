@@ -32,9 +32,9 @@ def test_a_group_is_accepted_if_its_rewards_differ_or_the_limit_is_reached():
     assert always.accepts(answers(1.0, 1.0)) and always.next_step() == []
 
 
-def replacing(samplers: Samplers, limit: int) -> Job:
+def replacing(samplers: Samplers, limit: int, staleness: int = 0) -> Job:
     """A job in which the two answers to each third prompt differ."""
-    job = job_of(samplers, 0, max_replaced_groups=limit)
+    job = job_of(samplers, staleness, max_replaced_groups=limit)
     samplers.rewards = lambda ordinal, index: float(ordinal % 3 == 2 and index)
     return job
 
@@ -55,6 +55,21 @@ def test_a_group_starts_in_the_place_of_each_replaced_one_and_a_resume_samples_n
             await samplers.finish(5)
             assert await step == [2, 5]
             assert job.cursor["next_ordinal"] == 6 and job.cursor["finished"] == []
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_continues_before_a_group_that_was_not_trained_leaves_out_replaced_ones():
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = replacing(samplers, 9, staleness=1)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            await samplers.finish(1, 3)
+            await samplers.finish(5, 2)
+            assert await step == [2, 5]
+            assert job.cursor["next_ordinal"] == 0 and job.cursor["finished"] == [1, 2, 3, 5]
 
     asyncio.run(scenario())
 
