@@ -14,7 +14,8 @@ from meshrl.cli import main
 from meshrl.data.chat import BUILT_IN
 from meshrl.run.inputs import Objects, load_run
 from meshrl.run.task import load_prompts
-from meshrl.tools.init import NUM_HELDOUT, NUM_TRAIN, TASKS, word_problems
+from meshrl.tools.init import NUM_HELDOUT, NUM_TRAIN, TASKS
+from meshrl.tools.problems import word_problems
 
 
 def model(folder: Path, positions: int, template: str | None = "own") -> str:
