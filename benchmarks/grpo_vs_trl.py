@@ -40,9 +40,10 @@ from meshrl.train.state import load_model
 PAGED = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 1024, "max_requests_per_batch": 16}
 TRL_BEST: dict[str, Any] = {"micro_batch": 16, "num_ranks": 2, "continuous_batching": PAGED}
 MESHRL_BEST = {"num_ranks": 2}
-# Of a model whose matrix products take most of the time: a process with both threads, and plain `generate` in TRL.
+# Of a model whose matrix products take most of the time: plain `generate` in TRL, and in meshrl one process with both
+# threads. TRL needs a third less time with two processes (results/grpo_vs_trl_probe_real_model_20261125.json).
 LARGE_MODEL_BYTES = 200e6
-TRL_LARGE: dict[str, Any] = {"micro_batch": 8, "num_ranks": 1, "continuous_batching": None}
+TRL_LARGE: dict[str, Any] = {"micro_batch": 4, "num_ranks": 2, "continuous_batching": None}
 MESHRL_LARGE = {"num_ranks": 1}
 SAME_REWARD = 0.03  # difference between two seeds of one trainer after 60 steps; a right answer has reward 1
 

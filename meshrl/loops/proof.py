@@ -14,7 +14,7 @@ from meshrl.core.types import Metric, Sample
 
 MARGIN = 10.0  # a later step may differ this many times more than the first, when the weights were proven equal
 ROW_MARGIN = 5.0  # the limit of the worst row, as a multiple of the limit of an engine's mean
-FLOOR_NATS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # the rounding of a correct engine is below this
+FLOOR_NATS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # no limit is below this
 CEILING_NATS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}  # a larger difference is never rounding
 
 

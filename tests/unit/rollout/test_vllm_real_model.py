@@ -22,6 +22,9 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.loops.proof import FLOOR_NATS
+from meshrl.model.attention import PackedAttention
+from meshrl.model.causal import CausalModel
+from meshrl.model.load import load_causal_lm
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.vllm.dialect import VllmDialect, http_of, start_server
@@ -32,6 +35,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
 ]
+# Mean difference from the trainer, nats per token. vLLM rounds logits to its dtype: in bf16 those from 16 to 32 by up
+# to 0.0625. Measured: 0.021 for greedy answers, 0.042 for sampled ones.
+ROUNDING_NATS = {"bfloat16": 0.0625, "float32": FLOOR_NATS["float32"]}
 MAX_CONTEXT_TOKENS = 512
 MAX_NEW_TOKENS = 24
 
@@ -79,12 +85,20 @@ def greedy_answers(model: str, contexts: list[np.ndarray]) -> list[list[int]]:
     return [turns[str(i)].output_ids.tolist() for i in range(len(contexts))]
 
 
-def test_scores_in_bf16_differ_from_transformers_by_less_than_a_correct_engine_may(model: str):
-    from transformers import AutoModelForCausalLM
+def trainer_logprobs(lm: CausalModel, row: np.ndarray) -> np.ndarray:
+    """Those of all tokens but the first, as a train rank computes them."""
+    tokens, n = torch.from_numpy(row.astype(np.int64)), len(row)
+    context = PackedAttention([0, n], torch.device("cpu"))
+    places = torch.arange(n)
+    with torch.no_grad():
+        logprobs, _ = lm(tokens, places, context, places[1:], places[:-1], torch.ones(n - 1), None, False, {})
+    return logprobs.numpy()
 
+
+def test_scores_in_bf16_differ_from_the_trainers_by_the_rounding_of_logits(model: str):
     contexts = prompts(model, 16)
     rows = [np.concatenate([ids, out]) for ids, out in zip(contexts, greedy_answers(model, contexts), strict=True)]
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    lm = CausalModel(load_causal_lm(model, dtype=torch.bfloat16))
 
     async def scores(engine: ServerEngine) -> list[np.ndarray]:
         return [await engine.score(row) for row in rows]
@@ -93,13 +107,9 @@ def test_scores_in_bf16_differ_from_transformers_by_less_than_a_correct_engine_m
         found = asyncio.run(scores(engine))
     differences = []
     for context, row, mine in zip(contexts, rows, found, strict=True):
-        ids = torch.from_numpy(row.astype(np.int64))
-        with torch.no_grad():
-            logprobs = torch.log_softmax(lm(ids[None]).logits[0].float(), dim=-1)
-        theirs = logprobs[:-1].gather(1, ids[1:, None])[:, 0].numpy()
-        differences.append(np.abs(mine[1:] - theirs)[len(context) - 1 :])
+        differences.append(np.abs(mine[1:] - trainer_logprobs(lm, row))[len(context) - 1 :])
     mean = float(np.concatenate(differences).mean())
-    assert 0 < mean < FLOOR_NATS["bfloat16"], f"{mean:.3g} nats per token"
+    assert 0 < mean < ROUNDING_NATS["bfloat16"], f"{mean:.3g} nats per token"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -114,7 +124,7 @@ def test_a_run_with_vllm_is_proven_and_vllm_answers_like_its_export(tmp_path: Pa
     proven = [step for step in steps if "proof/logprob_abs_diff_mean" in step]
     assert len(proven) == 2
     for step in proven:
-        assert step["proof/logprob_abs_diff_mean"] < FLOOR_NATS[dtype]
+        assert step["proof/logprob_abs_diff_mean"] < ROUNDING_NATS[dtype]
         assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
     if dtype == "bfloat16":  # near ties of two tokens are decided by rounding
         return
