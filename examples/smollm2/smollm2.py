@@ -48,7 +48,7 @@ NUM_TRAIN, NUM_HELDOUT = 2_000, 200
 MIN_ACCURACY = 0.7  # held-out accuracy that the run must reach
 MAX_RISE_OF_CONTROL = 0.05  # of the held-out accuracy
 
-ON_A_CPU = [  # products of float32 are the faster ones there, and small micro-batches keep the memory below 6 GB
+ON_A_CPU = [  # products of float32 are the faster ones there, and small micro-batches need less memory
     "model.dtype=float32",
     "train.max_tokens_per_microbatch=384",
 ]
