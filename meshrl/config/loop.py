@@ -39,8 +39,8 @@ class LoopConfig(Slice):
     would become too old, up to this fraction, instead of waiting for them. 0 = no group is dropped. This is faster
     but biased: long answers are dropped most often"""
     max_replaced_groups: int = Field(0, ge=0)
-    """groups that a step replaces by newly sampled ones because all their answers have the same reward, and so no
-    gradient (dynamic sampling of DAPO); when this many were replaced, the step takes any group. 0 = none is replaced"""
+    """groups that a step replaces by newly sampled ones because all their answers have the same reward, which gives
+    no gradient (dynamic sampling of DAPO); after this many the step takes any group. 0 = none is replaced"""
     eval_every_steps: int = Field(0, ge=0)
     """steps between evaluations; 0 = only before and after training"""
     eval_samples: int = Field(1, ge=1)

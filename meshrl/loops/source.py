@@ -30,8 +30,8 @@ class ScoredBatch:
 
 class GroupFilter:
     """Accepts the groups of a step: those whose answers differ in their reward, and any group once the step has
-    replaced loop.max_replaced_groups others. A group of equal rewards has advantage 0, and so no gradient (dynamic
-    sampling: DAPO, arXiv 2503.14476, equation 11)."""
+    replaced loop.max_replaced_groups others. A group of equal rewards has advantage 0, so its rewards give no
+    gradient (dynamic sampling: DAPO, arXiv 2503.14476, equation 11)."""
 
     def __init__(self, loop: LoopConfig):
         self._limit = loop.max_replaced_groups
@@ -55,22 +55,18 @@ class GroupFilter:
 
 async def next_batch(job: Job) -> ScoredBatch:
     """Sample and score the next prompts_per_step groups that are trained."""
-    batch, accepted, wanted = ScoredBatch(), GroupFilter(job.cfg.loop), job.cfg.loop.prompts_per_step
-    missing = wanted
+    batch, groups = ScoredBatch(), GroupFilter(job.cfg.loop)
+    missing, size = job.cfg.loop.prompts_per_step, job.cfg.loop.samples_per_prompt
     while missing:
         prompts, batch.cursor = job.next_prompts(missing)
         trajectories = await answer(job, prompts)
         batch.metrics += await score(job, trajectories)
-        for group in by_prompt(trajectories, job.cfg.loop.samples_per_prompt):
-            if accepted.accepts(group):
+        for at in range(0, len(trajectories), size):  # they are in the order of their prompts
+            group = trajectories[at : at + size]
+            if groups.accepts(group):
                 batch.trained += group
                 missing -= 1
             else:
                 batch.replaced += group
-    batch.metrics += accepted.next_step()
+    batch.metrics += groups.next_step()
     return batch
-
-
-def by_prompt(trajectories: Sequence[Trajectory], group_size: int) -> list[list[Trajectory]]:
-    """The answers to each prompt, from answers in the order of their prompts."""
-    return [[*trajectories[at : at + group_size]] for at in range(0, len(trajectories), group_size)]

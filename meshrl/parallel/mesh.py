@@ -86,7 +86,9 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def replica_group(mesh: DeviceMesh) -> Any:
     """The process group of this rank's replica, in which rank s is sender s (a collective when called first)."""
     axes = [axis for axis in AXES[1:] if mesh[axis].size() > 1]
-    return mesh[tuple(axes)]._flatten().get_group() if len(axes) > 1 else mesh[axes[0] if axes else AXES[1]].get_group()
+    if len(axes) > 1:
+        return mesh[tuple(axes)]._flatten().get_group()
+    return mesh[axes[0] if axes else "dp_shard"].get_group()
 
 
 def forget_meshes() -> None:

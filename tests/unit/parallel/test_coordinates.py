@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshrl.cluster.weight_sync import sync_order
 from meshrl.parallel.boxes import boxes
-from meshrl.parallel.mesh import Coordinates, build_mesh, coordinates, forget_meshes, fsdp_mesh
+from meshrl.parallel.mesh import Coordinates, build_mesh, coordinates, forget_meshes, fsdp_mesh, replica_group
 from meshrl.sync.layout import Box, SyncHeader, make_layout
 from meshrl.sync.transaction import SyncState
 from meshrl.sync.transport import Address
@@ -54,6 +54,11 @@ def held(shape: tuple[int, ...], rank: int) -> list[Box]:
             if shape[3] > 1 and (dim is None or size[dim] % shape[3] == 0):
                 full = distribute_tensor(full, mesh["tp"], [Replicate() if dim is None else Shard(dim)])
             module.register_parameter(name, torch.nn.Parameter(full))
+        of_replica = [
+            r for r in range(prod(shape)) if coordinates(shape, r).replica == coordinates(shape, rank).replica
+        ]
+        in_order = sorted(of_replica, key=lambda r: coordinates(shape, r).sender)
+        assert dist.get_process_group_ranks(replica_group(mesh)) == in_order
         fully_shard(module, mesh=fsdp_mesh(mesh))
         return [
             Box(name, box.offsets, tuple(box.tensor.shape)) for name, p in module.named_parameters() for box in boxes(p)
