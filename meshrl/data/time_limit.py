@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TICK_S = 0.1
+_REPEAT_S = 1.0  # long enough to leave a block in, so that its end is interrupted once at most
 
 
 class TooLongError(Exception):
@@ -39,7 +40,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         try:
             _leave(thread)
-        except TooLongError:  # raised just now; the next one could come only a tick later
+        except TooLongError:  # raised just now; the next one could come only after _REPEAT_S
             _leave(thread)
             raise
 
@@ -59,6 +60,7 @@ def _interrupt_all() -> None:
                 return
             now = time.monotonic()
             for thread, deadline in _deadlines.items():
-                if now > deadline:  # again in each tick: the block may have caught the last one
+                if now > deadline:
+                    _deadlines[thread] = now + _REPEAT_S  # the block may catch the exception
                     error = ctypes.py_object(TooLongError)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
