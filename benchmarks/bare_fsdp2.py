@@ -4,8 +4,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshrl.model.attention import PackedAttention
-from meshrl.model.load import load_causal_lm
 from meshrl.model.logprob import Head, token_logprobs
+from meshrl.model.recipe import load_causal_lm
 
 
 class ScoringModel(torch.nn.Module):

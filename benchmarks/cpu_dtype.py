@@ -30,7 +30,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Request, SamplingParams
-from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.model.recipe import DTYPES, load_causal_lm
 from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack

@@ -35,7 +35,7 @@ from workload import gsm8k_groups, model_folder, start_single_rank, training_sam
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
-from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.model.recipe import DTYPES, load_causal_lm
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack

@@ -75,9 +75,7 @@ class Steps:
         assign_advantages(samples, self.algo)
         assign_loss_weights(samples, self.algo, 256)
         with self.phase("train"):
-            report = await self.trainer.forward_backward(
-                samples, self.trainer.batch_plan(samples), make_policy_loss(self.algo)
-            )
+            report = await self.trainer.forward_backward(self.trainer.plan_rows(samples), make_policy_loss(self.algo))
             proven = self.proof.check(report.mismatch, samples, "bfloat16", self.trainer.version)
             update = await self.trainer.optim_step(1e-6)
         await self.sync()

@@ -31,7 +31,7 @@ from measure import ROOT, Report, median, paired_ratio, parser
 from runs import OPTIMIZER, TrainingRun, TrainingTask, objective, rows_for, run_meshrl, run_trl
 from stand_in import stand_in
 
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 from meshrl.train.checkpoint_files import state_folder
 from meshrl.train.state import load_model
 

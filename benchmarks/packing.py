@@ -30,8 +30,8 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample
-from meshrl.model.load import DTYPES, load_causal_lm
 from meshrl.model.logprob import Head, token_logprobs
+from meshrl.model.recipe import DTYPES, load_causal_lm
 from meshrl.train.batch_plan import make_batch_plan, row_cost
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack

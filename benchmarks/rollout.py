@@ -43,7 +43,7 @@ from workload import VOCAB, gsm8k_groups, model_folder
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.types import Request, SamplingParams
-from meshrl.model.load import DTYPES
+from meshrl.model.recipe import DTYPES
 from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
 
 RIVALS = ("generate", "generate_batch", "vllm")

@@ -33,7 +33,7 @@ from workload import gsm8k_groups, model_folder, training_samples
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 from meshrl.monitor.recorder import RING, TRACED, recorder
 from meshrl.parallel.mesh import build_mesh
 from meshrl.process.family import own_memory

@@ -24,7 +24,7 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Request, SamplingParams
-from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.model.recipe import DTYPES, load_causal_lm
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 

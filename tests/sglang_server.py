@@ -45,7 +45,7 @@ from tiny_http import HttpServer, Refused
 
 from meshrl.core.types import Request, Turn
 from meshrl.model.hub_names import tied_names
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 
 GARBAGE = float("nan")
 

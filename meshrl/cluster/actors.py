@@ -40,7 +40,7 @@ from meshrl.core.device import (
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.model.flops import peak_flops
-from meshrl.model.load import DTYPES
+from meshrl.model.recipe import DTYPES
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.recorder import TRACED, recorder
 from meshrl.monitor.trace import PROFILE_FILE, write_rank

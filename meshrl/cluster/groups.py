@@ -18,7 +18,7 @@ import numpy as np
 
 from meshrl.cluster.actors import RankWorker, UpdateReport
 from meshrl.cluster.executor import Executor
-from meshrl.cluster.row_cache import RowsMessage, SentRows
+from meshrl.cluster.row_cache import PlannedRows, RowsMessage, SentRows
 from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
@@ -28,7 +28,7 @@ from meshrl.parallel.mesh import coordinates, resolve_shape
 from meshrl.rollout.build import takes_adapters
 from meshrl.rollout.continuation import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
-from meshrl.train.batch_plan import BatchPlan, make_batch_plan
+from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import Role, StepReport
 
@@ -69,28 +69,33 @@ class TrainGroup:
         adapters = spec.model.lora.enabled and spec.rollout is not None and takes_adapters(spec.rollout)
         return "adapter" if adapters else "delta"
 
-    def batch_plan(self, samples: Sequence[Sample], scored: Collection[int] = ()) -> BatchPlan:
-        """The batch plan of these samples, made once for all ranks. scored: the rows without a gradient."""
+    def plan_rows(self, samples: Sequence[Sample], scored: Collection[int] = ()) -> PlannedRows:
+        """Make the batch plan of these samples, once for all ranks and all commands. The samples are sent with the
+        first command, and the fields that have changed since with each later one. scored: the rows without a
+        gradient."""
         lengths = [len(s) for s in samples]
-        if not self.cfg.share_prompts:
-            return make_batch_plan(lengths, self.num_data_ranks, self._budget, scored=scored)
-        numbers: dict[str, int] = {}
-        groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
-        prefixes = [s.prefix_len if len(s) > s.prefix_len and s.routed_experts is None else 0 for s in samples]
-        return make_batch_plan(lengths, self.num_data_ranks, self._budget, groups, prefixes, scored)
+        groups = prefixes = None
+        if self.cfg.share_prompts:
+            numbers: dict[str, int] = {}
+            groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
+            prefixes = [s.prefix_len if len(s) > s.prefix_len and s.routed_experts is None else 0 for s in samples]
+        batch_plan = make_batch_plan(lengths, self.num_data_ranks, self._budget, groups, prefixes, scored)
+        return self._sent.add([*samples], batch_plan)
 
-    async def forward(self, samples: Sequence[Sample], batch_plan: BatchPlan, role: Role) -> list[np.ndarray]:
+    def drop_rows(self, rows: PlannedRows) -> None:
+        """Let the ranks free these rows."""
+        self._sent.drop(rows)
+
+    async def forward(self, rows: PlannedRows, role: Role) -> list[np.ndarray]:
         """Logprobs of all samples under `policy` or `reference`, in their order; float32[T] each."""
-        parts = await self._rows(RankWorker.forward, samples, batch_plan, role)
-        rows = {i: array for part in parts for i, array in part.items()}
-        return [rows[i] for i in range(len(samples))]
+        parts = await self._rows(RankWorker.forward, rows, role)
+        by_row = {i: array for part in parts for i, array in part.items()}
+        return [by_row[i] for i in range(len(rows.samples))]
 
-    async def forward_backward(
-        self, samples: Sequence[Sample], batch_plan: BatchPlan, loss: LossFn, values: bool = False
-    ) -> UpdateReport:
-        """Add the gradient of these samples; returns the metrics of all ranks. values: whether the report has the
+    async def forward_backward(self, rows: PlannedRows, loss: LossFn, values: bool = False) -> UpdateReport:
+        """Add the gradient of these rows; returns the metrics of all ranks. values: whether the report has the
         trainer's values of each token."""
-        reports = await self._rows(RankWorker.forward_backward, samples, batch_plan, loss, values)
+        reports = await self._rows(RankWorker.forward_backward, rows, loss, values)
         return UpdateReport(
             metrics=[m for r in reports for m in r.metrics],
             mismatch={i: row for r in reports for i, row in r.mismatch.items()},
@@ -101,7 +106,6 @@ class TrainGroup:
         """Update the weights; returns the first rank's report, with `not_finite` of the first rank that has any."""
         self.is_synced = False
         self.num_optim_steps += 1
-        self._sent.forget_last()  # frees the samples
         reports = await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, lr))
         bad = next((report.not_finite for report in reports if report.not_finite), "")
         return dataclasses.replace(reports[0], not_finite=bad)
@@ -156,14 +160,13 @@ class TrainGroup:
     async def _rows(
         self,
         method: Callable[Concatenate[RankWorker, RowsMessage, P], T],
-        samples: Sequence[Sample],
-        batch_plan: BatchPlan,
+        rows: PlannedRows,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
         """Call every rank with the rows of its data index; returns the answer of each index's first rank."""
         async with self.command_lock:
-            messages = self._sent.messages(samples, batch_plan)
+            messages = self._sent.messages(rows)
             try:
                 answers = await self._each(
                     lambda rank: self.executor.call(

@@ -44,10 +44,10 @@ def _split(rows: Sequence[int], lengths: Sequence[int], array: np.ndarray) -> Co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsMessage:
-    """The rows that a rank needs for one command. number: of this batch plan. used: the numbers of all batch plans in
-    use; a rank frees the rows of others. micro_batches, num_scored: this rank's part of the plan. is_new: the rank has
-    not got these rows yet. columns: all fields of new rows, by name, else those that have changed since they were sent
-    last."""
+    """The rows that a rank needs for one command. number: of these PlannedRows. used: the numbers of all that are in
+    use; a rank frees the rows of others. micro_batches, num_scored: this rank's part of the batch plan. is_new: the
+    rank has not got these rows yet. columns: all fields of new rows, by name, else those that have changed since they
+    were sent last."""
 
     number: int
     used: tuple[int, ...]
@@ -57,53 +57,56 @@ class RowsMessage:
     columns: dict[str, Column]
 
 
-@dataclass(kw_only=True, slots=True)
-class _Sent:
-    """A batch plan with its number, and of each sample the values of its fields that the ranks have. A plan that no
-    object of the step refers to is not used again."""
+@dataclass(eq=False, kw_only=True, slots=True, weakref_slot=True)
+class PlannedRows:
+    """The samples of one optimizer step and their batch plan. The ranks keep them while this object exists, or until
+    `SentRows.drop`. sent: of each sample, the values of its fields that the ranks have; None before the first
+    command."""
 
-    batch_plan: weakref.ref[BatchPlan]
+    samples: list[Sample]
+    batch_plan: BatchPlan
     number: int
-    values: list[tuple[Any, ...]]
+    sent: list[tuple[Any, ...]] | None = None
 
 
 class SentRows:
-    """The controller's record of the samples that the ranks have; a step with several updates has a batch plan for
-    each."""
+    """The controller's record of the samples that the ranks have; a step with several updates has rows for each."""
 
     def __init__(self) -> None:
-        self._sent: list[_Sent] = []  # in the order of their last use
+        self._used: weakref.WeakSet[PlannedRows] = weakref.WeakSet()
         self._numbers = itertools.count()
+
+    def add(self, samples: list[Sample], batch_plan: BatchPlan) -> PlannedRows:
+        rows = PlannedRows(samples=samples, batch_plan=batch_plan, number=next(self._numbers))
+        self._used.add(rows)
+        return rows
+
+    def drop(self, rows: PlannedRows) -> None:
+        """These rows are not used again: the ranks free them with the next message."""
+        self._used.discard(rows)
 
     def forget(self) -> None:
         """The ranks may have other samples now: the next messages contain all samples."""
-        self._sent = []
+        for rows in self._used:
+            rows.sent = None
 
-    def forget_last(self) -> None:
-        """The samples of the last messages are not used again."""
-        del self._sent[-1:]
-
-    def messages(self, samples: Sequence[Sample], batch_plan: BatchPlan) -> list[RowsMessage]:
-        """One message for each data index. The same plan object means the same samples: other samples get a new one."""
-        now = [_values(sample) for sample in samples]
-        known = next((s for s in self._sent if s.batch_plan() is batch_plan and len(s.values) == len(now)), None)
-        number = next(self._numbers) if known is None else known.number
-        self._sent = [s for s in self._sent if (other := s.batch_plan()) is not None and other is not batch_plan]
-        self._sent.append(_Sent(batch_plan=weakref.ref(batch_plan), number=number, values=now))
-        used = tuple(s.number for s in self._sent)
+    def messages(self, rows: PlannedRows) -> list[RowsMessage]:
+        """One message for each data index."""
+        before, rows.sent = rows.sent, [_values(sample) for sample in rows.samples]
+        used, now, batch_plan = tuple(sorted(each.number for each in self._used)), rows.sent, rows.batch_plan
 
         def message(index: int) -> RowsMessage:
-            rows = batch_plan.rows(index)
-            columns = {name: Column(rows, new) for name, new in zip(_FIELDS, zip(*(now[i] for i in rows)))}
-            if known is not None:
-                before = zip(*(known.values[i] for i in rows))
-                columns = {name: _changed(column, old) for (name, column), old in zip(columns.items(), before)}
+            own = batch_plan.rows(index)
+            columns = {name: Column(own, new) for name, new in zip(_FIELDS, zip(*(now[i] for i in own)))}
+            if before is not None:
+                old = zip(*(before[i] for i in own))
+                columns = {name: _changed(column, values) for (name, column), values in zip(columns.items(), old)}
             return RowsMessage(
-                number=number,
+                number=rows.number,
                 used=used,
                 micro_batches=batch_plan.micro_batches[index],
                 num_scored=batch_plan.num_scored,
-                is_new=known is None,
+                is_new=before is None,
                 columns={name: column for name, column in columns.items() if column.rows},
             )
 
@@ -116,10 +119,10 @@ def _changed(column: Column, before: Sequence[Any]) -> Column:
 
 
 class RowCache:
-    """A rank's own samples of the batch plans in use."""
+    """A rank's own samples of the PlannedRows in use."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, dict[int, Sample]] = {}  # by the number of their batch plan
+        self._samples: dict[int, dict[int, Sample]] = {}  # by the number of their PlannedRows
 
     def take(self, message: RowsMessage) -> dict[int, Sample]:
         """This rank's current rows, by their index in the batch plan. Raises: ValueError when it has not got them."""
@@ -131,7 +134,7 @@ class RowCache:
         if message.is_new:
             self._samples[message.number] = {i: Sample(**values) for i, values in fields.items()}
         elif message.number not in self._samples:
-            raise ValueError(f"no samples of batch plan {message.number}; this rank has those of {[*self._samples]}")
+            raise ValueError(f"no samples of rows {message.number}; this rank has those of {[*self._samples]}")
         else:
             for i, values in fields.items():
                 for name, value in values.items():

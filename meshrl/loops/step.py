@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshrl.algo.losses import make_policy_loss, rows_without_gradient
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.groups import RolloutGroup
+from meshrl.cluster.row_cache import PlannedRows
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import MeshrlError, SamplerMismatchError
@@ -36,17 +37,7 @@ from meshrl.monitor.metrics import histogram
 from meshrl.monitor.token_log import TrainerValues
 from meshrl.reward.score import Scorer
 from meshrl.sync.layout import Ack
-from meshrl.train.batch_plan import BatchPlan
 from meshrl.train.optim import learning_rate
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """The samples of one optimizer step and their batch plan; scoring and training use the same batch plan."""
-
-    samples: list[Sample]
-    batch_plan: BatchPlan
-
 
 Ended = Callable[[Prompt, Trajectory], Awaitable[None]]
 
@@ -187,7 +178,7 @@ def check_failures(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajec
     scorer.check_failures(trajectories)
 
 
-def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list[Update]:
+def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list[PlannedRows]:
     """Divide the samples into num_updates optimizer steps with equally many groups; groups are not split."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -195,7 +186,7 @@ def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list
     parts: list[list[Sample]] = [[] for _ in range(num_updates)]
     for i, members in enumerate(groups.values()):
         parts[i * num_updates // len(groups)].extend(members)
-    return [Update(part, job.trainer.batch_plan(part)) for part in parts if part]
+    return [job.trainer.plan_rows(part) for part in parts if part]
 
 
 async def release_samplers(job: Job) -> list[Metric]:
@@ -207,28 +198,26 @@ async def release_samplers(job: Job) -> list[Metric]:
     ]
 
 
-async def annotate(job: Job, updates: Sequence[Update]) -> list[Metric]:
+async def annotate(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
     """Compute only the logprobs that the algorithm needs: of the reference when the KL coefficient is above 0, old ones
     when the step has several updates (a single update is on-policy and needs no second forward pass)."""
     metrics: list[Metric] = []
     for update in updates:
         if job.cfg.algo.kl.coef > 0:
-            for s, row in zip(
-                update.samples, await job.trainer.forward(update.samples, update.batch_plan, "reference"), strict=True
-            ):
+            for s, row in zip(update.samples, await job.trainer.forward(update, "reference"), strict=True):
                 s.ref_logprobs = row
         if len(updates) > 1:
             version, mismatch = job.trainer.version, dict[int, np.ndarray]()
-            for i, row in enumerate(await job.trainer.forward(update.samples, update.batch_plan, "policy")):
+            for i, row in enumerate(await job.trainer.forward(update, "policy")):
                 update.samples[i].old_logprobs = row
                 mismatch[i] = row_mismatch(update.samples[i], row, version)
             metrics += job.proof.check(mismatch, update.samples, job.cfg.model.dtype, version)
     return metrics
 
 
-async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
-    """One optimizer step for each Update that has a token to train, else a note. The sampler proof is checked between
-    the gradient and the step."""
+async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
+    """One optimizer step for each of the updates that has a token to train, else a note. The sampler proof is checked
+    between the gradient and the step."""
     cfg, metrics = job.cfg, list[Metric]()
     loss = make_policy_loss(cfg.algo)
     total = cfg.loop.num_steps * cfg.train.updates_per_step
@@ -237,8 +226,9 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
             job.run.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is skipped")
             continue
         scored = rows_without_gradient(cfg.algo, part.samples)
-        batch_plan = job.trainer.batch_plan(part.samples, scored) if scored else part.batch_plan
-        report = await job.trainer.forward_backward(part.samples, batch_plan, loss, job.token_values is not None)
+        rows = job.trainer.plan_rows(part.samples, scored) if scored else part
+        report = await job.trainer.forward_backward(rows, loss, job.token_values is not None)
+        job.trainer.drop_rows(part)
         share = Metric(name="train/no_gradient_fraction", sum=len(scored), weight=len(part.samples), unit="fraction")
         metrics.append(share)
         if job.token_values is not None:
@@ -330,7 +320,7 @@ async def _probe(job: Job, rows: Sequence[Sample]) -> list[Metric]:
     """
     version, trainer = job.trainer.version, job.trainer
     ours, theirs = await asyncio.gather(
-        trainer.forward(rows, trainer.batch_plan(rows), "policy"),
+        trainer.forward(trainer.plan_rows(rows), "policy"),
         asyncio.gather(*(job.rollouts.score(row.tokens) for row in rows)),
     )
     mismatch, answers = dict[int, np.ndarray](), list[Sample]()

@@ -76,8 +76,8 @@ def _attention(
             "was not called through meshrl.model.causal.CausalModel"
         )
     if s_aux is not None or dropout:
-        what = "attention sinks (s_aux)" if s_aux is not None else f"attention dropout {dropout}"
-        raise ValueError(f"{type(module).__name__} asks for {what}, which meshrl's attention does not compute")
+        feature = "attention sinks (s_aux)" if s_aux is not None else f"attention dropout {dropout}"
+        raise ValueError(f"{type(module).__name__} asks for {feature}, which meshrl's attention does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     spec = AttentionSpec(scale, sliding_window, softcap)
     out = attention_context.attend(

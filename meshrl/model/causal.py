@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from meshrl.model.attention import AttentionContext
 from meshrl.model.logprob import Head, token_logprobs
@@ -37,16 +35,6 @@ class CausalModel(torch.nn.Module):
         """The decoder blocks: the longest ModuleList of the backbone."""
         lists = [m for m in self.lm.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
         return max(lists, key=len)
-
-    def checkpoint_layers(self) -> None:
-        """Activation checkpointing: store only each block's input, and recompute its activations in the backward pass.
-        Call it before FSDP shards the blocks, so that FSDP's hooks are not part of what is recomputed.
-
-        Transformers' own checkpointing needs train mode, in which some families compute at random (sampled experts,
-        router jitter, skipped layers).
-        """
-        for block in self.layers:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def head(self) -> Head:
         """The output head, with the current parameters."""

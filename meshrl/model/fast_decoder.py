@@ -62,10 +62,10 @@ class FastDecoder:
         refused when the model is loaded.)"""
         if self._num_positions > TABLE_POSITIONS:
             return self._cos_sin(x, position_ids)
-        known = self._table
-        if known is None or (known[0].dtype, known[0].device) != (x.dtype, x.device):
-            known = self._table = self._cos_sin(x, torch.arange(self._num_positions, device=x.device))
-        return known[0].index_select(0, position_ids), known[1].index_select(0, position_ids)
+        table = self._table
+        if table is None or (table[0].dtype, table[0].device) != (x.dtype, x.device):
+            table = self._table = self._cos_sin(x, torch.arange(self._num_positions, device=x.device))
+        return table[0].index_select(0, position_ids), table[1].index_select(0, position_ids)
 
     def _cos_sin(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The first half of the sines is negated, so that a rotation is a swap of halves."""

@@ -27,11 +27,11 @@ def not_finite(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.f
     return [name for number, name in enumerate(checked) if not all(fits[2 * number : 2 * number + 2])]
 
 
-def not_finite_error(where: str, name: str, dtype: torch.dtype) -> ConfigError:
+def not_finite_error(source: str, name: str, dtype: torch.dtype) -> ConfigError:
     """The error for a tensor of a model's folder. where: its file, or the folder if the file is not known."""
     kind = str(dtype).removeprefix("torch.")
     return ConfigError(
-        f"{where}: tensor {name} contains NaN, an infinity, or a value outside the range of {kind} (largest: "
+        f"{source}: tensor {name} contains NaN, an infinity, or a value outside the range of {kind} (largest: "
         f"{torch.finfo(dtype).max:g}), so the model can't be used. The file is damaged, or the run that wrote it had "
         "diverged. Give another model"
     )

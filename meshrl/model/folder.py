@@ -27,20 +27,20 @@ def check_folder(folder: Path) -> dict[str, StoredTensor]:
     Raises: ConfigError naming file and key or tensor.
     """
     path, generation = folder / "config.json", folder / "generation_config.json"
-    facts = _json(path)
+    config = _json(path)
     if generation.exists():  # Transformers ignores one that it can't read
         _json(generation)
-    _require_known_class(path, facts)
+    _require_known_class(path, config)
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         raise ConfigError(
             f"{adapter}: this folder holds an adapter of another model. Merge the two (merge_and_unload) and give the "
             "folder of the merged model"
         )
-    if "transformers_weights" in facts:
+    if "transformers_weights" in config:
         raise ConfigError(f"{path}: transformers_weights names other weights than {SINGLE}; remove that key")
     stored = stored_tensors(folder)
-    for part in (facts, facts.get("text_config")):
+    for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             _require_sane_counts(path, part, stored)
     return stored
@@ -48,11 +48,11 @@ def check_folder(folder: Path) -> dict[str, StoredTensor]:
 
 def require_same_size(model: torch.nn.Module, stored: dict[str, StoredTensor], path: str | Path) -> None:
     """Check that the files can fill a model that is still on the meta device. Raises: ConfigError."""
-    wanted, held = sum(p.numel() for p in model.parameters()), sum(tensor.numel for tensor in stored.values())
-    if wanted > held:
+    wanted, num_stored = sum(p.numel() for p in model.parameters()), sum(tensor.numel for tensor in stored.values())
+    if wanted > num_stored:
         raise ConfigError(
             f"model.path {str(path)!r}: the model of config.json has {wanted:,} parameters, but the weight files hold "
-            f"{held:,}. They are of different models, or a file is missing"
+            f"{num_stored:,}. They are of different models, or a file is missing"
         )
 
 
@@ -60,7 +60,7 @@ def require_all_loaded(info: dict[str, Any], path: str | Path) -> None:
     """Check Transformers' loading info: the files filled every weight of the model, and all their tensors were used.
 
     Raises: ConfigError naming tensors."""
-    for key, what in (
+    for key, problem in (
         ("missing_keys", "lack tensors of the model, which would be left random"),
         ("mismatched_keys", "hold tensors of other shapes than the model's"),
         ("unexpected_keys", "hold tensors that the model of config.json has no place for"),
@@ -69,7 +69,8 @@ def require_all_loaded(info: dict[str, Any], path: str | Path) -> None:
         if names:
             shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
             raise ConfigError(
-                f"model.path {str(path)!r}: its weight files {what}: {shown}. Give config.json and weights of one model"
+                f"model.path {str(path)!r}: its weight files {problem}: {shown}. Give config.json and weights of "
+                "one model"
             )
 
 
@@ -94,12 +95,12 @@ def _json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {cause}. Give a folder made by save_pretrained") from cause
 
 
-def _require_known_class(path: Path, facts: dict[str, Any]) -> None:
+def _require_known_class(path: Path, config: dict[str, Any]) -> None:
     """The code of a class that Transformers does not know could only come from the folder."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind, code = facts.get("model_type"), facts.get("auto_map")
+    kind, code = config.get("model_type"), config.get("auto_map")
     if isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
@@ -107,23 +108,23 @@ def _require_known_class(path: Path, facts: dict[str, Any]) -> None:
             f"{path}: model_type is {kind!r}, for which Transformers has no causal language model "
             "(AutoModelForCausalLM). Choose a text model"
         )
-    why = f", and its auto_map names code of its own ({code!r:.120}), which meshrl never runs" if code else ""
+    own_code = f", and its auto_map names code of its own ({code!r:.120}), which meshrl never runs" if code else ""
     raise ConfigError(
-        f"{path}: model_type is {kind!r:.80}, which this Transformers does not know{why}. Choose a model whose class "
-        "is part of Transformers, or install a Transformers that has it"
+        f"{path}: model_type is {kind!r:.80}, which this Transformers does not know{own_code}. Choose a model whose "
+        "class is part of Transformers, or install a Transformers that has it"
     )
 
 
-def _require_sane_counts(path: Path, facts: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
+def _require_sane_counts(path: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
     """Check that numbers of layers and experts, and sizes, fit the files: Transformers builds or allocates all of them
     before it compares the weights."""
-    held = sum(tensor.numel for tensor in stored.values())
+    num_stored = sum(tensor.numel for tensor in stored.values())
     widest = max((size for tensor in stored.values() for size in tensor.shape), default=0)
-    for key, value in facts.items():
-        limits = {_LAYERS: len(stored), _EXPERTS: max(len(stored), widest), _SIZES: held}
+    for key, value in config.items():
+        limits = {_LAYERS: len(stored), _EXPERTS: max(len(stored), widest), _SIZES: num_stored}
         limit = next((limit for pattern, limit in limits.items() if pattern.fullmatch(key)), None)
         if limit is not None and isinstance(value, int) and value > limit:
             raise ConfigError(
-                f"{path}: {key} is {value:,}, but the weight files next to it hold {len(stored):,} tensors of {held:,} "
-                "numbers. They are of different models, or config.json is damaged"
+                f"{path}: {key} is {value:,}, but the weight files next to it hold {len(stored):,} tensors of "
+                f"{num_stored:,} numbers. They are of different models, or config.json is damaged"
             )

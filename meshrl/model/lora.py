@@ -183,10 +183,10 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:
     meant = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in cfg.targets}
     unused = [target for target, names in meant.items() if not names]
     if unused or not meant:
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        linear_names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
             f"model.lora.targets has {', '.join(unused) or 'no name'}, but the linear layers of {str(path)!r}, except "
-            f"its head, are {known}. Give some of these names, or only all-linear"
+            f"its head, are {linear_names}. Give some of these names, or only all-linear"
         )
     return [name for name in linear if any(name in names for names in meant.values())]
 

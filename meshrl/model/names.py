@@ -32,19 +32,19 @@ def match_names(
 
     Raises: ConfigError when a name is missing or unexpected, with similar names, or a shape or dtype does not fit.
     """
-    found, unexpected, computed = _assign(lm, stored, names)
+    matched, unexpected, computed = _assign(lm, stored, names)
     if computed:
         return computed
     for alias, first in names.tied.items():
-        if first in found and alias in found and not same_values(found[first], found[alias]):
-            return f"config.json ties {found[alias].name} and {found[first].name}, which differ in the files"
-        if alias in found:
-            found.setdefault(first, found[alias])
-            del found[alias]
+        if first in matched and alias in matched and not same_values(matched[first], matched[alias]):
+            return f"config.json ties {matched[alias].name} and {matched[first].name}, which differ in the files"
+        if alias in matched:
+            matched.setdefault(first, matched[alias])
+            del matched[alias]
     wanted, own = lm.state_dict(), names.module_names
-    for name, entry in found.items():
+    for name, entry in matched.items():
         _require_fit(name, entry, names.tensors[name], wanted[own[name]], type(lm).__name__)
-    missing = [name for name in names.tensors if name not in found]
+    missing = [name for name in names.tensors if name not in matched]
     refused = [name for name in missing if not _matches(lm._keys_to_ignore_on_load_missing, own[name])]
     if refused:
         raise ConfigError(
@@ -59,7 +59,7 @@ def match_names(
             f"{_nearest(entry.name, names.tensors)}. config.json and the files are of different models; remove a head "
             "of another task first"
         )
-    return f"{missing[0]} is in no file, and Transformers makes it" if missing else found
+    return f"{missing[0]} is in no file, and Transformers makes it" if missing else matched
 
 
 def _assign(
@@ -80,7 +80,7 @@ def _assign(
     ignored = [*(lm._keys_to_ignore_on_load_unexpected or ())]
     buffers = [name for name, _ in lm.named_buffers()]  # older files hold some that are now computed
     ignored += [rf"(^|\.){name}$" for name in ("inv_freq", "position_ids") if any(b.endswith(name) for b in buffers)]
-    found: dict[str, StoredTensor] = {}
+    matched: dict[str, StoredTensor] = {}
     unexpected = []
     for name in sorted(stored, key=dot_natural_key):
         target, _ = rename_source_key(name, renamings, converters, prefix, wanted)
@@ -95,13 +95,13 @@ def _assign(
         if not spelled and (len(candidates) > 1 or target in names.computed):
             return {}, [], f"{target} is computed from {name}"
         hub_name = (spelled or candidates)[0]
-        if hub_name in found:
-            one = found[hub_name]
+        if hub_name in matched:
+            other = matched[hub_name]
             raise ConfigError(
-                f"{one.file}: {one.name!r} and {name!r} are both the weight {hub_name!r}; remove one of them"
+                f"{other.file}: {other.name!r} and {name!r} are both the weight {hub_name!r}; remove one of them"
             )
-        found[hub_name] = stored[name]
-    return found, unexpected, ""
+        matched[hub_name] = stored[name]
+    return matched, unexpected, ""
 
 
 def _require_fit(name: str, entry: StoredTensor, shape: tuple[int, ...], wanted: torch.Tensor, model: str) -> None:

@@ -22,10 +22,10 @@ def prepacked(weight: torch.Tensor) -> torch.Tensor | None:
         return weight.detach().T.contiguous()
     if not torch.backends.mkldnn.is_available():
         return None
-    known = weight.dtype == torch.float32
+    is_supported = weight.dtype == torch.float32
     if weight.dtype == torch.bfloat16:
-        known = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None) if known else None
+        is_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None) if is_supported else None
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -121,15 +121,15 @@ def gathered(
             dist.send(torch.cat([part.reshape(-1) for part in own]).view(torch.uint8), root)
         return None
     full = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    for holder, held in holders.items():
-        if not held:
+    for holder, boxes_of_holder in holders.items():
+        if not boxes_of_holder:
             continue
-        sizes, parts = [prod(shape) for _, shape in held], own
+        sizes, parts = [prod(shape) for _, shape in boxes_of_holder], own
         if holder != root:
             flat = torch.empty(sum(sizes), dtype=dtype, device=tensor.device)
             dist.recv(flat.view(torch.uint8), holder)
             parts = list(flat.split(sizes))
-        for box, part in zip(held, parts, strict=True):
+        for box, part in zip(boxes_of_holder, parts, strict=True):
             full[index_of(box)] = part.view(box[1])
     return full
 
@@ -150,8 +150,8 @@ def assign_files(sizes: Sequence[tuple[str, int]], num_ranks: int, min_file_byte
 
 
 def _layer_of(name: str) -> str:
-    found = _LAYER.match(name)
-    return found[1] if found else name
+    layer = _LAYER.match(name)
+    return layer[1] if layer else name
 
 
 def _model_without_weights(lm: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from meshrl.model.finite import not_finite, not_finite_error
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import is_adapter, named_weights
 from meshrl.model.weight_files import KINDS, StoredTensor
-from meshrl.parallel.boxes import boxes
+from meshrl.parallel.boxes import boxes, index_of
 
 BUCKET_BYTES = 64 << 20  # host memory in addition to the shard; much smaller buckets read at full speed, too
 DTYPES = {kind: dtype for dtype, kind in KINDS.items() if kind[:2] != "F8"}  # float8 needs a scale
@@ -35,10 +35,9 @@ class StoredWeights:
 
         Raises: ConfigError naming the file that can't be read, or the tensor whose values are not finite.
         """
-        tensors = {name: p for name, p in named_weights(lm) if not is_adapter(name)} | persistent_buffers(lm)
         held = [
             (self.stored[hub_name], offsets, values)
-            for name, tensor in tensors.items()
+            for name, tensor in _values_of(lm).items()
             for local in boxes(tensor)
             for hub_name, offsets, values in self._names.split(name, local.offsets, local.tensor)
         ]
@@ -48,6 +47,25 @@ class StoredWeights:
             for stored, offsets, values in sorted(held, key=lambda each: (str(each[0].file), each[0].offset)):
                 for first, part in _contiguous_parts(offsets, values, stored.shape):
                     reader.read(stored, first, part)
+
+
+class LoadedWeights:
+    """The values of a model that only Transformers could load, with all of them in host memory."""
+
+    def __init__(self, lm: torch.nn.Module):
+        self._values = _values_of(lm)
+
+    @torch.no_grad()
+    def fill(self, lm: torch.nn.Module) -> None:
+        """As StoredWeights.fill."""
+        for name, tensor in _values_of(lm).items():
+            for local in boxes(tensor):
+                local.tensor.copy_(self._values[name][index_of(local.box)])
+
+
+def _values_of(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the files of a model hold, by the names of its modules."""
+    return {name: p for name, p in named_weights(lm) if not is_adapter(name)} | persistent_buffers(lm)
 
 
 def _contiguous_parts(

@@ -49,25 +49,25 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-        what = f" but {pickled[0]}, a pickle, which can run code when it is read" if pickled else ""
+        other_files = f" but {pickled[0]}, a pickle, which can run code when it is read" if pickled else ""
         raise ConfigError(
-            f"{folder} has neither {SINGLE} nor {INDEX}{what}. If you trust its source, write the model by "
+            f"{folder} has neither {SINGLE} nor {INDEX}{other_files}. If you trust its source, write the model by "
             "save_pretrained"
         )
     places = None if (folder / SINGLE).exists() else _by_index(folder)
     files = sorted(set(places.values())) if places is not None else [folder / SINGLE]
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         for stored in read_header(file):
-            other = found.setdefault(stored.name, stored)
+            other = tensors.setdefault(stored.name, stored)
             if other is not stored:
                 raise ConfigError(f"{file}: tensor {stored.name} is in {other.file.name}, too; remove one of them")
     for name, file in (places or {}).items():
-        if name not in found or found[name].file != file:
+        if name not in tensors or tensors[name].file != file:
             raise ConfigError(
                 f"{folder / INDEX}: tensor {name} should be in {file.name}, which does not hold it. {_WHAT_TO_DO}"
             )
-    return found
+    return tensors
 
 
 def read_header(file: Path) -> list[StoredTensor]:

@@ -58,12 +58,12 @@ def _cuts_of_shard(
     """The shape of a shard, and the offsets of its boxes with their indices in it; None = the box is the shard. The
     many tensors of one shape share this."""
     held = held_ranges(shape, placements, sizes, coordinate)
-    found = []
+    cuts = []
     for ranges in product(*[_with_starts(ranges) for ranges in held]):
         index = tuple(slice(at, at + stop - start) for at, start, stop in ranges)
-        found.append((tuple(start for _, start, _ in ranges), index))
+        cuts.append((tuple(start for _, start, _ in ranges), index))
     shard = tuple(sum(stop - start for start, stop in ranges) for ranges in held)
-    return shard, [(found[0][0], None)] if len(found) == 1 else sorted(found, key=lambda box: box[0])
+    return shard, [(cuts[0][0], None)] if len(cuts) == 1 else sorted(cuts, key=lambda box: box[0])
 
 
 def index_of(box: Box, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
@@ -101,17 +101,17 @@ def replica(tensor: torch.Tensor) -> tuple[int, int]:
 def owners(tensor: DTensor, near: int) -> dict[int, list[Box]]:
     """Global rank -> its boxes, for the ranks of one replica of the tensor: the replica of rank `near`. Empty if `near`
     is not part of the tensor's mesh."""
-    mesh, shape, found = tensor.device_mesh, tuple(tensor.shape), {}
+    mesh, shape, by_rank = tensor.device_mesh, tuple(tensor.shape), {}
     home = (mesh.mesh == near).nonzero().tolist()
     for coordinate in product(*[range(size) for size in mesh.shape]) if home else ():
         axes = zip(coordinate, home[0], tensor.placements, strict=True)
         if all(at == same for at, same, placement in axes if placement.is_replicate()):
             held = held_ranges(shape, tensor.placements, tuple(mesh.shape), coordinate)
-            found[int(mesh.mesh[coordinate])] = sorted(
+            by_rank[int(mesh.mesh[coordinate])] = sorted(
                 (tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges))
                 for ranges in product(*held)
             )
-    return found
+    return by_rank
 
 
 def held_ranges(
@@ -175,31 +175,31 @@ def _cuts(placement: Placement, dim: int) -> bool:
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
     """Chunk `index` of `count`, as torch.chunk cuts: all but the last ones have the same length."""
     total = sum(stop - start for start, stop in ranges)
-    low, found = -(-total // count) * index, []
+    low, chunk = -(-total // count) * index, []
     high = low + -(-total // count)
     for start, stop in ranges:
         begin, end = max(start, start + low), min(stop, start + high)
         if begin < end:
-            found.append((begin, end))
+            chunk.append((begin, end))
         low, high = low - (stop - start), high - (stop - start)
-    return found
+    return chunk
 
 
 def _joined(ranges: Ranges) -> Ranges:
     """Merge adjacent ranges."""
-    found: Ranges = []
+    joined: Ranges = []
     for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
 def _with_starts(ranges: Ranges) -> list[tuple[int, int, int]]:
     """(index in the shard, start, end) of each range."""
-    found, at = [], 0
+    with_starts, at = [], 0
     for start, stop in ranges:
-        found.append((at, start, stop))
+        with_starts.append((at, start, stop))
         at += stop - start
-    return found
+    return with_starts

@@ -155,8 +155,8 @@ def _new_folder(cfg: RunConfig, run: Path | None, out: Path | None) -> Path:
     """Create the folder of the evaluation: `out`, or the next eval_N in the model's run, else in that of run.name, else
     in run.folder. Raises: ConfigError when `out` exists."""
     name = () if cfg.run.name == "auto" else (cfg.run.name,)
-    place = Path(cfg.run.folder, *name) if run is None else run
-    with output_errors(place if out is None else out, "Make it writable, or name another folder by --out"):
+    run_folder = Path(cfg.run.folder, *name) if run is None else run
+    with output_errors(run_folder if out is None else out, "Make it writable, or name another folder by --out"):
         if out is not None:
             try:
                 out.mkdir(parents=True)
@@ -164,7 +164,7 @@ def _new_folder(cfg: RunConfig, run: Path | None, out: Path | None) -> Path:
                 raise ConfigError(f"--out {out} already exists; name a new folder") from None
             return out
         for number in count(1):
-            folder = place / f"eval_{number}"
+            folder = run_folder / f"eval_{number}"
             with suppress(FileExistsError):
                 folder.mkdir(parents=True)
                 return folder

@@ -126,17 +126,17 @@ def similar_runs(missing: Path) -> str:
     return f"; did you mean {' or '.join(str(missing.with_name(name)) for name in near)}?" if near else ""
 
 
-def state_in(given: Path) -> Path:
+def state_in(folder: Path) -> Path:
     """The folder of tensors: `given` itself, or `state` inside a folder such as checkpoints/step_000100."""
-    return given if is_there(given / MANIFEST) else given / "state"
+    return folder if is_there(folder / MANIFEST) else folder / "state"
 
 
 def _require_fitting(start: Start, kind: str, num_steps: int) -> None:
     """Raises: CheckpointError when it is a checkpoint of another command, or beyond num_steps."""
     assert start.folder is not None
-    if (found := start.saved.get("kind")) != kind:
+    if (saved_kind := start.saved.get("kind")) != kind:
         raise CheckpointError(
-            f"{start.folder} is a checkpoint of `meshrl {found}`, not of `meshrl {kind}`. To start from "
+            f"{start.folder} is a checkpoint of `meshrl {saved_kind}`, not of `meshrl {kind}`. To start from "
             f"its model, set model.path to {start.folder.parent / 'model'} and run.resume to never"
         )
     if start.step > num_steps:
@@ -175,7 +175,7 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
     files stay, and with `start` also the notes, because they state why a run returned to an earlier step. Unfinished
     saves are removed. Returns the new folder; None when there was nothing to move."""
     checkpoints, rollouts, metrics = folder / "checkpoints", folder / "rollouts", folder / _METRICS
-    asides = [path for place in (folder, checkpoints, rollouts) for path in place.glob(_EARLIER + "*")]
+    asides = [path for parent in (folder, checkpoints, rollouts) for path in parent.glob(_EARLIER + "*")]
     numbers = [int(number) for path in asides if (number := path.name.removeprefix(_EARLIER)).isdecimal()]
     aside = folder / f"{_EARLIER}{1 + max(numbers, default=0)}"
     step, first_repeated = (start.step, start.first_repeated_step) if start is not None else (-1, 0)
@@ -186,8 +186,8 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
     if start is None:
         moved += [path for name in _OF_A_RUN if (path := folder / name).exists() and not _is_empty(path)]
     for path in moved:
-        place = path.parent  # a link may lead to another disk: then the move stays there
-        to = place / aside.name if place.is_symlink() else aside / place.relative_to(folder)
+        parent = path.parent  # a link may lead to another disk: then the move stays there
+        to = parent / aside.name if parent.is_symlink() else aside / parent.relative_to(folder)
         to.mkdir(parents=True, exist_ok=True)
         os.rename(path, to / path.name)
     if start is not None:
@@ -206,7 +206,7 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
 def bytes_of(folder: Path) -> int:
     """Bytes of the states, models, rollouts and metrics of a run, without those of earlier parts."""
     places = [path for _, path in step_folders(folder / "checkpoints")]
-    files = [file for place in places for file in place.rglob("*")]
+    files = [file for root in places for file in root.rglob("*")]
     files += [folder / _METRICS, *step_files(folder / "rollouts", 0)]
     total = 0
     for file in files:
@@ -269,8 +269,8 @@ def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> N
     model = best.model
     if best.step:  # relative, so that the run's folder may move
         model = os.path.relpath(model, _best_file(run).parent)
-    facts = {"step": best.step, "score": best.score, "term": best.term, "model": model}
-    _write_best(run, {**facts, "beaten": sorted(beaten & _best_of_states(run))})
+    best_model = {"step": best.step, "score": best.score, "term": best.term, "model": model}
+    _write_best(run, {**best_model, "beaten": sorted(beaten & _best_of_states(run))})
     _remove_models(run, [step for step in beaten if not is_retained(step)])
 
 
@@ -296,13 +296,13 @@ def _remove_models(run: Path, steps: list[int]) -> None:
 
 def _best_of_states(run: Path) -> set[int]:
     """The steps whose models the checkpoints record as the best ones."""
-    found = set()
+    steps = set()
     for _, folder in states(run / "checkpoints"):
         with suppress(CheckpointError):  # damaged: no run continues from there
             best = read_controller(folder).get("best")
             if best is not None:
-                found.add(best["step"])
-    return found
+                steps.add(best["step"])
+    return steps
 
 
 def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> str | None:
@@ -322,11 +322,11 @@ def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> str | Non
 
 def read_best(run: Path) -> Best | None:
     """The best model recorded in checkpoints/best.json; None before the first evaluation."""
-    facts = best_facts(run)
-    if facts is None:
+    saved = best_facts(run)
+    if saved is None:
         return None
-    model = str(_best_file(run).parent / facts["model"]) if facts["step"] else facts["model"]
-    return Best(facts["step"], facts["score"], model, facts.get("term"))
+    model = str(_best_file(run).parent / saved["model"]) if saved["step"] else saved["model"]
+    return Best(saved["step"], saved["score"], model, saved.get("term"))
 
 
 def best_facts(run: Path) -> dict[str, Any] | None:
@@ -335,19 +335,19 @@ def best_facts(run: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        facts = read_json(path)
-        return facts | {"step": int(facts["step"]), "score": float(facts["score"]), "model": str(facts["model"])}
+        saved = read_json(path)
+        return saved | {"step": int(saved["step"]), "score": float(saved["score"]), "model": str(saved["model"])}
     except (Unreadable, KeyError, TypeError, ValueError, OverflowError) as cause:
         raise CheckpointError(
             f"{path} is damaged: {cause}. Remove it; the run then takes its next evaluation as the best so far"
         ) from cause
 
 
-def _write_best(run: Path, facts: dict[str, Any]) -> None:
+def _write_best(run: Path, content: dict[str, Any]) -> None:
     with output_errors(_best_file(run), CONTINUE_LATER):
         _best_file(run).parent.mkdir(exist_ok=True)
         with replacing(_best_file(run)) as aside:
-            write_json(aside, facts)  # flushed to disk, because a resume needs it
+            write_json(aside, content)  # flushed to disk, because a resume needs it
 
 
 def _best_file(run: Path) -> Path:

@@ -105,11 +105,11 @@ def objects_of(
         raise ConfigError(f"on_step is {shown(on_step)}; it must be a plain function of (step, metrics)")
     if on_step is not None:
         require_parameters("on_step", on_step, "step", "metrics")
-    given = {key: _as_list(ROWS[key], value) for key, value in (rows or {}).items() if value is not None}
+    given_rows = {key: _as_list(ROWS[key], value) for key, value in (rows or {}).items() if value is not None}
     return Objects(
         rewards=rewards or {},
         agent=None if agent is None else as_agent(agent, "agent"),
-        rows=given,
+        rows=given_rows,
         on_step=on_step,
         quiet=quiet,
     )
@@ -123,13 +123,13 @@ def load_run(
 ) -> Loaded[RunConfig]:
     """The checked config. The check constructs rewards and built-in agents from their args, but not a user's agent.
     Raises: ConfigError that lists all problems at once."""
-    known = {
+    names = {
         "reward": {*REWARDS, *(_name_of(function) for function in objects.rewards.values())},
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
         "needs_answer": set(NEEDS_ANSWER),
     }
     checks: list[Check] = [check_data, partial(check_graders, objects.rewards)]
-    loaded = load_run_config(source, overrides, known, purpose, objects.in_memory(), checks)
+    loaded = load_run_config(source, overrides, names, purpose, objects.in_memory(), checks)
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)
     return loaded

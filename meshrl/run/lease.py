@@ -68,9 +68,9 @@ class FolderLease:
 
 
 def _close_of(lease: weakref.ref[FolderLease]) -> None:
-    held = lease()
-    if held is not None:
-        held.release()
+    current = lease()
+    if current is not None:
+        current.release()
 
 
 def is_leased(folder: Path) -> bool:

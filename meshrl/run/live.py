@@ -232,8 +232,8 @@ class LiveRun:
             moved = f"; what was there is now in {aside}" if aside else ""
             self.note(f"run.resume=auto: {self.folder} has no checkpoint, so the run starts at step 0{moved}")
         elif aside is not None:
-            what = "an earlier part of the run" if start is not None else "an earlier run in this folder"
-            self.note(f"what {what} wrote after step {first_step} is now in {aside}")
+            overwritten = "an earlier part of the run" if start is not None else "an earlier run in this folder"
+            self.note(f"what {overwritten} wrote after step {first_step} is now in {aside}")
         first_repeated = start.first_repeated_step if start is not None else 0
         self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_repeated))
         self.status.go_back_to(first_step)
@@ -277,8 +277,8 @@ class LiveRun:
 
     def _write_result(self, result: dict[str, Any]) -> None:
         counts = self.writes.counts
-        facts = {**result, "failed_writes": counts} if counts else result
-        strict = json.loads(to_line(facts))  # NaN and infinity become texts, as JSON has no numbers for them
+        full_result = {**result, "failed_writes": counts} if counts else result
+        strict = json.loads(to_line(full_result))  # NaN and infinity become texts, as JSON has no numbers for them
         indent = None if self.kind == "eval" else 2  # the results of several evaluations together are JSON lines
         with self.writes.attempt("result.json"):
             write_text(self.folder / "result.json", json.dumps(strict, indent=indent) + "\n")
@@ -286,7 +286,7 @@ class LiveRun:
 
 def _tracing(run: LiveRun) -> Tracing:
     cfg = run.loaded.config
-    facts = {
+    run_facts = {
         "kind": run.kind,
         "schedule": cfg.loop.kind if run.kind == "train" else run.kind,
         "executor": cfg.cluster.executor,
@@ -297,7 +297,7 @@ def _tracing(run: LiveRun) -> Tracing:
         "max_tokens_per_microbatch": cfg.train.max_tokens_per_microbatch,
         "torch": version("torch"),
     }
-    return Tracing(run.folder, run.num_steps, cfg.monitor.trace_steps, run.spans, run.writes, facts)
+    return Tracing(run.folder, run.num_steps, cfg.monitor.trace_steps, run.spans, run.writes, run_facts)
 
 
 @contextmanager
@@ -318,9 +318,9 @@ def live_run(
     lease; MeshrlError and CheckpointError, as choose_start; ConfigError when a sink can't be opened; OutputError when
     the folder or the metrics can't be written.
     """
-    place, notes = Path(loaded.config.run.folder), list[str]()  # notes: until the run's terminal is open
-    with output_errors(place, _OTHER_FOLDER):
-        folder = place / run_name(loaded)
+    root, notes = Path(loaded.config.run.folder), list[str]()  # notes: until the run's terminal is open
+    with output_errors(root, _OTHER_FOLDER):
+        folder = root / run_name(loaded)
         folder.mkdir(parents=True, exist_ok=True)
         lease = FolderLease(folder)
         has_locks = lease.take()

@@ -122,8 +122,8 @@ async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float
     """Save the last finished step of a run that ends early, or report the last checkpoint. how: it ended. wait_s: for
     the running command of the ranks; None = without limit."""
     if run.stop.trainer_is_valid and job.step in (0, run.checkpoints.newest_on_disk()):
-        what = ", which is saved" if job.step else "; there is nothing to save yet"
-        run.note(f"{how} after step {job.step}{what}")
+        saved = ", which is saved" if job.step else "; there is nothing to save yet"
+        run.note(f"{how} after step {job.step}{saved}")
         return
     if run.stop.trainer_is_valid:
         run.note(f"{how}; ending with a checkpoint of step {job.step}")

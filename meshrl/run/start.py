@@ -257,9 +257,9 @@ def _note_end(run: LiveRun, steps: int) -> None:
 
 
 def _note_left_out(run: LiveRun, job: Job, num_training: int, num_held_out: int = 0) -> None:
-    for num, what in ((num_training, "training"), (num_held_out, "held-out")):
+    for num, kind in ((num_training, "training"), (num_held_out, "held-out")):
         if num:
-            run.note(f"left out {num} {what} prompts over {job.cfg.data.max_prompt_tokens} tokens")
+            run.note(f"left out {num} {kind} prompts over {job.cfg.data.max_prompt_tokens} tokens")
 
 
 def _summary(run: LiveRun, job: Job) -> dict[str, Any]:

@@ -40,13 +40,13 @@ def subject_of(config: Any, model: str | Path | None) -> tuple[Any, Subject]:
     """
     if not isinstance(config, str | Path) or not Path(config).is_dir():
         return config, Subject() if model is None else find_subject(model)
-    found = find_subject(config)
-    if found.run is None or not is_there(found.run / "config.yaml"):
+    subject = find_subject(config)
+    if subject.run is None or not is_there(subject.run / "config.yaml"):
         raise ConfigError(
             f"{config} is a folder, and belongs to no run with a config.yaml; give a config file, and the folder by "
             f"--model: meshrl eval CONFIG --model {config}"
         )
-    return found.run / "config.yaml", found if model is None else find_subject(model)
+    return subject.run / "config.yaml", subject if model is None else find_subject(model)
 
 
 def find_subject(given: str | Path, newest: bool = False) -> Subject:
@@ -63,8 +63,8 @@ def find_subject(given: str | Path, newest: bool = False) -> Subject:
         )
     if not folder.is_dir():
         if not HUB_ID.fullmatch(str(given)) or is_there(folder.parent):
-            what = "a model's folder, runs/NAME, or a hub id, which is written organisation/name"
-            raise ConfigError(f"{given} does not exist; give {what}{similar_runs(folder)}")
+            kinds = "a model's folder, runs/NAME, or a hub id, which is written organisation/name"
+            raise ConfigError(f"{given} does not exist; give {kinds}{similar_runs(folder)}")
         return Subject(model=str(given), text=str(given))
     if (folder / "config.json").is_file():
         run, step = _run_and_step(folder.resolve().parent)

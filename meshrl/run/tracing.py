@@ -106,4 +106,6 @@ async def _everywhere(executor: Executor, call: Callable[[int], Awaitable[T]]) -
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, MeshrlError):
             raise outcome
-    return {rank: found for rank, found in zip(ranks, outcomes, strict=True) if not isinstance(found, BaseException)}
+    return {
+        rank: outcome for rank, outcome in zip(ranks, outcomes, strict=True) if not isinstance(outcome, BaseException)
+    }

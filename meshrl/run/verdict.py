@@ -79,12 +79,12 @@ def outcome_of(low: float, high: float) -> str:
 def evaluations(lines: Iterable[MetricsLine], term: str | None) -> list[MetricsLine]:
     """The lines of evaluations by this loop.eval_term, None = by any, and of each step the last one: a run that
     continues with another term evaluates its step again. Scores of another term are not comparable."""
-    own, found = "eval/reward/mean" if term == WEIGHTED_SUM else f"eval/reward/term/{term}", dict[int, MetricsLine]()
+    own, by_step = "eval/reward/mean" if term == WEIGHTED_SUM else f"eval/reward/term/{term}", dict[int, MetricsLine]()
     for line in lines:
         score = line.metrics.get(HELD_OUT)
         if score is not None and not abs(line.metrics.get(own, score) - score) > 1e-6 * max(1.0, abs(score)):
-            found[line.step] = line
-    return list(found.values())
+            by_step[line.step] = line
+    return list(by_step.values())
 
 
 def verdict_of(evals: list[MetricsLine], best: Best | None) -> Verdict | None:

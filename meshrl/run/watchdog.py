@@ -107,16 +107,16 @@ class _Watchdog:
     def _find_problem(self) -> str:
         """A text with the phase and the blocked stack; "" while the loop runs."""
         phase = _PHASES.get(latest_span(), latest_span())
-        known = phase in Deadlines.model_fields
-        limit_s = (self.cluster.deadline_s(phase) if known else self.cluster.timeout_s) + _SLACK_S
+        has_own_limit = phase in Deadlines.model_fields
+        limit_s = (self.cluster.deadline_s(phase) if has_own_limit else self.cluster.timeout_s) + _SLACK_S
         blocked_s = time.monotonic() - self.beat
         if blocked_s <= limit_s:
             return ""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        place = "".join(traceback.format_list(traceback.extract_stack(frame)[-_FRAMES_SHOWN:])).rstrip()
-        key = f"cluster.deadlines.{phase}, or cluster.timeout_s," if known else "cluster.timeout_s"
+        stack = "".join(traceback.format_list(traceback.extract_stack(frame)[-_FRAMES_SHOWN:])).rstrip()
+        key = f"cluster.deadlines.{phase}, or cluster.timeout_s," if has_own_limit else "cluster.timeout_s"
         return (
             f"phase {phase or 'start'!r}: one call has blocked the controller for {blocked_s:.0f} s (allowed by {key} "
             f"plus {_SLACK_S:g} s: {limit_s:g} s). Code that waits must be async, or run in its own thread. It is "
-            f"blocked at:\n{place}"
+            f"blocked at:\n{stack}"
         )

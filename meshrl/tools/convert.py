@@ -8,8 +8,8 @@ from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import is_there, output_errors, replacing
 from meshrl.model.gguf import convert_gguf, is_gguf
-from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.lora import add_adapters
+from meshrl.model.recipe import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.save import save_pretrained
 from meshrl.run.folder import state_in, write_template
 from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller

@@ -21,7 +21,7 @@ QUADRATIC_TOKENS = 4096.0  # length at which a row's attention costs as much as 
 MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class BatchPlan:
     """micro_batches[rank][m] = indices of the rows in that micro-batch; [] is a dummy. All ranks have the same number.
     The first num_scored of each rank have rows without a gradient: their logprobs are computed, nothing else.
@@ -125,10 +125,10 @@ def _micro_batches(rows: Sequence[Row], bins: Sequence[_Bin], max_tokens: int) -
     while True:
         filled: dict[int, tuple[tuple[int, ...], ...]] = {}
         for rank in fullest_first:
-            found = _fill(rows, ranks[rank], count, max_tokens)
-            if found is None:
+            micro_batches = _fill(rows, ranks[rank], count, max_tokens)
+            if micro_batches is None:
                 break
-            filled[rank] = found
+            filled[rank] = micro_batches
         else:
             return tuple(filled[rank] for rank in range(len(bins)))
         count += 1

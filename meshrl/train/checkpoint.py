@@ -55,14 +55,14 @@ def stage(tensors: Tensors) -> list[StoredSlice]:
     """This rank's share of the tensors, copied to the host (a collective: all ranks need the same names, except plain
     tensors that only one rank has)."""
     saves = _saves_plain(tensors)
-    found = []
+    slices = []
     for number, (name, tensor) in enumerate(tensors.items()):
         index, count = replica(tensor)
         if saves[name] if name in saves else number % count == index:
             for offsets, values in boxes(tensor):
                 data = values.contiguous().to("cpu", copy=True)
-                found.append(StoredSlice(name, offsets, tuple(tensor.shape), data))
-    return found
+                slices.append(StoredSlice(name, offsets, tuple(tensor.shape), data))
+    return slices
 
 
 def _saves_plain(tensors: Tensors) -> dict[str, bool]:
@@ -136,9 +136,9 @@ class SavedTensors:
         self.folder = folder
         manifest = read_manifest(folder)
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        found = [text for texts in all_gather_json(faults(folder, manifest, rank, num_ranks)) for text in texts]
-        if found:
-            raise CheckpointError("\n".join(dict.fromkeys(found)))
+        problems = [text for texts in all_gather_json(faults(folder, manifest, rank, num_ranks)) for text in texts]
+        if problems:
+            raise CheckpointError("\n".join(dict.fromkeys(problems)))
         self.entries: dict[str, SavedTensor] = {}
         for file in sorted(folder / name for name in manifest.files if name.endswith(".safetensors")):
             try:
@@ -149,13 +149,13 @@ class SavedTensors:
 
     def _read_header(self, file: Path) -> None:
         with opened(file) as reader:
-            shapes, places = (json.loads(reader.metadata()[what]) for what in (_SHAPES, _OFFSETS))
+            shapes, places = (json.loads(reader.metadata()[key]) for key in (_SHAPES, _OFFSETS))
             if sorted(places) != sorted(reader.keys()):
                 raise ValueError(f"its metadata lists {len(places)} boxes, but it holds others")
-            for key, place in places.items():
+            for key, saved in places.items():
                 name = key if key in shapes else key.rpartition("@")[0]
                 piece = reader.get_slice(key)
-                offsets = tuple(map(int, place["saved_offsets"]))
+                offsets = tuple(map(int, saved["saved_offsets"]))
                 shape, dtype = tuple(map(int, shapes[name])), _DTYPES[piece.get_dtype()]
                 entry = self.entries.setdefault(name, SavedTensor(shape, dtype))
                 box = (offsets, tuple(piece.get_shape()))

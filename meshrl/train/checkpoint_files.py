@@ -64,8 +64,8 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
 
 def states(checkpoints: Path) -> list[tuple[int, Path]]:
     """(step, folder) of all complete checkpoints of a run, the newest last."""
-    found = ((step, folder / "state") for step, folder in step_folders(checkpoints))
-    return [(step, state) for step, state in found if (state / MANIFEST).is_file()]
+    folders = ((step, folder / "state") for step, folder in step_folders(checkpoints))
+    return [(step, state) for step, state in folders if (state / MANIFEST).is_file()]
 
 
 # ---- writing
@@ -210,14 +210,14 @@ def read_controller(folder: Path) -> dict[str, Any]:
 def faults(folder: Path, manifest: Manifest, share: int = 0, num_shares: int = 1) -> list[str]:
     """The faults of the files, each as a text that names the file. Ranks share the hashing: each hashes every
     num_shares-th file, and all check names and sizes."""
-    found = list(_quick_faults(folder, manifest))
-    if not found:
+    problems = list(_quick_faults(folder, manifest))
+    if not problems:
         for name in sorted(manifest.files)[share::num_shares]:
             try:
                 require_as_written(folder / name, manifest.files[name])
             except CheckpointError as fault:
-                found.append(str(fault))
-    return found
+                problems.append(str(fault))
+    return problems
 
 
 def require_as_written(path: Path, fact: FileFact) -> None:

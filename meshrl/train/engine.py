@@ -5,7 +5,6 @@ All methods are collectives: every rank of the mesh calls them in the same order
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -31,21 +30,18 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.finite import not_finite
 from meshrl.model.flops import ModelFlops, model_flops
 from meshrl.model.hub_names import HubNames
-from meshrl.model.load import DTYPES, cast_parameters, materialize, meta_copy, open_causal_lm, require_same_scores
 from meshrl.model.lora import (
     ADAPTER_FOLDER,
-    add_adapters,
-    init_adapters,
     named_weights,
     save_adapter,
     trained_weights,
     without_adapters,
 )
+from meshrl.model.recipe import DTYPES, Recipe, build_model, parallelize
 from meshrl.model.save import save_pretrained
-from meshrl.model.stream import StoredWeights
 from meshrl.monitor.recorder import recorder
-from meshrl.parallel.fsdp import full_tensor, local_shard, reshard, shard_model
-from meshrl.parallel.mesh import coordinates, fsdp_mesh
+from meshrl.parallel.fsdp import full_tensor, local_shard, reshard
+from meshrl.parallel.mesh import coordinates
 from meshrl.parallel.timing import timed
 from meshrl.train.checkpoint import stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
@@ -89,19 +85,9 @@ class StepReport:
 class TrainEngine:
     """Build with `TrainEngine.build`. version counts the weight updates that were sent to samplers."""
 
-    def __init__(
-        self,
-        model: CausalModel,
-        mesh: DeviceMesh,
-        cfg: TrainConfig,
-        compute_dtype: torch.dtype,
-        role: Role,
-        lora: LoraConfig | None = None,
-    ):
-        self.model, self.mesh, self.cfg, self.role, self.lora = model, mesh, cfg, role, lora
-        self.compute_dtype = compute_dtype
-        index = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
-        self.device = torch.device(mesh.device_type, *index)
+    def __init__(self, model: CausalModel, mesh: DeviceMesh, cfg: TrainConfig, role: Role, recipe: Recipe):
+        self.model, self.mesh, self.cfg, self.role = model, mesh, cfg, role
+        self.lora, self.compute_dtype, self.device = recipe.lora, recipe.compute_dtype, recipe.device
         self.coordinates = coordinates(mesh.shape, mesh.get_rank())
         self.optimizer = build_optimizer(model, cfg.optimizer) if role == "policy" else None
         self.num_optimizer_steps = 0
@@ -116,18 +102,10 @@ class TrainEngine:
         Raises: ConfigError when the folder can't be loaded, when our forward differs from that of Transformers, or when
         the model's packed rows are not independent.
         """
-        compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
-        lm, weights = open_causal_lm(model_cfg.path)
         lora = model_cfg.lora if role == "policy" and model_cfg.lora.enabled else None
-        cast_parameters(lm, masters if role == "policy" and lora is None else compute)
-        if lora is not None:
-            add_adapters(lm, lora, masters, model_cfg.path)
-        meta_lm = meta_copy(lm)
-        engine = cls.wrap(lm, train_cfg, mesh, role, compute, weights, lora)
-        init_adapters(lm)
-        require_same_scores(meta_lm, engine.model.lm, fsdp_mesh(mesh), model_cfg.path)
-        del meta_lm
-        gc.collect()  # sharded modules are reference cycles: padded shards of meta_lm would stay in memory
+        compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
+        recipe = _recipe(train_cfg, mesh, role, compute, masters, lora)
+        engine = cls(build_model(model_cfg.path, recipe), mesh, train_cfg, role, recipe)
         engine.require_independent_rows()
         return engine
 
@@ -139,31 +117,16 @@ class TrainEngine:
         mesh: DeviceMesh,
         role: Role,
         compute_dtype: torch.dtype,
-        weights: StoredWeights | None = None,
         lora: LoraConfig | None = None,
     ) -> TrainEngine:
-        """An engine over a Transformers causal LM, which has the same values on every rank, or is on the meta device
-        and gets its values from `weights` after it is sharded. lora: the config that `add_adapters` was called with."""
-        device = current_device(mesh.device_type)
-        model = CausalModel(lm)
-        if weights is None:
-            model.to(device)
-        lm.eval()  # for training too: in train mode some families sample experts, jitter routers or skip layers
+        """An engine over a Transformers causal LM that has the same values on every rank. lora: the config that
+        `add_adapters` was called with."""
+        recipe = _recipe(cfg, mesh, role, compute_dtype, compute_dtype, lora)
+        model = CausalModel(lm.eval()).to(recipe.device)
         if lora is None:  # else add_adapters has chosen the trained parameters
-            lm.requires_grad_(role == "policy")
-        if role == "policy" and cfg.activation_checkpointing:
-            model.checkpoint_layers()
-        shard_model(
-            model,
-            list(model.layers),
-            fsdp_mesh(mesh),
-            compute_dtype=compute_dtype,
-            reshard_after_forward=cfg.sharding_strategy not in ("SHARD_GRAD_OP", "NO_SHARD"),
-        )
-        if weights is not None:
-            materialize(model, device)
-            weights.fill(lm)
-        return cls(model, mesh, cfg, compute_dtype, role, lora)
+            lm.requires_grad_(recipe.trains)
+        parallelize(model, recipe)
+        return cls(model, mesh, cfg, role, recipe)
 
     @cached_property
     def names(self) -> HubNames:
@@ -372,6 +335,28 @@ class TrainEngine:
             "optimizer": _num_bytes(state),
             "buffers": _num_bytes(list(self.model.buffers())),
         }
+
+
+def _recipe(
+    cfg: TrainConfig,
+    mesh: DeviceMesh,
+    role: Role,
+    compute: torch.dtype,
+    masters: torch.dtype,
+    lora: LoraConfig | None,
+) -> Recipe:
+    trains = role == "policy"
+    return Recipe(
+        dtype=masters if trains and lora is None else compute,
+        lora=lora,
+        adapter_dtype=masters,
+        trains=trains,
+        mesh=mesh,
+        compute_dtype=compute,
+        activation_checkpointing=trains and cfg.activation_checkpointing,
+        keep_unsharded=cfg.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
+        device=current_device(mesh.device_type),
+    )
 
 
 def _collect_rows(into: RowArrays, batch: Batch, values: torch.Tensor) -> None:

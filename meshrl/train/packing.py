@@ -143,11 +143,11 @@ def _loss_weight(pieces: Sequence[_Piece]) -> torch.Tensor:
 def _routed_experts(pieces: Sequence[_Piece]) -> torch.Tensor | None:
     """[T, L, K]; rows without recorded experts are filled with -1 (the router chooses there)."""
     arrays = [p.sample.routed_experts for p in pieces]
-    known = [array for array in arrays if array is not None]
-    shapes = {array.shape[1:] for array in known}
+    present = [array for array in arrays if array is not None]
+    shapes = {array.shape[1:] for array in present}
     if len(shapes) > 1:
         raise ValueError(f"routed_experts of one batch have shapes {sorted(shapes)}; a model has one")
-    return _filled(pieces, arrays, known[0], -1) if known else None
+    return _filled(pieces, arrays, present[0], -1) if present else None
 
 
 def _token_extras(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:

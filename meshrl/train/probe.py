@@ -8,7 +8,7 @@ import numpy as np
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample
-from meshrl.model.load import TOLERANCE_NATS
+from meshrl.model.verify import TOLERANCE_NATS
 from meshrl.train.packing import bare_row
 
 
@@ -21,7 +21,7 @@ def require_independent_rows(
     Swapping the neighbours keeps the shape of every matrix product, also those of experts, so the row is rounded as
     before. With other neighbours experts would multiply other numbers of rows, and in bf16 that rounding may route a
     token to another expert, which changes a logprob as much as a leak does. A leak that does not depend on the order,
-    such as a mean over the pack, is found by `require_same_scores`, in fp32.
+    such as a mean over the pack, is found by `recipe.verify`, in fp32.
 
     model: its name in errors. score: logprobs of samples packed in this order, by index.
     Raises: ConfigError when the model's scores are random, or when packed rows affect each other.

@@ -159,8 +159,8 @@ def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -
     theirs = torch.zeros_like(mine)
     saved.load({_BASE: theirs})
     if not torch.equal(mine, theirs):
-        what = "model.lora.alpha" if mine[0] == theirs[0] else "the model in model.path, or model.dtype,"
-        raise CheckpointError(f"{folder} holds adapters, and {what} is not what they were trained with; restore it")
+        changed = "model.lora.alpha" if mine[0] == theirs[0] else "the model in model.path, or model.dtype,"
+        raise CheckpointError(f"{folder} holds adapters, and {changed} is not what they were trained with; restore it")
 
 
 def _empty_slot(saved: SavedTensor, p: torch.nn.Parameter) -> torch.Tensor:

@@ -35,19 +35,19 @@ def held_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merge
 
     merged (a collective): LoRA adapters are merged when the elements are read, for a sampler without adapters.
     """
-    found = HeldWeights(tied=dict(names.tied))
+    weights = HeldWeights(tied=dict(names.tied))
     adapters = adapters_of(lm) if merged else {}
     parameters = {name: p for name, p in named_weights(lm) if not (merged and is_adapter(name))}
     buffers = persistent_buffers(lm)
     for name, full in [*parameters.items(), *buffers.items()]:
         sent = full.dtype if name in buffers else dtype
         for hub_name in names.of(name):
-            found.tensors[hub_name] = names.tensors[hub_name], str(sent).removeprefix("torch.")
-            found.held[hub_name] = []
+            weights.tensors[hub_name] = names.tensors[hub_name], str(sent).removeprefix("torch.")
+            weights.held[hub_name] = []
         rows_of = merged_with(adapters[name]) if name in adapters else None
         for offsets, local in boxes(full):
             for hub_name, start, view in names.split(name, offsets, local):
                 # A layer with an adapter is one tensor of the files.
                 rows = None if rows_of is None else rows_of(LocalBox(start, view))
-                found.held[hub_name].append(HeldBox(start, tuple(view.shape), Elements(view, rows)))
-    return found
+                weights.held[hub_name].append(HeldBox(start, tuple(view.shape), Elements(view, rows)))
+    return weights

@@ -19,8 +19,8 @@ from tiny_samples import random_samples
 
 from meshrl.core.errors import SyncError
 from meshrl.model.hub_names import persistent_buffers
-from meshrl.model.load import load_causal_lm
 from meshrl.model.lora import add_adapters, init_adapters
+from meshrl.model.recipe import load_causal_lm
 from meshrl.train.packing import pack
 
 FAMILIES = ["glm4_moe", "deepseek_v3"]

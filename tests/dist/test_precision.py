@@ -17,7 +17,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 from meshrl.parallel.fsdp import full_tensor, shard_model
 from meshrl.parallel.mesh import build_mesh, fsdp_mesh, resolve_shape
 from meshrl.rollout.embedded.engine import build_embedded_engine

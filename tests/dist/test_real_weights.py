@@ -18,7 +18,7 @@ from tiny_run import train
 
 from meshrl.algo.losses import sft_loss
 from meshrl.data.chat import load_tokenizer, render, stop_token_ids
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.tools.init import init
 from meshrl.train.packing import bare_row, pack

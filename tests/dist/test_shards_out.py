@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshrl.core.errors import SyncError
 from meshrl.model.hub_names import HubNames
-from meshrl.model.load import cast_parameters
 from meshrl.model.lora import named_weights
+from meshrl.model.recipe import cast_parameters
 from meshrl.parallel.fsdp import full_tensor, local_shard
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, Layout, SyncHeader, Transfer, make_layout
@@ -135,7 +135,7 @@ def test_without_delta_no_base_is_stored(pool):
 def _ten_syncs(rank: int, world: int, folder: str, way: str) -> list[str]:
     """AdamW steps between syncs, then an export; names of tensors that differ between sampler and a load of the
     export."""
-    from meshrl.model.load import load_causal_lm
+    from meshrl.model.recipe import load_causal_lm
 
     engine = engine_over(tiny_qwen2(**UNEVEN), world, {"optimizer": {"lr": 1e-3}}, torch.bfloat16)
     synced = _synced_rank(engine, way)

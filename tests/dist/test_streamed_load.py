@@ -19,19 +19,23 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
+from meshrl.model.facts import model_facts
 from meshrl.model.hub_names import tied_names
-from meshrl.model.load import (
+from meshrl.model.recipe import (
     DTYPES,
+    Recipe,
     cast_parameters,
+    fill,
     load_causal_lm,
     materialize,
-    meta_copy,
-    open_causal_lm,
-    require_same_scores,
+    parallelize,
+    skeleton,
+    verify,
 )
+from meshrl.model.stream import LoadedWeights
 from meshrl.model.weight_files import stored_tensors
-from meshrl.parallel.fsdp import local_shard, shard_model
-from meshrl.parallel.mesh import build_mesh, fsdp_mesh, resolve_shape
+from meshrl.parallel.fsdp import local_shard
+from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.engine import TrainEngine
 
 UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
@@ -161,20 +165,24 @@ def test_a_model_that_only_transformers_can_load_is_loaded_in_full_and_is_equal(
     folder = _saved(tmp_path, "llama", tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"lm_head.weight": torch.randn(64, 32)}, folder / "model.safetensors", {"format": "pt"})
-    assert open_causal_lm(folder)[1] is None
+    assert isinstance(model_facts(folder).weights, LoadedWeights)
     answers = pool.run(_differences, 2, folder, {"dtype": "bfloat16"}, {}, "policy")
     assert [wrong for wrong, _ in answers] == [[]] * 2
 
 
 def _through_a_small_bucket(rank: int, world: int, folder: Path, bucket_bytes: int) -> bool:
-    lm, weights = open_causal_lm(folder)
-    mesh = build_mesh((1, world, 1, 1), "cpu")
-    model = CausalModel(lm)
-    shard_model(model, list(model.layers), fsdp_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True)
-    materialize(model, torch.device("cpu"))
-    weights.fill(lm, bucket_bytes)
-    want = engine_over(_by_transformers(folder, torch.float32), world).model.lm
-    return all(torch.equal(local_shard(p), local_shard(q)) for p, q in zip(lm.parameters(), want.parameters()))
+    model = _through_bucket(folder, world, bucket_bytes)
+    want = engine_over(_by_transformers(folder, torch.float32), world).model
+    return all(torch.equal(local_shard(p), local_shard(q)) for p, q in zip(model.parameters(), want.parameters()))
+
+
+def _through_bucket(folder: Path, world: int, bucket_bytes: int) -> CausalModel:
+    recipe, facts = Recipe(mesh=build_mesh((1, world, 1, 1), "cpu")), model_facts(folder)
+    model = skeleton(facts, recipe)
+    parallelize(model, recipe)
+    materialize(model, recipe.device)
+    facts.weights.fill(model.lm, bucket_bytes)
+    return model
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 1000])
@@ -193,25 +201,26 @@ def _counted_on(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> t
 
 
 def _compared(rank: int, world: int, folder: Path, fault: str, compute: str) -> str:
-    lm, weights = open_causal_lm(folder)
-    meta_lm = meta_copy(lm)
+    recipe = Recipe(mesh=build_mesh((1, world, 1, 1), "cpu"), compute_dtype=DTYPES[compute])
+    facts = model_facts(folder)
+    model = skeleton(facts, recipe)
+    parallelize(model, recipe)
+    materialize(model, recipe.device)
+    fill(model, facts)
+    before = {name: local_shard(p).clone() for name, p in model.named_parameters()}
     if fault == "leak":  # as by a recurrent state over the pack
-        meta_lm.model.norm.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True))
+        facts.lm.model.norm.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True))
     if fault == "position":  # counted over the pack, as in a model that computes its own positions
-        meta_lm.base_model.register_forward_pre_hook(_counted_on, with_kwargs=True)
+        facts.lm.base_model.register_forward_pre_hook(_counted_on, with_kwargs=True)
     if fault == "head":  # an operation between hidden states and logits that our head does not have
-        meta_lm.lm_head.register_forward_hook(lambda module, args, out: out.tanh())
-    cfg = TrainConfig()
-    mesh = build_mesh((1, world, 1, 1), "cpu")
-    engine = TrainEngine.wrap(lm, cfg, mesh, "policy", DTYPES[compute], weights)
-    before = {name: local_shard(p).clone() for name, p in engine.model.named_parameters()}
+        facts.lm.lm_head.register_forward_hook(lambda module, args, out: out.tanh())
     try:
-        require_same_scores(meta_lm, engine.model.lm, fsdp_mesh(mesh), folder)
+        verify(model, facts, recipe)
         result = "same"
     except ConfigError as error:
         result = str(error)
-    engine.require_independent_rows()
-    assert all(torch.equal(before[name], local_shard(p)) for name, p in engine.model.named_parameters())
+    TrainEngine(model, recipe.mesh, TrainConfig(), "reference", recipe).require_independent_rows()
+    assert all(torch.equal(before[name], local_shard(p)) for name, p in model.named_parameters())
     return result
 
 
@@ -285,12 +294,7 @@ def _growth(rank: int, world: int, folder: Path, warm_up: Path, full: bool) -> t
     if full:
         load_causal_lm(folder)
         return _memory_bytes("VmHWM") - before, 0
-    lm, weights = open_causal_lm(folder)
-    model = CausalModel(lm)
-    mesh = fsdp_mesh(build_mesh((1, world, 1, 1), "cpu"))
-    shard_model(model, list(model.layers), mesh, compute_dtype=torch.float32, reshard_after_forward=True)
-    materialize(model, torch.device("cpu"))
-    weights.fill(lm, _BUCKET)
+    model = _through_bucket(folder, world, _BUCKET)
     shard = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
     return _memory_bytes("VmHWM") - before, shard
 

@@ -10,7 +10,7 @@ import torch
 from harness import engine_over
 from tiny_models import tiny_lm, tiny_qwen2
 
-from meshrl.model.load import cast_parameters
+from meshrl.model.recipe import cast_parameters
 from meshrl.parallel.fsdp import local_shard
 from meshrl.train.weights import HeldWeights
 

@@ -21,7 +21,7 @@ from outcome import check, limits
 from safetensors.torch import load_file, save_file
 
 from meshrl.core.errors import ConfigError
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 
 NAMES = ["model.safetensors", "config.json", "model.path", "model-0"]
 

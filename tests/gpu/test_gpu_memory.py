@@ -15,8 +15,8 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.device import memory_stats, reset_peak_memory
 from meshrl.model.attention import AttentionSpec, PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import cast_parameters
 from meshrl.model.logprob import Head, token_logprobs
+from meshrl.model.recipe import cast_parameters
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.digest import kind_for
 from meshrl.sync.layout import SyncHeader, make_layout

@@ -22,7 +22,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample, Turn
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import cast_parameters
+from meshrl.model.recipe import cast_parameters
 from meshrl.monitor.metrics import divide, merge
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 
@@ -164,9 +164,7 @@ def test_steps_of_trainer_and_sampler(accelerator, tmp_path: Path, executor, sam
                     _sample(r.id, t, 1.0 if i % 2 else -1.0, 1 / total)
                     for i, (r, t) in enumerate(zip(requests, turns, strict=True))
                 ]
-                report = await trainer.forward_backward(
-                    samples, trainer.batch_plan(samples), make_policy_loss(AlgoConfig())
-                )
+                report = await trainer.forward_backward(trainer.plan_rows(samples), make_policy_loss(AlgoConfig()))
                 found.append(
                     divide(merge(mismatch_metrics(np.stack([*report.mismatch.values()]))))[
                         "proof/logprob_abs_diff_mean"

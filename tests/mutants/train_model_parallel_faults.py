@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         "a policy is trained in train mode",
-        "meshrl/train/engine.py::TrainEngine.wrap",
+        "meshrl/model/recipe.py::skeleton",
         "lm.eval() => lm.train()",
         _START_PROBE + "test_models_that_are_random_in_train_mode_are_trained_without_randomness[mixtral-fp32]",
     ),
@@ -133,7 +133,7 @@ FAULTS = [
     ),
     Fault(
         "activation checkpointing keeps every activation",
-        "meshrl/model/causal.py::CausalModel.checkpoint_layers",
+        "meshrl/parallel/checkpointing.py::checkpoint_blocks",
         "partial(checkpoint, block.forward, use_reentrant=False) => partial(block.forward)",
         _START_PROBE + "test_checkpointed_blocks_are_computed_twice_with_a_backward_pass[checkpointed]",
     ),
@@ -177,26 +177,26 @@ FAULTS = [
     ),
     Fault(
         "rotary buffers are rounded to bf16",
-        "meshrl/model/load.py::cast_parameters",
+        "meshrl/model/recipe.py::cast_parameters",
         "model.parameters() => [*model.parameters(), *model.buffers()]",
         _CAUSAL_MODEL + "test_casting_keeps_buffers_in_fp32_and_ties",
     ),
     Fault(
         "a tied head gets separate memory when a model leaves the meta device",
-        "meshrl/model/load.py::materialize",
+        "meshrl/model/recipe.py::materialize",
         "setattr(root.get_submodule(owner), leaf, root.get_parameter(name)) => root.get_submodule(owner), leaf",
         _WEIGHT_NAMES + "test_memory_for_a_model_keeps_its_ties_and_buffers[qwen2]",
     ),
     Fault(
         "rotary buffers are uninitialized memory when a model leaves the meta device",
-        "meshrl/model/load.py::materialize",
+        "meshrl/model/recipe.py::materialize",
         "saved.items() => ()",
         _WEIGHT_NAMES + "test_memory_for_a_model_keeps_its_ties_and_buffers[qwen2]",
     ),
     Fault(
         "a sharded model is not compared with Transformers' own forward",
-        "meshrl/model/load.py::require_same_scores",
-        "_require_same(compared, lm, path) => pass",
+        "meshrl/model/recipe.py::verify",
+        "require_same(differences, name, facts.path) => pass",
         _STREAMED_LOAD + "test_a_sharded_model_that_scores_differently_is_refused[llama-leak-gives packed rows]",
     ),
     Fault(

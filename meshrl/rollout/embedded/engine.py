@@ -25,8 +25,8 @@ from meshrl.core.types import Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder, fast_decoder
 from meshrl.model.limits import limits_of
-from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
-from meshrl.model.lora import add_adapters, init_adapters, randomize_adapters
+from meshrl.model.lora import init_adapters, randomize_adapters
+from meshrl.model.recipe import DTYPES, Recipe, build_model, cast_parameters
 from meshrl.rollout.admission import bounds_of, check_admission, check_scorable, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, check_parts
 from meshrl.rollout.embedded.runner import Runner
@@ -52,13 +52,11 @@ def build_embedded_engine(
     Raises: ConfigError when rollout.max_context_tokens is more than the model has positions.
     """
     max_context_tokens, _ = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
-    lm = load_causal_lm(model_cfg.path)
-    if model_cfg.lora.enabled:
-        add_adapters(lm, model_cfg.lora, torch.float32, model_cfg.path)
-        randomize_adapters(lm)  # so that the fast decoder is compared with adapters that do something
-    model = CausalModel(lm.eval().requires_grad_(False))
+    model = build_model(model_cfg.path, Recipe(lora=model_cfg.lora if model_cfg.lora.enabled else None))
+    model.requires_grad_(False)
+    randomize_adapters(model.lm)  # so that the fast decoder is compared with adapters that do something
     fast = fast_decoder(model)
-    init_adapters(lm)
+    init_adapters(model.lm)
     cast_parameters(model, DTYPES[model_cfg.dtype]).to(device)
     return EmbeddedEngine(
         model,

@@ -174,7 +174,7 @@ def _origin(answer: ChosenAnswer, weights: SavedWeights, wanted: int) -> str:
 def _computed(weights: SavedWeights, ids: np.ndarray) -> tuple[list[str], Any]:
     """The texts of the tokens, and their AttentionMaps."""
     from meshrl.model.attention_maps import attention_maps  # imports torch
-    from meshrl.model.load import load_causal_lm
+    from meshrl.model.recipe import load_causal_lm
 
     with tempfile.TemporaryDirectory(prefix="meshrl-attention-") as made:
         place = weights.place

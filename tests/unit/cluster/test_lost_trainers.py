@@ -91,7 +91,7 @@ async def _pids(groups: Groups) -> list[int]:
 async def step(trainer: TrainGroup) -> float:
     """One optimizer step; its gradient's norm."""
     samples = weigh(random_samples(0, [9, 12, 5, 7]))
-    await trainer.forward_backward(samples, trainer.batch_plan(samples), sft_loss)
+    await trainer.forward_backward(trainer.plan_rows(samples), sft_loss)
     return (await trainer.optim_step(1e-2)).grad_norm
 
 

@@ -361,13 +361,13 @@ def test_a_training_rank_that_raises_is_named_with_its_traceback(tmp_path):
     async def body(executor: ProcessExecutor) -> None:
         group = TrainGroup(executor)
         samples = weigh(random_samples(0, [9, 12, 5, 7]))
-        plan = group.batch_plan(samples)
-        report = await group.forward_backward(samples, plan, sft_loss)
+        rows = group.plan_rows(samples)
+        report = await group.forward_backward(rows, sft_loss)
         assert sum(m.weight for m in report.metrics if m.name == "loss/nll") == sum(s.mask.sum() for s in samples)
         assert not (await group.optim_step(1e-3)).skipped
-        samples[plan.rows(1)[0]].old_logprobs = None  # which its neighbours have
+        samples[rows.batch_plan.rows(1)[0]].old_logprobs = None  # which its neighbours have
         with pytest.raises(RankFailure, match="rank 1 failed in phase 'train': raised ") as error:
-            await group.forward_backward(samples, plan, sft_loss)
+            await group.forward_backward(rows, sft_loss)
         assert "Traceback" in error.value.details and "packing.py" in error.value.details
 
     _with(_specs(2, train=True, folder=tmp_path), body)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import numpy as np
 import pytest
 from tiny_samples import random_samples
 
-from meshrl.cluster.row_cache import RowCache, SentRows
-from meshrl.core.types import Sample
-from meshrl.train.batch_plan import BatchPlan, make_batch_plan
+from meshrl.cluster.row_cache import PlannedRows, RowCache, SentRows
+from meshrl.train.batch_plan import make_batch_plan
 
 LENGTHS = [12, 3, 40, 7, 9]
 
@@ -20,9 +18,10 @@ def test_a_rank_sees_every_field_that_was_filled_in_after_the_first_command():
     samples = random_samples(0, LENGTHS)
     plan = make_batch_plan(LENGTHS, 2, 64)
     sent, ranks = SentRows(), [RowCache(), RowCache()]
+    planned = sent.add(samples, plan)
 
     def exchange() -> list[int]:
-        messages = [pickle.dumps(message) for message in sent.messages(samples, plan)]
+        messages = [pickle.dumps(message) for message in sent.messages(planned)]
         for index, (rank, message) in enumerate(zip(ranks, messages, strict=True)):
             rows = rank.take(pickle.loads(message))
             assert sorted(rows) == sorted(plan.rows(index))
@@ -37,48 +36,48 @@ def test_a_rank_sees_every_field_that_was_filled_in_after_the_first_command():
     samples[2].advantages = np.ones(40, np.float32)
     second = exchange()
     assert all(later < before for later, before in zip(second, first, strict=True))
-    (unchanged,) = {len(message.columns) for message in sent.messages(samples, plan)}
+    (unchanged,) = {len(message.columns) for message in sent.messages(planned)}
     assert unchanged == 0
 
 
-def test_another_plan_or_a_failure_sends_the_samples_in_full():
+def test_other_rows_or_a_failure_send_the_samples_in_full():
     samples = random_samples(0, LENGTHS)
     plan, sent = make_batch_plan(LENGTHS, 2, 64), SentRows()
-    sent.messages(samples, plan)
-    assert not any(message.is_new for message in sent.messages(samples, plan))
-    assert all(message.is_new for message in sent.messages(samples, copy.copy(plan)))
+    rows, same = sent.add(samples, plan), sent.add(samples, plan)
+    sent.messages(rows)
+    assert not any(message.is_new for message in sent.messages(rows))
+    assert all(message.is_new for message in sent.messages(same))
     sent.forget()
-    assert all(message.is_new for message in sent.messages(samples, plan))
+    assert all(message.is_new for message in sent.messages(rows))
 
 
 def test_a_rank_without_the_samples_raises_an_error():
-    plan = make_batch_plan(LENGTHS, 1, 64)
-    sent, samples = SentRows(), random_samples(0, LENGTHS)
-    sent.messages(samples, plan)
-    (second,) = sent.messages(samples, plan)
-    with pytest.raises(ValueError, match=r"no samples of batch plan 0; this rank has those of \[\]"):
+    sent = SentRows()
+    rows = sent.add(random_samples(0, LENGTHS), make_batch_plan(LENGTHS, 1, 64))
+    sent.messages(rows)
+    (second,) = sent.messages(rows)
+    with pytest.raises(ValueError, match=r"no samples of rows 0; this rank has those of \[\]"):
         RowCache().take(second)
 
 
 def test_each_update_of_a_step_sends_its_samples_once_and_a_rank_frees_them_after_it():
-    """The updates' batch plans may be equal: their hashes do not distinguish them."""
-    updates = [(random_samples(seed, LENGTHS), make_batch_plan(LENGTHS, 1, 64)) for seed in range(3)]
+    """Dropped rows are freed, and those that no object of the controller refers to."""
     sent, rank, num_sent = SentRows(), RowCache(), 0
+    updates = [sent.add(random_samples(seed, LENGTHS), make_batch_plan(LENGTHS, 1, 64)) for seed in range(3)]
 
-    def command(samples: list[Sample], plan: BatchPlan) -> None:
+    def command(planned: PlannedRows) -> None:
         nonlocal num_sent
-        (message,) = sent.messages(samples, plan)
+        (message,) = sent.messages(planned)
         num_sent += message.is_new
         rows = rank.take(pickle.loads(pickle.dumps(message)))
-        assert [rows[i].tokens.tolist() for i in range(len(LENGTHS))] == [s.tokens.tolist() for s in samples]
+        assert [rows[i].tokens.tolist() for i in range(len(LENGTHS))] == [s.tokens.tolist() for s in planned.samples]
 
     for update in updates:
-        command(*update)  # logprobs before the first optimizer step
-    command(*updates[0])
+        command(update)  # logprobs before the first optimizer step
+    del update
+    command(updates[0])
     assert (num_sent, len(rank._samples)) == (3, 3)
-    sent.forget_last()
+    sent.drop(updates[0])
     del updates[1]  # it has nothing to train
-    command(*updates[1])
+    command(updates[1])
     assert (num_sent, len(rank._samples)) == (3, 1)
-    sent.forget_last()
-    assert sent._sent == []

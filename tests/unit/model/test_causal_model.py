@@ -14,7 +14,7 @@ from meshrl.model import attention
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.hub_names import tied_names
-from meshrl.model.load import cast_parameters, load_causal_lm
+from meshrl.model.recipe import cast_parameters, load_causal_lm
 from meshrl.train.packing import pack
 
 CPU = torch.device("cpu")

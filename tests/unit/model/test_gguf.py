@@ -11,7 +11,7 @@ from tiny_tokenizers import CHATML, tiny_tokenizer
 
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.data.chat import load_tokenizer, render
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 from meshrl.tools.convert import convert
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -r requirements-gguf.txt")

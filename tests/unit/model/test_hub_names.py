@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tiny_models import FAMILIES, SPECIAL, tiny_lm, tiny_qwen2
 
 from meshrl.config.model import LoraConfig
+from meshrl.model.facts import meta_copy
 from meshrl.model.hub_names import HubNames, persistent_buffers
-from meshrl.model.load import meta_copy
 from meshrl.model.lora import adapters_of, add_adapters, named_weights
 
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")

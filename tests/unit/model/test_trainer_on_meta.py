@@ -10,7 +10,7 @@ from tiny_models import tiny_qwen2
 from meshrl.model import attention
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import cast_parameters
+from meshrl.model.recipe import cast_parameters
 
 ROWS = [0, 5, 12, 20]  # a prompt of five tokens, and two answers to it
 PARENTS = [-1, 0, 0]

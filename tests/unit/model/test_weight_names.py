@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_lm, tiny_qwen2
 
 from meshrl.core.errors import ConfigError
-from meshrl.model.load import cast_parameters, load_causal_lm, materialize, meta_copy, open_causal_lm
+from meshrl.model.facts import meta_copy, model_facts
+from meshrl.model.recipe import Recipe, cast_parameters, load_causal_lm, materialize, skeleton
+from meshrl.model.stream import LoadedWeights, StoredWeights
 
 CPU = torch.device("cpu")
 
@@ -38,6 +41,11 @@ def _rewrite(folder: Path, **changes: torch.Tensor | str | None) -> None:
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
 
 
+def _opened(folder: Path) -> tuple[Any, StoredWeights | LoadedWeights]:
+    facts = model_facts(folder)
+    return skeleton(facts, Recipe()).lm, facts.weights
+
+
 def _same_as_saved(folder: Path) -> bool:
     got, want = load_causal_lm(folder).state_dict(), tiny_qwen2(tie=True).state_dict()
     return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
@@ -50,15 +58,18 @@ def test_a_tied_tensor_may_have_any_of_its_names_in_the_files(folder):
     assert _same_as_saved(folder)
     _rewrite(folder, model__embed_tokens__weight=load_file(folder / "model.safetensors")["lm_head.weight"])
     assert _same_as_saved(folder)
-    assert open_causal_lm(folder)[1] is not None
+    assert isinstance(_opened(folder)[1], StoredWeights)
 
 
 def test_two_different_tensors_under_tied_names_stay_two(folder, caplog):
     """As in Transformers; each rank loads the full model, with a warning."""
     head = torch.randn(64, 32)
     _rewrite(folder, lm_head__weight=head)
-    lm, weights = open_causal_lm(folder)
-    assert weights is None and torch.equal(lm.lm_head.weight, head)
+    lm, weights = _opened(folder)
+    assert isinstance(weights, LoadedWeights)
+    materialize(lm, CPU)
+    weights.fill(lm)
+    assert torch.equal(lm.lm_head.weight, head)
     assert lm.lm_head.weight is not lm.model.embed_tokens.weight
     assert "every rank loads the full model" in caplog.text and "lm_head.weight and model.embed_tokens" in caplog.text
 
@@ -124,8 +135,8 @@ def test_experts_that_are_separate_in_the_files_are_joined_as_transformers_joins
 
     _saved_experts(tmp_path)
     want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
-    lm, weights = open_causal_lm(tmp_path)
-    assert weights is not None
+    lm, weights = _opened(tmp_path)
+    assert isinstance(weights, StoredWeights)
     assert {name.split(".")[-2] for name in weights.stored if "experts.1." in name} == {"w1", "w2", "w3"}
     materialize(lm, CPU)
     weights.fill(lm, 100)
@@ -142,7 +153,7 @@ def test_an_expert_without_one_of_its_matrices_is_refused(tmp_path):
 
 
 def test_a_file_cut_after_its_header_was_read_is_named(folder):
-    lm, weights = open_causal_lm(folder)
+    lm, weights = _opened(folder)
     materialize(lm, CPU)
     with open(folder / "model.safetensors", "r+b") as file:
         file.truncate(file.seek(0, 2) - 1)
@@ -175,8 +186,8 @@ def _with_value(value: float, at: int, dtype: torch.dtype = torch.float32) -> to
 def test_a_value_that_is_not_finite_is_named_with_tensor_and_file(folder, value):
     """In the last of several pieces, and by the full load, which a head that differs from the embedding needs."""
     _rewrite(folder, model__layers__0__mlp__up_proj__weight=_with_value(value, -1, torch.bfloat16))
-    lm, weights = open_causal_lm(folder)
-    assert weights is not None
+    lm, weights = _opened(folder)
+    assert isinstance(weights, StoredWeights)
     materialize(lm, CPU)
     message = r"model\.safetensors: tensor model\.layers\.0\.mlp\.up_proj\.weight contains NaN, an infinity"
     with pytest.raises(ConfigError, match=message):
@@ -185,14 +196,14 @@ def test_a_value_that_is_not_finite_is_named_with_tensor_and_file(folder, value)
         load_causal_lm(folder)
     _rewrite(folder, lm_head__weight=torch.randn(64, 32))
     with pytest.raises(ConfigError, match=message):
-        open_causal_lm(folder)
+        model_facts(folder)
 
 
 def test_a_value_outside_the_range_of_the_parameters_dtype_is_named(folder):
     _rewrite(folder, model__layers__0__mlp__up_proj__weight=_with_value(1e5, 0))
     for dtype, is_refused in ((torch.bfloat16, False), (torch.float16, True)):
-        lm, weights = open_causal_lm(folder)
-        assert weights is not None
+        lm, weights = _opened(folder)
+        assert isinstance(weights, StoredWeights)
         materialize(cast_parameters(lm, dtype), CPU)
         with pytest.raises(ConfigError, match=r"up_proj\.weight contains .*float16") if is_refused else nullcontext():
             weights.fill(lm)

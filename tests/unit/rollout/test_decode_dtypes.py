@@ -11,7 +11,7 @@ from tiny_engines import ask, run, tiny_engine
 from tiny_models import tiny_lm, tiny_qwen2
 
 from meshrl.core.types import Turn
-from meshrl.model.load import cast_parameters
+from meshrl.model.recipe import cast_parameters
 from meshrl.rollout.embedded import kv_cache
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 

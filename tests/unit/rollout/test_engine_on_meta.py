@@ -10,7 +10,7 @@ from tiny_models import tiny_qwen2
 
 from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder, fast_decoder
-from meshrl.model.load import cast_parameters
+from meshrl.model.recipe import cast_parameters
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 
 NUM_TOKENS = 16  # of the longer answers, after prompts of 118 to 120: they enter the second tile of the KV cache

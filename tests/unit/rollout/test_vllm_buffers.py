@@ -14,7 +14,7 @@ from vllm_servers import MISSING, MODEL, client_of, serving
 
 from meshrl.core.errors import SyncError
 from meshrl.model.hub_names import persistent_buffers
-from meshrl.model.load import cast_parameters
+from meshrl.model.recipe import cast_parameters
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(400)]
 CONTEXT = list(range(5, 40))

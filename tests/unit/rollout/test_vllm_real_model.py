@@ -24,7 +24,7 @@ from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.loops.proof import FLOOR_NATS
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.vllm.dialect import VllmDialect, http_of, start_server

@@ -8,7 +8,7 @@ from tiny_run import train, write_run
 
 from meshrl.config.load import load_sft_config
 from meshrl.model.flops import model_flops
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import read_metrics
 from meshrl.run import start

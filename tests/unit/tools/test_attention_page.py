@@ -16,7 +16,7 @@ from tiny_tokenizers import tiny_tokenizer
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.model.attention_maps import read_weights
-from meshrl.model.load import load_causal_lm
+from meshrl.model.recipe import load_causal_lm
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.tools.viewer.attention import choose_weights, find_answer, write_attention

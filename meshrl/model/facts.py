@@ -1,0 +1,215 @@
+"""What a model's folder determines before a value is read: its class and modules, and where its files hold the values.
+
+Only this file calls from_pretrained.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshrl.core.errors import ConfigError
+from meshrl.core.files import read_json
+from meshrl.model import attention
+from meshrl.model.finite import not_finite, not_finite_error
+from meshrl.model.folder import check_folder, require_all_loaded, require_numbers, require_same_size
+from meshrl.model.hub_names import HubNames, persistent_buffers
+from meshrl.model.names import match_names
+from meshrl.model.stream import LoadedWeights, StoredWeights
+from meshrl.model.weight_files import INDEX, SINGLE, StoredTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """path: the value of model.path. lm: a Transformers causal LM with attention "meshrl", whose parameters are on the
+    meta device in fp32, and whose buffers are ready on the CPU; it has the class, the blocks, the head and the ties of
+    the model, and is never changed. weights: fills a model with its values."""
+
+    path: str
+    lm: PreTrainedModel
+    weights: StoredWeights | LoadedWeights
+
+
+def model_facts(path: str | Path) -> ModelFacts:
+    """Read config.json and the headers of the weight files. If only Transformers can compute the values from the files,
+    the full model is loaded into host memory.
+
+    Raises: ConfigError when the folder holds no model that Transformers knows, files of another model, or a model of
+    which meshrl does not know the attention.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # one bar for each rank would break the run's own display
+    attention.register()
+    folder = Path(path)
+    if folder.is_absolute() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path is {str(path)!r}, but it holds no config.json; give a folder made by save_pretrained"
+        )
+    weights: StoredWeights | LoadedWeights
+    with as_config_error(path, AssertionError, ImportError, MemoryError, OSError, RuntimeError):
+        folder = _downloaded(path)
+        stored = check_folder(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _require_plain_attention(config.get_text_config(), path)
+        _require_attention_interface(config, path)
+        lm = _skeleton(config, folder)
+        quantized = getattr(config, "quantization_config", None) is not None
+        names = HubNames(lm)
+        matched = "it is quantized" if quantized else match_names(lm, stored, names, path)
+        if isinstance(matched, str):
+            if not quantized:  # its files hold fewer numbers, of more than one parameter each
+                require_same_size(lm, stored, path)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                log = logging.getLogger(__name__)
+                log.warning("model.path %r: every rank loads the full model: %s", str(path), matched)
+            full = _load_full(stored, folder)
+            lm, weights = meta_copy(full), LoadedWeights(full)
+        else:
+            weights = StoredWeights(matched, names)
+        lm.config.use_cache = False
+        _disable_dropout(lm)
+    return ModelFacts(str(path), lm.eval(), weights)
+
+
+@contextmanager
+def as_config_error(path: str | Path, *more: type[Exception]) -> Iterator[None]:
+    """Turn what Transformers and our code raise for a folder without a usable model into a ConfigError."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    refused: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, *more)
+    try:
+        yield
+    except (*refused, StrictDataclassError) as cause:  # type: ignore[misc]  # huggingface_hub does not type it
+        raise ConfigError(
+            f"model.path {str(path)!r} can't be used by meshrl: {type(cause).__name__}: {cause!s:.1000}"
+        ) from cause
+
+
+def _skeleton(config: Any, path: str | Path) -> PreTrainedModel:
+    """The model with its parameters on the meta device and its buffers as `from_pretrained` makes them."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention.NAME, dtype=torch.float32, trust_remote_code=False
+        )
+    for module in lm.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    for p in lm.parameters():
+        p._is_hf_initialized = True  # else initialize_weights would draw random numbers for it
+    lm.initialize_weights()
+    try:
+        lm.generation_config = GenerationConfig.from_pretrained(path)
+    except OSError:  # no generation_config.json: config.json may hold its keys
+        lm.generation_config = GenerationConfig.from_pretrained(
+            path, config_file_name="config.json", _from_model_config=True
+        )
+    return lm
+
+
+def _load_full(stored: dict[str, StoredTensor], folder: Path) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation=attention.NAME,
+        output_loading_info=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
+    lm, report = loaded
+    require_all_loaded(report, folder)
+    require_numbers(lm, stored)
+    for name in not_finite(dict(lm.named_parameters()) | persistent_buffers(lm)):
+        raise not_finite_error(str(stored[name].file if name in stored else folder), name, torch.float32)
+    return lm
+
+
+def _downloaded(path: str | Path) -> Path:
+    """The folder itself, or the folder into which a model of the hub is downloaded."""
+    from transformers.utils import cached_file
+
+    if Path(path).is_dir():
+        return Path(path)
+    folder = _from_hub(path, "config.json").parent
+    cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    if cached_file(path, SINGLE, _raise_exceptions_for_missing_entries=False) is None:
+        places = read_json(_from_hub(path, INDEX))["weight_map"]
+        for name in sorted({Path(name).name for name in places.values()}):  # check_folder refuses any other path
+            cached_file(path, name)
+    return folder
+
+
+def _from_hub(path: str | Path, name: str) -> Path:
+    """Raises: OSError, with Transformers' text, when the model of the hub has no such file."""
+    from transformers.utils import cached_file
+
+    file = cached_file(path, name)
+    assert file is not None
+    return Path(file)
+
+
+def meta_copy(lm: PreTrainedModel) -> PreTrainedModel:
+    """A copy with the same buffers and ties, its parameters on the meta device; `lm` itself is not copied."""
+    shapes = {id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in lm.parameters()}
+    return copy.deepcopy(lm, shapes)
+
+
+def _disable_dropout(model: torch.nn.Module) -> None:
+    """Scores must be repeatable: old and new logprobs, sampler and trainer, need the same network."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+                setattr(module, name, 0.0)
+
+
+def _require_attention_interface(config: Any, path: str | Path) -> None:
+    """Raises: ConfigError for a model that computes attention without Transformers' table of attention functions."""
+    from transformers import AutoModelForCausalLM
+
+    mapping, text = AutoModelForCausalLM._model_mapping, type(config.get_text_config())
+    code = mapping[text if text in mapping else type(config)].__module__  # a model of images has a text model inside
+    if not hasattr(sys.modules[code], "ALL_ATTENTION_FUNCTIONS"):
+        raise ConfigError(
+            f"model.path {str(path)!r} is a {config.model_type}: {code} computes attention by itself (in some models "
+            "with a position bias, such as ALiBi), and not through Transformers' attention interface, which meshrl "
+            "needs for packed rows and its KV cache. Choose another model"
+        )
+
+
+def _require_plain_attention(config: Any, path: str | Path) -> None:
+    """Refuse convolutions and linear attention: packed rows and our KV cache would mix up their states.
+
+    Raises: ConfigError naming the kinds of layers.
+    """
+    rope = str(getattr(config, "rope_parameters", None) or "")
+    for kind in ("dynamic", "longrope"):
+        if f"'rope_type': '{kind}'" in rope:
+            raise ConfigError(
+                f"model.path {str(path)!r} has rope_type {kind}: its positions depend on the longest row of a pack, so "
+                "a row's score would depend on its neighbours. Choose a model with another rope_type"
+            )
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if odd:
+        raise ConfigError(
+            f"model.path {str(path)!r} is a {config.model_type} with layers of kind {', '.join(odd)}; this version "
+            "computes softmax attention only (full_attention, sliding_attention). Choose a model without them"
+        )

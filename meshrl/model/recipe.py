@@ -1,0 +1,159 @@
+"""How every model is built, trained or not, sharded or not: the steps of `build_model`, in this order.
+
+skeleton      modules of Transformers' class; buffers ready, parameters on the meta device
+adapt         LoRA adapters; which parameters are trained
+parallelize   activation checkpointing, then FSDP2
+materialize   memory for what this rank holds
+fill          its values
+verify        our forward equals Transformers' own
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshrl.config.model import LoraConfig
+from meshrl.model.causal import CausalModel
+from meshrl.model.facts import ModelFacts, as_config_error, meta_copy, model_facts
+from meshrl.model.hub_names import tied_names
+from meshrl.model.lora import add_adapters, init_adapters
+from meshrl.model.verify import ComparedModel, require_same
+from meshrl.parallel.checkpointing import checkpoint_blocks
+from meshrl.parallel.fsdp import reshard, shard_model
+from meshrl.parallel.mesh import fsdp_mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What the steps need to know. By default a full model in fp32 on the CPU that is not trained.
+
+    dtype: of the parameters, except adapters, which have adapter_dtype. compute_dtype: of a sharded model's forward.
+    mesh: None = not sharded, and then no checkpointing. keep_unsharded: after the forward, for the backward pass.
+    """
+
+    dtype: torch.dtype = torch.float32
+    lora: LoraConfig | None = None
+    adapter_dtype: torch.dtype = torch.float32
+    trains: bool = False
+    mesh: DeviceMesh | None = None
+    compute_dtype: torch.dtype = torch.float32
+    activation_checkpointing: bool = False
+    keep_unsharded: bool = False
+    device: torch.device = CPU
+
+
+def build_model(path: str | Path, recipe: Recipe) -> CausalModel:
+    """The model of a folder, in eval mode.
+
+    The comparison is in fp32, so a model that is not sharded needs dtype float32; cast it afterwards.
+    Raises: ConfigError when the folder holds no model that Transformers can load, or one that we compute differently.
+    """
+    facts = model_facts(path)
+    model = skeleton(facts, recipe)
+    adapt(model, facts, recipe)
+    parallelize(model, recipe)
+    materialize(model, recipe.device)
+    fill(model, facts)
+    verify(model, facts, recipe)
+    return model
+
+
+def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A full Transformers causal LM on the CPU with attention "meshrl", parameters in `dtype`, buffers untouched.
+
+    Raises: ConfigError, as build_model.
+    """
+    return cast_parameters(build_model(path, Recipe()).lm, dtype)
+
+
+def skeleton(facts: ModelFacts, recipe: Recipe) -> CausalModel:
+    """The modules in eval mode; for training too, since in train mode some families sample experts, jitter routers or
+    skip layers."""
+    lm = cast_parameters(meta_copy(facts.lm), recipe.dtype)
+    return CausalModel(lm.eval())
+
+
+def adapt(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
+    if recipe.lora is not None:
+        add_adapters(model.lm, recipe.lora, recipe.adapter_dtype, facts.path)
+    else:
+        model.lm.requires_grad_(recipe.trains)
+
+
+def parallelize(model: CausalModel, recipe: Recipe) -> None:
+    """Change the blocks and shard them, with or without values. Without a mesh there is nothing to do."""
+    if recipe.mesh is None:
+        return
+    blocks = list(model.layers)
+    if recipe.activation_checkpointing:
+        checkpoint_blocks(blocks)
+    shard_model(
+        model,
+        blocks,
+        fsdp_mesh(recipe.mesh),
+        compute_dtype=recipe.compute_dtype,
+        reshard_after_forward=not recipe.keep_unsharded,
+    )
+
+
+def materialize(root: torch.nn.Module, device: torch.device) -> None:
+    """Memory on `device`, without values yet, for parameters on the meta device, sharded or not.
+
+    `to_empty` alone would lose the values of buffers, and make two tensors of a tied one.
+    """
+    tied = tied_names(root)
+    buffers = [(module, dict(module._buffers)) for module in root.modules()]
+    root.to_empty(device=device)
+    for module, saved in buffers:
+        module._buffers.update({name: b if b is None else b.to(device) for name, b in saved.items()})
+    for alias, name in tied.items():
+        owner, _, leaf = alias.rpartition(".")
+        setattr(root.get_submodule(owner), leaf, root.get_parameter(name))
+
+
+def fill(model: CausalModel, facts: ModelFacts) -> None:
+    facts.weights.fill(model.lm)
+    init_adapters(model.lm)
+
+
+def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
+    """Compare our forward with Transformers' own (a collective if the model is sharded), in fp32 whatever dtype the
+    model computes in: a second skeleton, sharded for fp32, gets the tensors of the model, without a copy.
+
+    Raises: ConfigError when they differ.
+    """
+    wide = replace(recipe, compute_dtype=torch.float32, activation_checkpointing=False, keep_unsharded=False)
+    compared = ComparedModel(skeleton(facts, wide).lm)
+    adapt(compared, facts, wide)
+    parallelize(compared, wide)
+    compared.lm.load_state_dict(model.lm.state_dict(), assign=True)
+    for module, same in zip(compared.lm.modules(), model.lm.modules(), strict=True):
+        module._buffers.update(same._buffers)
+    with as_config_error(facts.path):
+        differences = compared()
+    reshard(compared)
+    name = type(model.lm).__name__
+    del compared
+    gc.collect()  # sharded modules are reference cycles: their padded shards would stay in memory
+    require_same(differences, name, facts.path)
+
+
+def cast_parameters(model: M, dtype: torch.dtype) -> M:
+    """Cast parameters only: rotary buffers rounded to bf16 are 9.5 rad off at position 8192. Ties are kept."""
+    for p in model.parameters():  # yields a tied tensor once
+        p.data = p.data.to(dtype)
+    return model

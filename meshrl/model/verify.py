@@ -1,0 +1,90 @@
+"""The comparison of our forward with Transformers' own, of a row alone and of packed rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from meshrl.core.errors import ConfigError
+from meshrl.model import attention
+from meshrl.model.causal import CausalModel
+
+# Above rounding, below faults. In fp32 other shapes of the same matrix products change a logprob by up to 7e-5 nats
+# (mixtures of experts with large logits). A leak between packed rows changes it by more than 1e-2, even in an untrained
+# model, which gives all tokens nearly the same probability; an unknown head changes it by more than that.
+TOLERANCE_NATS = 2e-3
+
+
+class ScoreDifferences(NamedTuple):
+    """Largest differences of a token's logprobs, in nats, between our forward and Transformers' own: of a row alone and
+    of packed rows. layers: the layer of each call of our attention for the row alone."""
+
+    alone: torch.Tensor
+    packed: torch.Tensor
+    layers: list[int]
+
+
+class _RecordedAttention(attention.PackedAttention):
+    """A single row; records the layer of each call."""
+
+    def __init__(self, num_tokens: int, device: torch.device):
+        super().__init__([0, num_tokens], device)
+        self.layers: list[int] = []
+
+    def attend(self, layer: int, *args: Any) -> torch.Tensor:
+        self.layers.append(layer)
+        return super().attend(layer, *args)
+
+
+class ComparedModel(CausalModel):
+    """A CausalModel whose forward compares. Under FSDP it is the root of both forwards, so that both see a sharded
+    model's embedding and head as full tensors."""
+
+    @torch.no_grad()
+    def forward(self) -> ScoreDifferences:  # type: ignore[override]
+        lm = self.lm
+        device = self.head().weight.device
+        rows = [(torch.arange(n) * 7 % (self.vocab_size - 1) + 1).to(device) for n in (13, 6)]
+        tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(r), device=device) for r in rows])
+        packed = attention.PackedAttention([0, len(rows[0]), len(tokens)], device)
+        single = _RecordedAttention(len(rows[0]), device)
+        ours = self._logprobs(tokens, positions, packed)
+        alone = self._logprobs(rows[0], positions[: len(rows[0])], single)
+        lm.config._attn_implementation = "eager"  # implemented in every model's own file
+        theirs = torch.cat([torch.log_softmax(lm(row[None]).logits[0].float(), dim=-1) for row in rows])
+        lm.config._attn_implementation = attention.NAME
+        return ScoreDifferences((alone - theirs[: len(alone)]).abs().max(), (ours - theirs).abs().max(), single.layers)
+
+    def _logprobs(
+        self, tokens: torch.Tensor, positions: torch.Tensor, context: attention.PackedAttention
+    ) -> torch.Tensor:
+        return torch.log_softmax(self.head().logits(self.hidden(tokens, positions, context)), dim=-1)
+
+
+def require_same(compared: ScoreDifferences, model: str, path: str) -> None:
+    """model: its class. Raises: ConfigError."""
+    name, alone, packed = f"{model} of {path!r}", float(compared.alone), float(compared.packed)
+    if math.isnan(alone) or math.isnan(packed):
+        raise ConfigError(
+            f"{name} computes logprobs that are not finite, although its values are: "
+            "they are so large that its forward overflows. The run that wrote it may have diverged. Give another model"
+        )
+    if repeated := sorted({layer for layer in compared.layers if compared.layers.count(layer) > 1}):
+        raise ConfigError(
+            f"{name} computes attention {compared.layers.count(repeated[0])} times in layer {repeated[0]} for the same "
+            "tokens, but a KV cache of meshrl has one key and value of each token in a layer. Choose another model"
+        )
+    if not alone <= TOLERANCE_NATS:
+        raise ConfigError(
+            f"{name} gives a single row logprobs that differ by {alone:.2g} nats from Transformers' own forward "
+            f"(allowed: {TOLERANCE_NATS:g}): its attention or its head computes something that meshrl does not, such "
+            "as attention to later tokens or a position bias. Choose another model"
+        )
+    if not packed <= TOLERANCE_NATS:
+        raise ConfigError(
+            f"{name} gives packed rows logprobs that differ by {packed:.2g} nats from Transformers' own forward "
+            f"(allowed: {TOLERANCE_NATS:g}), but not a single row: its rows affect each other, or it counts positions "
+            "by itself. Choose another model"
+        )
