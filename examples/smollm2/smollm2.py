@@ -48,6 +48,11 @@ NUM_TRAIN, NUM_HELDOUT = 2_000, 200
 MIN_ACCURACY = 0.7  # held-out accuracy that the run must reach
 MAX_RISE_OF_CONTROL = 0.05  # of the held-out accuracy
 
+WORD_PROBLEMS = [
+    "train.optimizer.lr=4e-5",
+    "rollout.sampling.max_new_tokens=48",  # longer answers are cut, which at first is most of them
+    "loop.num_steps=24",
+]
 ON_A_CPU = [  # products of float32 are the faster ones there, and small micro-batches need less memory
     "model.dtype=float32",
     "train.max_tokens_per_microbatch=384",
@@ -76,6 +81,7 @@ def main() -> int:
         print_heading("2/3", "Learn: sample answers, check the last number of each, make right ones likelier (GRPO).")
         settings = [f"run.folder={place}", f"run.seed={args.seed}", f"model.path={model}"]
         settings += [f"data.path={place}/task/train.jsonl", f"data.eval_path={place}/task/heldout.jsonl"]
+        settings += WORD_PROBLEMS
         settings += ON_A_CPU if os.environ["MESHRL_DEVICE"] == "cpu" else []
         settings += LORA if args.lora else []
         result = train(args, HERE / "grpo.yaml", settings, SMOKE)
