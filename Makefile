@@ -32,14 +32,16 @@ $(STAMP): constraints.txt requirements.txt requirements-dev.txt requirements-ray
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
-fix: setup  ## let ruff fix and format the code
+fix: setup  ## let ruff fix and format the code, and write the generated pages
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+	$(PY) scripts/make_docs.py
 
-check: setup  ## run ruff and mypy
+check: setup  ## run ruff and mypy, and compare the generated pages
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) scripts/make_docs.py --check
 
 test: setup  ## run the CPU suite without the slow tests
 	$(PY) -m pytest -n $(WORKERS) -m "not slow and not gpu"

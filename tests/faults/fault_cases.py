@@ -1,6 +1,6 @@
 """The injected faults by phase, and the expected behaviour and error of the run: the table of docs/faults.md.
 
-`test_named_faults.py` runs every case; `scripts/make_faults_docs.py` writes the page from this file and
+`test_named_faults.py` runs every case; `scripts/make_docs.py` writes the page from this file and
 `other_faults.py`.
 """
 
@@ -156,7 +156,7 @@ def page() -> str:
 
 _HEAD = """# What happens when something breaks
 
-This page is written by `scripts/make_faults_docs.py` from `tests/faults/fault_cases.py`. `tests/faults` injects every
+This page is written by `scripts/make_docs.py` from `tests/faults/fault_cases.py`. `tests/faults` injects every
 fault below into a real run and checks the first line of output, the exit code, and that no process, listening port,
 shared memory or temporary folder is left.
 

@@ -2,7 +2,7 @@ import sys
 from pathlib import Path
 
 from meshrl.config.case import Purpose
-from meshrl.config.docs import every_key, list_keys, markdown
+from meshrl.config.docs import every_key, list_keys
 from meshrl.config.explain import explain
 from meshrl.config.load import load_run_config, load_sft_config
 
@@ -120,8 +120,3 @@ def test_letters_inside_a_word_of_the_description_do_not_match():
 def test_every_key_has_a_description():
     for path, key in every_key().items():
         assert key.text and not key.text.endswith("."), path
-
-
-def test_the_generated_page_is_up_to_date():
-    page = Path(__file__).parents[3] / "docs" / "config.md"
-    assert page.read_text(encoding="utf-8") == markdown(), "run: python scripts/make_config_docs.py"

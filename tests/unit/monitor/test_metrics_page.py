@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import runpy
 from pathlib import Path
 
 from meshrl.monitor.glossary import SECTIONS, meaning_of
@@ -57,9 +56,3 @@ def test_a_name_finds_its_own_entry_and_unit():
     assert found is not None and found.unit == "attempts" and found.label == "failed attempts"
     assert meaning_of("sync/latency_s") != meaning_of("sync/wait_s")  # the exact name before the pattern
     assert meaning_of("reward/term/format") and not meaning_of("reward/nothing")
-
-
-def test_the_page_is_up_to_date():
-    """docs/metrics.md is what scripts/make_metrics_docs.py writes."""
-    script = runpy.run_path(str(ROOT / "scripts" / "make_metrics_docs.py"))
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == script["page"]()
