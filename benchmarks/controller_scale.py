@@ -60,8 +60,9 @@ from meshrl.core.types import Metric, Prompt, Sample, Trajectory
 from meshrl.data.decode import text_of
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
+from meshrl.loops.finish_step import rollout_metrics
 from meshrl.loops.job import Job, ScoredGroup
-from meshrl.loops.step import _staleness, rollout_metrics, split_updates
+from meshrl.loops.train_step import _staleness, split_updates
 from meshrl.monitor.metrics import divide, merge
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.spans import Spans
@@ -265,7 +266,7 @@ async def step(job: Job, clock: Clock, groups: list[ScoredGroup], buffer: GroupB
         assign_loss_weights(samples, cfg.algo, cfg.rollout.sampling.max_new_tokens)
     before = executor.num_bytes
     with clock("dispatch"):
-        report = await job.trainer.forward_backward(samples, update.batch_plan, make_policy_loss(cfg.algo))
+        report = await job.trainer.forward_backward(update, make_policy_loss(cfg.algo))
         await job.trainer.optim_step(1e-6)
     sent = executor.num_bytes - before
     with clock("metrics"):

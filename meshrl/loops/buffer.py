@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any
 
 from meshrl.core.types import Metric, Prompt
+from meshrl.loops.collect import answer, group_id, score
 from meshrl.loops.group_limits import GroupLimits
 from meshrl.loops.job import Job, ScoredGroup
 from meshrl.loops.source import GroupFilter, ScoredBatch
-from meshrl.loops.step import answer, group_id, score
 
 
 @dataclass(kw_only=True, slots=True)

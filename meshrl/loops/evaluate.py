@@ -10,8 +10,8 @@ from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt, Trajectory
+from meshrl.loops.collect import check_failures, collect
 from meshrl.loops.job import Job, Task
-from meshrl.loops.step import check_failures, collect
 from meshrl.reward.score import Scorer
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from meshrl.config.loop import LoopConfig
 from meshrl.core.types import Metric, Trajectory
+from meshrl.loops.collect import answer, score
 from meshrl.loops.job import Job
-from meshrl.loops.step import answer, score
 
 
 @dataclass(kw_only=True, slots=True)

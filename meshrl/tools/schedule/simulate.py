@@ -25,7 +25,7 @@ from meshrl.tools.schedule.setup import Setup
 Wait = float | None
 """Seconds; None: until another group is scored."""
 STEPS_PER_MESSAGE = 2
-PROBED_ROWS = 4  # of each sync of stale samples, one after another: loops/step.py
+PROBED_ROWS = 4  # of each sync of stale samples, one after another: loops/sync_and_probe.py
 FIRST_STEPS = 3  # not counted in a prediction, because samplers and trainer do not yet overlap as later
 
 

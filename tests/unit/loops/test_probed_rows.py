@@ -15,13 +15,13 @@ from meshrl.config.run import RunConfig
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Metric, Sample
 from meshrl.loops.job import Job
-from meshrl.loops.step import _rows_to_probe, sync
+from meshrl.loops.sync_and_probe import rows_to_probe, sync
 from meshrl.monitor.spans import Spans
 
 
 def picked_of(samples: list[Sample], max_context_tokens: int) -> list[Sample] | None:
     job: Any = SimpleNamespace(task=SimpleNamespace(max_context_tokens=max_context_tokens))
-    return _rows_to_probe(job, samples)
+    return rows_to_probe(job, samples)
 
 
 def rows(lengths: list[int], max_context_tokens: int) -> list[int] | None:
@@ -69,12 +69,12 @@ def logprobs_of(tokens: np.ndarray) -> np.ndarray:
 def job_of(score: Callable[[np.ndarray], Awaitable[dict[int, np.ndarray]]]) -> Job:
     """A job with trainer weights of version 1. score: as the samplers."""
 
-    async def forward(samples: Any, batch_plan: Any, engine: str) -> list[np.ndarray]:
+    async def forward(samples: Any, role: str) -> list[np.ndarray]:
         return [logprobs_of(s.tokens) for s in samples]
 
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "loop": {"num_steps": 9}}
     sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}}
-    trainer = SimpleNamespace(version=1, is_synced=False, forward=forward, batch_plan=lambda samples: None)
+    trainer = SimpleNamespace(version=1, is_synced=False, forward=forward, plan_rows=lambda samples: samples)
     parts: dict[str, Any] = dict.fromkeys(("task", "scorer", "layout", "rollout_log"))
     parts |= {"cfg": RunConfig.model_validate(sections), "trainer": trainer}
     parts |= {"rollouts": SimpleNamespace(score=score), "run": SimpleNamespace(spans=Spans())}
@@ -93,7 +93,7 @@ def probed(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[Metric] | None:
         await sync(job)
         return None if job.probe is None else await job.probe
 
-    monkeypatch.setattr("meshrl.loops.step._sync", no_sync)
+    monkeypatch.setattr("meshrl.loops.sync_and_probe._sync", no_sync)
     return asyncio.run(scenario())
 
 
@@ -162,5 +162,5 @@ def test_a_probe_compares_its_own_rows_when_a_later_step_has_chosen_others(monke
         (metric,) = await job.probe
         assert metric.name == "proof/probe_diff_mean" and metric.sum == 0
 
-    monkeypatch.setattr("meshrl.loops.step._sync", no_sync)
+    monkeypatch.setattr("meshrl.loops.sync_and_probe._sync", no_sync)
     asyncio.run(scenario())

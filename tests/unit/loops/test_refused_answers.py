@@ -13,7 +13,7 @@ from meshrl.config.run import RunConfig
 from meshrl.core.errors import AgentError, Failure, MeshrlError, RewardError
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.loops.job import Job
-from meshrl.loops.step import train_step
+from meshrl.loops.train_step import train_step
 
 
 def job_of(notes: list[str]) -> Job:

@@ -12,8 +12,9 @@ from scripted_samplers import Samplers, job_of, turn
 from tiny_samples import random_samples
 
 from meshrl.core.types import Metric, Prompt, Trajectory
+from meshrl.loops.finish_step import finish_step, rollout_metrics
 from meshrl.loops.job import Job
-from meshrl.loops.step import _changes, finish_step, rollout_metrics
+from meshrl.loops.sync_and_probe import _changes
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.metrics import divide, merge
 from meshrl.sync.layout import Ack

@@ -1,0 +1,106 @@
+"""Answers to prompts and their scores: agents call the samplers, graders score what they return."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from meshrl.agent.attempt import attempt, check_attempts
+from meshrl.agent.loop import AgentContext
+from meshrl.cluster.groups import RolloutGroup
+from meshrl.config.run import RunConfig
+from meshrl.core.types import Metric, Prompt, Purpose, SamplingParams, Trajectory
+from meshrl.loops.deadlines import gather_with_deadline
+from meshrl.loops.job import Job, Task
+from meshrl.reward.score import Scorer
+
+Ended = Callable[[Prompt, Trajectory], Awaitable[None]]
+
+
+async def collect(
+    cfg: RunConfig,
+    task: Task,
+    rollouts: RolloutGroup,
+    prompts: Sequence[Prompt],
+    purpose: Purpose,
+    min_version: int,
+    ended: Ended | None = None,
+) -> list[Trajectory]:
+    """All attempts at these prompts, concurrently; returned in the order of prompts and attempts.
+
+    min_version: the oldest weights that may answer. ended: awaited with each attempt as soon as it has ended.
+    """
+    is_eval = purpose == "eval"
+    given = cfg.eval_sampling if is_eval else cfg.rollout.sampling
+    num_attempts = cfg.loop.eval_samples if is_eval else cfg.loop.samples_per_prompt
+    sampling = SamplingParams(
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        stop_token_ids=tuple(sorted({*task.stop_token_ids, *given.stop_token_ids})),
+        stop=tuple(given.stop),
+    )
+    runs = []
+    for prompt in prompts:
+        context = AgentContext(
+            tokenizer=task.tokenizer,
+            sampling=sampling,
+            max_new_tokens=given.max_new_tokens,
+            max_context_tokens=task.max_context_tokens,
+            run_seed=cfg.run.seed,
+            group_id=group_id(prompt, purpose),
+            purpose=purpose,
+            min_version=min_version,
+        )
+        for index in range(num_attempts):
+            one = attempt(task.agent, prompt, index, rollouts.generate, context, cfg.agent.kind)
+            runs.append(one if ended is None else _then(one, partial(ended, prompt)))
+    try:
+        return await gather_with_deadline(cfg.cluster, "eval" if is_eval else "rollout", runs)
+    finally:
+        for prompt in prompts:
+            rollouts.end_session(group_id(prompt, purpose))
+
+
+async def _then(one: Awaitable[Trajectory], ended: Callable[[Trajectory], Awaitable[None]]) -> Trajectory:
+    trajectory = await one
+    await ended(trajectory)
+    return trajectory
+
+
+def group_id(prompt: Prompt, purpose: Purpose) -> str:
+    """The id of the group of attempts at a prompt. A held-out prompt may have the id of a training prompt."""
+    return f"{'eval:' if purpose == 'eval' else ''}{prompt.id}@{prompt.ordinal}"
+
+
+async def answer(job: Job, prompts: Sequence[Prompt]) -> list[Trajectory]:
+    """Answer these training prompts with the current weights or newer ones."""
+    total, done = len(prompts) * job.cfg.loop.samples_per_prompt, itertools.count(1)
+
+    async def ended(prompt: Prompt, trajectory: Trajectory) -> None:
+        job.run.progress(f"{next(done)} of {total} answers")
+
+    with job.run.spans("rollout"):
+        return await collect(job.cfg, job.task, job.rollouts, prompts, "train", job.trainer.version, ended)
+
+
+async def score(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
+    """Score answers; returns the metrics."""
+    with job.run.spans("reward"):
+        return await grade(job.cfg, job.scorer, trajectories)
+
+
+async def grade(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajectory]) -> list[Metric]:
+    """Score the trajectories, within the deadline of the phase; returns the metrics. The caller checks the number of
+    failures (`check_failures`) when all trajectories of a step are scored."""
+    (metrics,) = await gather_with_deadline(cfg.cluster, "reward", [scorer.score(trajectories)])
+    return metrics
+
+
+def check_failures(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajectory]) -> None:
+    """Raises: AgentError or RewardError when too many attempts or gradings failed. trajectories: all of a step."""
+    check_attempts(trajectories, cfg.agent.kind, cfg.agent.max_failure_fraction)
+    scorer.check_failures(trajectories)

@@ -1,0 +1,84 @@
+"""The end of a step: its metrics, its record of rollouts, its report."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshrl.core.types import Metric, Sample, Trajectory
+from meshrl.loops.job import Job
+from meshrl.loops.speed import request_times, throughput, unknown_device
+from meshrl.loops.step_notes import note_what_is_wrong
+from meshrl.monitor.memory import memory_metrics
+from meshrl.monitor.metrics import histogram
+
+
+def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> list[Metric]:
+    """Lengths and speeds of a step, in addition to the metrics of flatten and the scorer."""
+    lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
+    sampled, trained = sum(lengths), sum(len(s) for s in samples)
+    rollout_s, train_s = job.run.spans.seconds("rollout"), job.run.spans.seconds("train")
+    metrics = [
+        histogram("rollout/length_tokens", np.array(lengths), "tokens"),
+        Metric(name="rollout/num_tokens", sum=float(sampled), reduce="sum", unit="tokens"),
+        Metric(name="train/num_tokens", sum=float(trained), reduce="sum", unit="tokens"),
+        *job.rollouts.replacement_metrics(),
+        *request_times(trajectories),
+    ]
+    if rollout_s:  # 0 if all groups of an overlapped step were sampled before the previous one ended
+        metrics.append(Metric(name="rollout/tokens_per_s", sum=sampled, weight=rollout_s, unit="tokens/s"))
+    if train_s:
+        metrics.append(Metric(name="train/tokens_per_s", sum=trained, weight=train_s, unit="tokens/s"))
+    return metrics
+
+
+def _use_of_devices(job: Job, num_trained_tokens: int) -> list[Metric]:
+    """The trained tokens per second and device, and the fraction of a step in which each side had nothing to do, if
+    samplers have ranks of their own."""
+    now, spans = time.perf_counter(), job.run.spans
+    wall, job.began = now - job.began, now
+    busy = job.rollouts.take_busy_s() / len(job.rollouts.ranks)
+    speed = throughput(job.cfg.cluster, num_trained_tokens, wall)
+    if not job.cfg.cluster.num_rollout_ranks:
+        return [speed]
+    train = spans.seconds("train") + spans.seconds("sync")
+    return [
+        speed,
+        Metric(name="run/train_idle", sum=max(0.0, wall - train), weight=wall, unit="fraction"),
+        Metric(name="run/rollout_idle", sum=max(0.0, wall - busy), weight=wall, unit="fraction"),
+    ]
+
+
+async def finish_step(
+    job: Job, trajectories: Sequence[Trajectory], metrics: list[Metric], cursor: dict[str, Any]
+) -> None:
+    """Log the rollouts, collect memory and time metrics, report, and count the step. cursor: the data's state for a run
+    that continues after this step."""
+    for device_metrics, _ in await job.trainer.memory():
+        metrics += device_metrics
+    metrics += memory_metrics()
+    metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
+    metrics += _use_of_devices(job, sum(int(m.sum) for m in metrics if m.name == "train/num_tokens"))
+    if (note := unknown_device(job.step, metrics)) is not None:
+        job.run.note(note)
+    metrics.append(Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"))
+    metrics += [*job.run.writes.take(), *job.run.spans.take()]
+    if job.proof.threshold is not None:
+        metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
+    rollouts, error = None, None
+    try:
+        rollouts = job.rollout_log.write(job.step + 1, trajectories, trainer=job.token_values)
+    except (TypeError, ValueError) as e:  # an agent wrote messages that are not plain JSON: count the step first
+        error = e
+    job.token_values = None  # frees the samples
+    values = job.run.report(job.step + 1, metrics)
+    note_what_is_wrong(job, trajectories, values, rollouts)
+    job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward
+    job.step += 1
+    job.cursor = cursor
+    if error is not None:
+        raise error

@@ -1,0 +1,154 @@
+"""All optimizer steps of one step: logprobs that the algorithm needs, advantages, gradients, the sampler proof."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshrl.agent.flatten import flatten
+from meshrl.algo.advantages import assign_advantages
+from meshrl.algo.correction import correction_summary
+from meshrl.algo.losses import make_policy_loss, rows_without_gradient
+from meshrl.algo.mismatch import row_mismatch
+from meshrl.algo.reduce import assign_loss_weights
+from meshrl.cluster.row_cache import PlannedRows
+from meshrl.core.errors import MeshrlError
+from meshrl.core.types import Metric, Sample, Trajectory
+from meshrl.loops.collect import check_failures
+from meshrl.loops.finish_step import rollout_metrics
+from meshrl.loops.job import Job
+from meshrl.loops.optimizer import optimizer_step
+from meshrl.loops.sync_and_probe import probe_result, rows_to_probe
+from meshrl.monitor.metrics import histogram
+from meshrl.monitor.token_log import TrainerValues
+from meshrl.train.optim import learning_rate
+
+_MAX_REFUSED_STEPS = 3  # in succession
+
+
+async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Sequence[Trajectory] = ()) -> list[Metric]:
+    """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
+    reward there is nothing to train on, and the weights stay. replaced: answers of the step that are not trained.
+
+    Raises: AgentError or RewardError when too many attempts or gradings failed; MeshrlError when the engine refused or
+    aborted every request of the last _MAX_REFUSED_STEPS steps.
+    """
+    answers = [*trajectories, *replaced]
+    check_failures(job.cfg, job.scorer, answers)
+    refusals = [t.failure.message for t in answers if t.failure is not None and t.failure.kind == "engine"]
+    job.num_refused_steps = job.num_refused_steps + 1 if 0 < len(refusals) == len(answers) else 0
+    if job.num_refused_steps == _MAX_REFUSED_STEPS:
+        raise MeshrlError(
+            f"step {job.step + 1}: in {_MAX_REFUSED_STEPS} steps in succession the engine refused or aborted every "
+            f"request. First error: {refusals[0]}"
+        )
+    samples, metrics = flatten(trajectories)
+    job.token_values = None  # of a step that failed
+    if not samples:
+        why = f". The engine refused {len(refusals)} of them, such as: {refusals[0]}" if refusals else ""
+        what = f"none of {len(trajectories)} trajectories has a reward; nothing to train on{why}"
+        job.run.note(f"step {job.step + 1}: {what}")
+    else:
+        if job.rollout_log.has_file(job.step + 1):
+            job.token_values = TrainerValues(version=job.trainer.version, samples=samples)
+        with job.run.spans("train"):
+            if job.cfg.loop.staleness:
+                metrics.append(_staleness(samples, job.trainer.version))
+            metrics += await release_samplers(job)
+            updates = split_updates(job, samples, job.cfg.train.updates_per_step)
+            metrics += await annotate(job, updates)
+            metrics += assign_advantages(samples, job.cfg.algo)
+            metrics += await update(job, updates)
+            job.probed = rows_to_probe(job, samples) if job.cfg.loop.staleness else None
+    if rewards := [t.reward for t in replaced if t.reward is not None]:  # the mean is that of all answers
+        metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
+    return metrics + rollout_metrics(job, answers, samples)
+
+
+def _staleness(samples: Sequence[Sample], version: int) -> Metric:
+    """By how many versions the oldest token of each sample is older than the trainer's weights."""
+    oldest = [int(s.versions[s.mask].min()) for s in samples if s.mask.any()]
+    return histogram("rollout/staleness_versions", version - np.array(oldest), "versions")
+
+
+def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list[PlannedRows]:
+    """Divide the samples into num_updates optimizer steps with equally many groups; groups are not split."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    parts: list[list[Sample]] = [[] for _ in range(num_updates)]
+    for i, members in enumerate(groups.values()):
+        parts[i * num_updates // len(groups)].extend(members)
+    return [job.trainer.plan_rows(part) for part in parts if part]
+
+
+async def release_samplers(job: Job) -> list[Metric]:
+    """Release the memory of colocated samplers for the trainer, until the next sync."""
+    if not job.cfg.rollout.release_memory:
+        return []
+    return [
+        Metric(name="memory/released_bytes", sum=float(await job.rollouts.release_memory()), reduce="sum", unit="bytes")
+    ]
+
+
+async def annotate(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
+    """Compute only the logprobs that the algorithm needs: of the reference when the KL coefficient is above 0, old ones
+    when the step has several updates (a single update is on-policy and needs no second forward pass)."""
+    metrics: list[Metric] = []
+    for update in updates:
+        if job.cfg.algo.kl.coef > 0:
+            for s, row in zip(update.samples, await job.trainer.forward(update, "reference"), strict=True):
+                s.ref_logprobs = row
+        if len(updates) > 1:
+            version, mismatch = job.trainer.version, dict[int, np.ndarray]()
+            for i, row in enumerate(await job.trainer.forward(update, "policy")):
+                update.samples[i].old_logprobs = row
+                mismatch[i] = row_mismatch(update.samples[i], row, version)
+            metrics += job.proof.check(mismatch, update.samples, job.cfg.model.dtype, version)
+    return metrics
+
+
+async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
+    """One optimizer step for each of the updates that has a token to train, else a note. The sampler proof is checked
+    between the gradient and the step."""
+    cfg, metrics = job.cfg, list[Metric]()
+    loss = make_policy_loss(cfg.algo)
+    total = cfg.loop.num_steps * cfg.train.updates_per_step
+    for part in updates:
+        if not assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens):
+            job.run.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is skipped")
+            continue
+        scored = rows_without_gradient(cfg.algo, part.samples)
+        rows = job.trainer.plan_rows(part.samples, scored) if scored else part
+        report = await job.trainer.forward_backward(rows, loss, job.token_values is not None)
+        job.trainer.drop_rows(part)
+        share = Metric(name="train/no_gradient_fraction", sum=len(scored), weight=len(part.samples), unit="fraction")
+        metrics.append(share)
+        if job.token_values is not None:
+            job.token_values.add(part.samples, report.values)
+        metrics += report.metrics
+        if len(updates) == 1:
+            metrics += job.proof.check(report.mismatch, part.samples, cfg.model.dtype, job.trainer.version)
+        metrics += await probe_result(job)
+        lr = learning_rate(job.num_updates, total, cfg.peak_lr, cfg.train.scheduler)
+        step, of_the_step = await optimizer_step(job.trainer, job.step, lr)
+        job.num_updates += 1
+        if step.skipped:
+            job.run.note(
+                f"step {job.step + 1}: the gradient norm is {step.grad_norm}, so this optimizer step is skipped; "
+                f"look at loss/* (the loss is {cfg.algo.loss.kind})"
+            )
+        metrics += of_the_step
+    return metrics + correction_summary(metrics)
+
+
+def _nothing_to_train(samples: Sequence[Sample]) -> str:
+    cut = sum(sample.truncated for sample in samples)
+    if not cut:
+        return f"none of {len(samples)} rows has a sampled token"
+    return (
+        f"{cut} of {len(samples)} rows were cut off and algo.truncated is mask, so no token is trained. Raise "
+        "rollout.sampling.max_new_tokens (or agent.args.max_turns), or set algo.truncated to train"
+    )
