@@ -124,7 +124,9 @@ class RankWorker:
             self.engines = {role: TrainEngine.build(spec.model, spec.train, mesh, role) for role in roles}
             keep_freed_memory(self.device)
         if spec.samples and spec.rollout is not None:
-            self.sampler = build_rollout_engine(spec.model, spec.rollout, self.device, spec.rank, spec.stop_token_ids)
+            self.sampler = build_rollout_engine(
+                spec.model, spec.rollout, self.device, spec.rank, spec.stop_token_ids, spec.logs
+            )
             if spec.trains and spec.rollout.release_memory and not self.sampler.capabilities.release:
                 raise CapabilityError(
                     f"rollout.release_memory is true, but engine {spec.rollout.engine} of rank {spec.rank} can't "

@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from meshrl.config.model import ModelConfig
@@ -71,6 +72,7 @@ class WorkerSpec:
     timeout_s: float  # deadline of every phase that is not in deadlines
     deadlines: Mapping[str, float] = field(default_factory=dict)  # seconds by phase
     seed: int = 0  # run.seed
+    logs: Path | None = None  # where servers that a rank starts write their logs, on the rank's machine
     nodes: int = 1  # machines, with equally many ranks each, in the order of the ranks
     # Set by the executor when it starts the rank:
     rendezvous: str | tuple[str, int] = ""  # the store of the process group: a file, or host and port of a TCPStore

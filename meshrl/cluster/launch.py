@@ -26,6 +26,8 @@ from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.model.limits import micro_batch_tokens
 from meshrl.sync.layout import Layout
 
+_AFTER_START_S = 60.0  # for a rank whose server is ready
+
 
 @dataclass(slots=True)
 class Groups:
@@ -78,15 +80,20 @@ async def launched(
     reference: bool = False,
     stop_token_ids: tuple[int, ...] = (),
     folder: Path = Path("."),
+    logs: Path | None = None,
     seed: int = 0,
 ) -> AsyncIterator[Groups]:
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. folder: under
-    torchrun, a folder that all processes of the run share (process/run_token.py).
+    torchrun, a folder that all processes of the run share (process/run_token.py). logs: an absolute path, see
+    WorkerSpec.
 
     Raises: RankFailure when a rank does not start, or fails while it ends.
     """
     if train.max_tokens_per_microbatch is None and num_train_ranks:
         train = train.model_copy(update={"max_tokens_per_microbatch": micro_batch_tokens(model, train)})
+    deadlines = {phase: seconds for phase, seconds in cluster.deadlines if seconds is not None}
+    if rollout is not None and rollout.start_deadline_s:  # a server starts while its rank loads
+        deadlines.setdefault("load", max(cluster.timeout_s, rollout.start_deadline_s + _AFTER_START_S))
     specs = [
         WorkerSpec(
             rank=rank,
@@ -99,8 +106,9 @@ async def launched(
             stop_token_ids=stop_token_ids,
             timeout_s=cluster.timeout_s,
             seed=seed,
+            logs=logs,
             nodes=math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks),  # an evaluation may have fewer
-            deadlines={phase: seconds for phase, seconds in cluster.deadlines if seconds is not None},
+            deadlines=deadlines,
         )
         for rank in range(num_train_ranks + num_rollout_ranks)
     ]

@@ -75,8 +75,8 @@ class VllmConfig(Slice):
     """bytes of the KV cache on each device; null = by gpu_memory_utilization on a GPU, 1 GiB on a CPU"""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
     """share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU"""
-    start_deadline_s: float = Field(600.0, gt=0)
-    """seconds in which the server must start and answer; a large model's weights take minutes to load"""
+    start_deadline_s: float = Field(1800.0, gt=0)
+    """seconds in which the server must start and answer; loading and compiling a large model takes minutes"""
 
 
 class SglangConfig(Slice):
@@ -95,8 +95,8 @@ class SglangConfig(Slice):
     """answers depend only on seed and prompt, not on other requests; false is faster, but seeds have no effect then"""
     mem_fraction_static: float = Field(0.5, gt=0, le=1)
     """share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU"""
-    start_deadline_s: float = Field(600.0, gt=0)
-    """seconds in which the server must start and answer; a large model's weights take minutes to load"""
+    start_deadline_s: float = Field(1800.0, gt=0)
+    """seconds in which the server must start and answer; loading and compiling a large model takes minutes"""
 
 
 OWN_ARGS = {  # set by meshrl: with other values its checks of weights and logprobs would not hold
@@ -178,6 +178,11 @@ class RolloutConfig(Slice):
     def tp_size(self) -> int:
         """Tensor-parallel ranks of one replica, from either of the two keys."""
         return self.tensor_model_parallel_size or self.mesh.infer_tp
+
+    @property
+    def start_deadline_s(self) -> float:
+        """Seconds in which the server of a replica must start; 0 for an engine that starts none."""
+        return {"vllm": self.vllm.start_deadline_s, "sglang": self.sglang.start_deadline_s}.get(self.engine, 0.0)
 
 
 def engine_problems(case: Case) -> Iterator[Problem]:

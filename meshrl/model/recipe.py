@@ -73,11 +73,12 @@ def build_model(path: str | Path, recipe: Recipe) -> CausalModel:
 
 
 def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A full Transformers causal LM on the CPU with attention "meshrl", parameters in `dtype`, buffers untouched.
+    """A full Transformers causal LM on the CPU with attention "meshrl", parameters in `dtype` and trained, buffers
+    untouched.
 
     Raises: ConfigError, as build_model.
     """
-    return cast_parameters(build_model(path, Recipe()).lm, dtype)
+    return cast_parameters(build_model(path, Recipe(trains=True)).lm, dtype)
 
 
 def skeleton(facts: ModelFacts, recipe: Recipe) -> CausalModel:

@@ -17,6 +17,11 @@ import psutil
 _DUMP_S = 2.0  # writing stacks takes milliseconds; a process that needs longer can't write them
 _FRAMES_SHOWN = 8
 _COLLECTIVE = re.compile(r'File "[^"]*/torch/distributed/(?!algorithms/)')
+_MOST_SEARCHED = 8 << 20  # bytes of an output
+# The line that ends a traceback, after what a logger may write before it: "ERROR 11-25 10:11:12 [core.py:7] ".
+_RAISED = re.compile(
+    r"^(?:.*?[\])] ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout)\b(?::.*)?)$", re.M
+)
 _INNERMOST = 4  # frames that show a wait in a collective: the call, its wrapper, and torch's dispatch
 
 
@@ -106,10 +111,19 @@ def oom_kills(system: Path = Path("/")) -> int | None:
     return None
 
 
-def output_tail(output: IO[bytes], max_bytes: int) -> str:
-    """The last bytes of a process's output file, as text."""
+def output_tail(output: IO[bytes], max_bytes: int, start: int = 0) -> str:
+    """The last bytes of a process's output file, as text. start: where its output begins in the file."""
     size = os.fstat(output.fileno()).st_size
-    return os.pread(output.fileno(), max_bytes, max(0, size - max_bytes)).decode(errors="replace").strip()
+    return os.pread(output.fileno(), max_bytes, max(start, size - max_bytes)).decode(errors="replace").strip()
+
+
+def first_exception(output: IO[bytes], start: int = 0) -> str:
+    """The last line of the first Python traceback in a process's output, or "". Servers of several processes log the
+    traceback that is the cause first, and then those of the processes that waited for it."""
+    text = os.pread(output.fileno(), _MOST_SEARCHED, start).decode(errors="replace")
+    _, traceback, after = text.partition("Traceback (most recent call last):")
+    raised = _RAISED.search(after)
+    return raised[1].strip() if traceback and raised is not None else ""
 
 
 def waits_for_others(stacks: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from meshrl.config.model import ModelConfig
@@ -24,8 +26,10 @@ def build_rollout_engine(
     device: torch.device,
     rank: int,
     stop_token_ids: tuple[int, ...],
+    logs: Path | None = None,
 ) -> RolloutEngine:
-    """The engine on this rank's device, without a weight version. Blocks until it can take requests.
+    """The engine on this rank's device, without a weight version. Blocks until it can take requests. logs: the folder
+    of the log of a server that is started.
 
     Raises: ConfigError when rollout.max_context_tokens is more than the model has positions; EngineFailure.
     """
@@ -35,7 +39,7 @@ def build_rollout_engine(
     max_context_tokens, vocab_size = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
     connect = SERVERS[rollout_cfg.engine]
     return ServerEngine(
-        connect(model_cfg, rollout_cfg, device, engine_id, max_context_tokens),
+        connect(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, logs),
         stop_token_ids=stop_token_ids,
         max_context_tokens=max_context_tokens,
         vocab_size=vocab_size,

@@ -33,9 +33,15 @@ _RELOAD_S = 1800.0  # a server may read a large model from a slow disk
 
 
 def connect_endpoint(
-    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, engine_id: str, max_context_tokens: int
+    model_cfg: ModelConfig,
+    rollout_cfg: RolloutConfig,
+    device: torch.device,
+    engine_id: str,
+    max_context_tokens: int,
+    logs: Path | None,
 ) -> CompletionsDialect:
-    """Ask the running server for its model. Blocks. Raises: EngineFailure, ConfigError."""
+    """Ask the running server for its model. It is no child of this process, so it has no log here. Blocks. Raises:
+    EngineFailure, ConfigError."""
     cfg = rollout_cfg.endpoint
     assert cfg.url is not None, "the config check requires an address"
     headers = authorization(cfg.api_key_env)

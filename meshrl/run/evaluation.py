@@ -28,6 +28,7 @@ from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import report
+from meshrl.run.folder import LOGS
 from meshrl.run.inputs import Objects
 from meshrl.run.live import LiveRun, WriteReport, live_run
 from meshrl.run.signals import Stop
@@ -85,6 +86,7 @@ async def run_evaluation(stop: Stop, loaded: Loaded[RunConfig], request: EvalReq
                         num_train_ranks=0,
                         num_rollout_ranks=cfg.sampling_ranks[1],
                         folder=Path(cfg.run.folder),
+                        logs=run.folder.absolute() / LOGS,
                         seed=cfg.run.seed,
                     ) as groups,
                 ):

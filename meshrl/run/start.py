@@ -38,7 +38,7 @@ from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.process.leases import sweep
 from meshrl.run.evaluation import EvalRequest, EvalResult, run_evaluation
-from meshrl.run.folder import bytes_of, newest_model, read_best
+from meshrl.run.folder import LOGS, bytes_of, newest_model, read_best
 from meshrl.run.inputs import NO_OBJECTS, Objects
 from meshrl.run.lease import wait_for_folder
 from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run
@@ -159,6 +159,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                 num_rollout_ranks=cfg.cluster.num_rollout_ranks,
                 reference=cfg.algo.kl.coef > 0,
                 folder=Path(cfg.run.folder),
+                logs=run.folder.absolute() / LOGS,
                 seed=cfg.run.seed,
             ) as groups,
         ):

@@ -17,7 +17,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.causal import CausalModel
-from meshrl.model.recipe import load_causal_lm
+from meshrl.model.recipe import Recipe, load_causal_lm
 from meshrl.parallel.fsdp import full_tensor, shard_model
 from meshrl.parallel.mesh import build_mesh, fsdp_mesh, resolve_shape
 from meshrl.rollout.embedded.engine import build_embedded_engine
@@ -166,7 +166,7 @@ def _tied_in_two_groups(rank: int, world: int) -> str:
     groups = [model.lm.model.embed_tokens, *model.layers]
     with pytest.raises(ValueError, match="shared with a parameter already managed") as error:
         shard_model(model, groups, fsdp_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True)
-        _step(TrainEngine(model, mesh, TrainConfig(), torch.float32, "policy"), rank)
+        _step(TrainEngine(model, mesh, TrainConfig(), "policy", Recipe(mesh=mesh, trains=True)), rank)
     return str(error.value)
 
 

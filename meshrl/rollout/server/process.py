@@ -6,12 +6,13 @@ process is killed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshrl.core.errors import EngineFailure
-from meshrl.process.diagnosis import exit_text, output_tail
+from meshrl.process.diagnosis import exit_text, first_exception, output_tail
 from meshrl.process.guard import GuardedProcess
 from meshrl.process.leases import LeasedFolder
 
@@ -25,12 +26,23 @@ class ServerProcess:
     name: used in errors, for example "vllm-2". folder: removed by `close`.
     """
 
-    def __init__(self, name: str, command: Callable[[Path], Sequence[str]], environment: Mapping[str, str]):
-        """command: gets the private folder. environment: added to the environment of this process."""
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[Path], Sequence[str]],
+        environment: Mapping[str, str],
+        logs: Path | None = None,
+    ):
+        """command: gets the private folder. environment: added to the environment of this process. logs: the folder of
+        its log, to which a server of the same name appends; None = the private folder."""
         self.name = name
         self._folder_lease = LeasedFolder()
         self.folder = self._folder_lease.path  # short: a Unix socket's path has 107 characters at most
-        self._log = (self.folder / "log.txt").open("w+b")
+        self._is_saved = logs is not None
+        self._path = self.folder / "log.txt" if logs is None else logs / f"{name}.txt"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = self._path.open("a+b")
+        self._start = self._log.seek(0, os.SEEK_END)
         self._process = GuardedProcess(
             "meshrl.process.guard",
             [str(self.folder), *command(self.folder)],
@@ -65,11 +77,17 @@ class ServerProcess:
         return self._process.exit_code(seconds) is not None
 
     def diagnosis(self) -> str:
-        """The exit status of the server, if it has ended, and the end of its output: for the end of an error text."""
+        """The exit status of the server, if it has ended, the first exception in its output, and the end of its output:
+        for the end of an error text."""
         code = self._process.exit_code()
         how = "" if code is None else f" ({exit_text(code)})"
-        wrote = "" if self._log.closed else output_tail(self._log, _OUTPUT_BYTES)
-        return f"{how}; the end of its output:\n{wrote}" if wrote else f"{how}; it wrote no output"
+        wrote = "" if self._log.closed else output_tail(self._log, _OUTPUT_BYTES, self._start)
+        if not wrote:
+            return f"{how}; it wrote no output"
+        cause = first_exception(self._log, self._start)
+        first = f". The first exception in its output is:\n{cause}\n" if cause else "; "
+        saved_in = f" (all of it is in {self._path})" if self._is_saved else ""
+        return f"{how}{first}{'T' if cause else 't'}he end of its output{saved_in}:\n{wrote}"
 
     def close(self) -> None:
         """Kill the server and all processes that it started, and remove its folder; safe to call twice."""

@@ -249,7 +249,12 @@ def part_of(event: dict[str, Any], num_sampled: int, request_id: str) -> AnswerP
 
 
 def connect_sglang(
-    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, engine_id: str, max_context_tokens: int
+    model_cfg: ModelConfig,
+    rollout_cfg: RolloutConfig,
+    device: torch.device,
+    engine_id: str,
+    max_context_tokens: int,
+    logs: Path | None,
 ) -> SglangDialect:
     """Start the server and wait until it is ready, unless the config has the url of a running one. Blocks.
 
@@ -260,7 +265,7 @@ def connect_sglang(
     if url is None:
         key = secrets.token_hex(16)  # other users of this machine can connect to its ports
         headers = {"Authorization": f"Bearer {key}"}
-        server, url = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, key)
+        server, url = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, key, logs)
     info = fetch("/server_info", url, headers)
     require_fit(info, engine_id, cfg.deterministic, max_context_tokens, model_cfg.dtype)
     label = str(fetch("/model_info", url, headers)["weight_version"])
@@ -305,6 +310,7 @@ def start_server(
     name: str,
     max_context_tokens: int,
     key: str,
+    logs: Path | None = None,
 ) -> tuple[ServerProcess, str]:
     """A server that is ready, and its address. config/rollout.py refuses the flags that are set here in
     rollout.sglang.args. Raises: EngineFailure."""
@@ -331,7 +337,8 @@ def start_server(
     if device.type != "cpu":
         flags.append("--enable-memory-saver")
     command = command_line(cfg.python, "sglang.launch_server", values, flags, cfg.args)
-    server = ServerProcess(name, lambda _: command, _ENVIRONMENT | visible_devices(device, rollout_cfg.tp_size))
+    environment = _ENVIRONMENT | visible_devices(device, rollout_cfg.tp_size)
+    server = ServerProcess(name, lambda _: command, environment, logs)
     url = f"http://127.0.0.1:{port}"
     server.wait_until(lambda: is_up("/health", url), cfg.start_deadline_s, "rollout.sglang.start_deadline_s")
     return server, url

@@ -157,22 +157,33 @@ def part_of(event: dict[str, Any]) -> AnswerPart:
 
 
 def start_vllm(
-    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, engine_id: str, max_context_tokens: int
+    model_cfg: ModelConfig,
+    rollout_cfg: RolloutConfig,
+    device: torch.device,
+    engine_id: str,
+    max_context_tokens: int,
+    logs: Path | None,
 ) -> VllmDialect:
     """Start the server and wait until it is ready. Blocks. Raises: EngineFailure."""
-    server = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens)
+    server = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, logs)
     return VllmDialect(http_of(server), server, can_release=device.type == "cpu" or rollout_cfg.release_memory)
 
 
 def start_server(
-    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, name: str, max_context_tokens: int
+    model_cfg: ModelConfig,
+    rollout_cfg: RolloutConfig,
+    device: torch.device,
+    name: str,
+    max_context_tokens: int,
+    logs: Path | None = None,
 ) -> ServerProcess:
-    """A server that is ready. Raises: EngineFailure."""
+    """A server that is ready. logs: see ServerProcess. Raises: EngineFailure."""
     threads = cpu_build.threads() if device.type == "cpu" else {}
     server = ServerProcess(
         name,
         lambda folder: _command(model_cfg, rollout_cfg, device, max_context_tokens, folder),
         {**_ENVIRONMENT, **threads, **visible_devices(device, rollout_cfg.tp_size)},
+        logs,
     )
     key, deadline_s = "rollout.vllm.start_deadline_s", rollout_cfg.vllm.start_deadline_s
     server.wait_until(lambda: is_up("/health", socket=_socket_in(server.folder)), deadline_s, key)

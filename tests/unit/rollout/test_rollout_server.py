@@ -51,6 +51,34 @@ def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_output():
     server.close()
 
 
+OUTPUT_OF_TWO_PROCESSES = """
+(EngineCore pid=7) ERROR 11-25 10:11:12 [core.py:866] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-25 10:11:12 [core.py:866] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-25 10:11:12 [core.py:866]   File "core.py", line 857, in run_engine_core
+(EngineCore pid=7) ERROR 11-25 10:11:12 [core.py:866]     raise ValueError("Error: too small")
+(EngineCore pid=7) ERROR 11-25 10:11:12 [core.py:866] ValueError: the cache holds 4 tokens
+Traceback (most recent call last):
+  File "api_server.py", line 3, in main
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+@pytest.mark.parametrize("distance", [0, 5000], ids=["within the end", "before the end"])
+def test_the_first_exception_is_shown_and_the_log_is_kept(tmp_path: Path, distance: int):
+    """The exception of a server's main process only states that another process has failed."""
+    code = f"import sys; sys.stdout.write({OUTPUT_OF_TWO_PROCESSES!r} + '.' * {distance}); sys.exit(1)"
+    for attempt in range(2):
+        command = python(code.replace("4 tokens", f"{attempt} tokens"))
+        server = ServerProcess("s", lambda folder, command=command: command, {}, tmp_path)
+        with pytest.raises(EngineFailure, match="ended before it was ready") as error:
+            server.wait_until(lambda: False, 60)
+        _, cause, rest = str(error.value).split("\n", 2)
+        assert cause == f"ValueError: the cache holds {attempt} tokens"
+        assert rest.startswith(f"The end of its output (all of it is in {tmp_path / 's.txt'}):")
+    kept = (tmp_path / "s.txt").read_text()
+    assert kept.count("See root cause above") == 2 and "holds 0 tokens" in kept and "holds 1 tokens" in kept
+
+
 def test_a_killed_server_is_reported_with_its_signal():
     server = ServerProcess("s", lambda folder: python("import os; os.kill(os.getpid(), 9)"), {})
     with pytest.raises(EngineFailure, match=r"\(SIGKILL\); it wrote no output"):

@@ -241,3 +241,15 @@ def test_a_server_that_does_not_start_is_reported_with_the_reason(tmp_path: Path
         serving(tiny_vllm_lm(), tmp_path / "model", "--no-such-argument"),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_the_cause_of_a_failed_engine_core_is_reported(tmp_path: Path):
+    """The API server's own exception is "Engine core initialization failed. See root cause above."."""
+    with (
+        pytest.raises(
+            EngineFailure, match=r"The first exception in its output is:\nValueError: No available memory for"
+        ),
+        serving(tiny_vllm_lm(), tmp_path / "model", "--kv-cache-memory-bytes=1024"),
+    ):
+        pass
