@@ -51,7 +51,7 @@ MAX_RISE_OF_CONTROL = 0.05  # of the held-out accuracy
 WORD_PROBLEMS = [
     "train.optimizer.lr=4e-5",
     "rollout.sampling.max_new_tokens=48",  # longer answers are cut, which at first is most of them
-    "loop.num_steps=24",
+    "loop.num_steps=30",
 ]
 ON_A_CPU = [  # products of float32 are the faster ones there, and small micro-batches need less memory
     "model.dtype=float32",
