@@ -18,13 +18,18 @@ from collections.abc import Sequence
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.node_agent import AgentConnection, Hello, NodeAgent, RemoteProcess
 from meshrl.cluster.processes import RANK, ProcessExecutor, RankConnection, common_environment
+from meshrl.core.device import SETTINGS, VISIBLE_DEVICES
 from meshrl.core.errors import RankFailure
 from meshrl.parallel.store import listening_store
 from meshrl.process.connect import Listener
 from meshrl.process.run_token import VARIABLE
 
-PASSED = ("HF_", "MESHRL_", "TORCH_", "NCCL_", "GLOO_", "TOKENIZERS_")
+PASSED = (
+    *("GLOO_", "HF_", "MESHRL_", "NCCL_", "OMP_", "PYTORCH_", "SGLANG_", "TOKENIZERS_", "TORCH_", "TRITON_", "VLLM_"),
+    *SETTINGS,
+)
 """Environment variables of the controller with these prefixes are set in every rank, unless its machine sets them."""
+_NOT_PASSED = (VARIABLE, *VISIBLE_DEVICES)  # the connection is not encrypted; devices belong to one machine
 _POLL_S = 1.0
 
 
@@ -112,8 +117,8 @@ class RemoteExecutor(ProcessExecutor, ABC):
         agent = self._agents[spec.rank]
         number = next(agent.numbers)
         self._expect("channel", spec.rank)
-        passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-        passed.pop(VARIABLE, None)  # the connection is not encrypted
+        variables = os.environ.items()
+        passed = {name: value for name, value in variables if name.startswith(PASSED) and name not in _NOT_PASSED}
         agent.send(NodeAgent.spawn, number, RANK, self.environment(spec), passed)
         sock, _ = await self._connection("channel", spec.rank, agent)
         return self._attach(spec, RemoteProcess(agent, number), sock, agent.ip)

@@ -26,7 +26,8 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
 _MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
 _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+SETTINGS = ("CUDA_", "HIP_")  # environment variables of the libraries of devices begin with these
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def device_type() -> str:
@@ -69,7 +70,7 @@ def device_count() -> int:
 def may_have_own_device() -> bool:
     """Whether the launcher of this process and others may have given it a device that the others don't see, as `srun
     --gpus-per-task` does."""
-    return device_count() == 1 and any(name in os.environ for name in _VISIBLE)
+    return device_count() == 1 and any(name in os.environ for name in VISIBLE_DEVICES)
 
 
 def local_device(local_rank: int) -> torch.device:

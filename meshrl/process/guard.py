@@ -25,6 +25,9 @@ from typing import IO, NoReturn
 
 import psutil
 
+OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""The environment variables of one rank of torch.distributed."""
+_OF_TORCHRUN = "TORCHELASTIC_"
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
@@ -41,7 +44,8 @@ class GuardedProcess:
         pass_fds: Sequence[int] = (),
     ):
         """module: its `main` calls `fork_below_guard`. output: file for stdout and stderr. environment: added to this
-        process's environment. pass_fds: descriptors that the guard inherits."""
+        process's environment without the variables of a rank, since a server of several processes has ranks of its own.
+        pass_fds: descriptors that the guard inherits."""
         self._killing = threading.Lock()
         self._guard = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
@@ -50,7 +54,8 @@ class GuardedProcess:
             stderr=output,
             pass_fds=pass_fds,
             start_new_session=True,
-            env={**os.environ, **environment},
+            env={n: v for n, v in os.environ.items() if n not in OF_A_RANK and not n.startswith(_OF_TORCHRUN)}
+            | dict(environment),
         )
 
     @property

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.process.diagnosis import Snapshot, how_it_ended, oom_kills, snapshot
-from meshrl.process.guard import end_with_parent
+from meshrl.process.guard import OF_A_RANK, end_with_parent
 from meshrl.process.leases import sweep
 
 _OWN_VARIABLES = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *OF_A_RANK,
     *("GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST"),
 }  # no library reads them when it is imported: each child gets its own values after the fork
 _LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})

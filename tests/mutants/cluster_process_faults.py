@@ -94,7 +94,7 @@ FAULTS = [
     Fault(
         "the secret of the environment is sent over connections without encryption",
         "meshrl/cluster/remote.py::RemoteExecutor._spawn",
-        'passed.pop(VARIABLE, None) => passed.pop("", None)',
+        "name.startswith(PASSED) and name not in _NOT_PASSED => name.startswith(PASSED)",
         _REMOTE_EXECUTOR + "test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_node_agent",
     ),
     Fault(

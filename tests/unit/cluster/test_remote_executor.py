@@ -39,6 +39,9 @@ sys.exit(NodeAgent((host, int(port)), bytes.fromhex(token), int(rank)).serve())
 """
 
 
+OF_THE_CONTROLLER = ("MESHRL_TOKEN", "VLLM_USE_DEEP_GEMM", "CUDA_VISIBLE_DEVICES")  # not set on the rank's machine
+
+
 class ByHand(RemoteExecutor):
     """One machine for each rank. Starts the node agents of `present` ranks on this machine, as its own children."""
 
@@ -72,7 +75,7 @@ class ByHand(RemoteExecutor):
         for rank in self.present:
             arguments = [address[0], str(address[1]), self.token.hex(), str(rank)]
             command = [sys.executable, "-c", AGENT, *arguments]
-            own = {name: value for name, value in os.environ.items() if name != "MESHRL_TOKEN"}
+            own = {name: value for name, value in os.environ.items() if name not in OF_THE_CONTROLLER}
             self.started[rank] = subprocess.Popen(command, env={**own, "HF_OWN": "of the machine"})
         return {spec.rank for spec in self.specs}
 
@@ -157,6 +160,8 @@ def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_n
     """The machine's own variables win over the controller's, the rank's own over both; for a replaced rank, too."""
     monkeypatch.setenv("HF_OWN", "of the controller")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setenv("MESHRL_TOKEN", "a secret, and the connection is not encrypted")
     monkeypatch.setenv("RANK", "77")
 
@@ -166,7 +171,8 @@ def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_n
             *(str(rank), "2", "0", "1")
         ]
         assert found["HF_OWN"] == "of the machine" and found["NCCL_DEBUG"] == "WARN"
-        assert "MESHRL_TOKEN" not in found
+        assert found["VLLM_USE_DEEP_GEMM"] == "0"
+        assert "MESHRL_TOKEN" not in found and "CUDA_VISIBLE_DEVICES" not in found
         assert found["GLOO_SOCKET_IFNAME"].startswith("lo"), "the interface by which it reached the controller"
         pid, parent, address, store = await executor.call(rank, facts)
         assert parent == executor.started[rank].pid != pid

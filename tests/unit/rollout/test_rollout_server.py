@@ -79,6 +79,18 @@ def test_the_first_exception_is_shown_and_the_log_is_kept(tmp_path: Path, distan
     assert kept.count("See root cause above") == 2 and "holds 0 tokens" in kept and "holds 1 tokens" in kept
 
 
+def test_a_server_has_no_variables_of_its_rank(monkeypatch: pytest.MonkeyPatch):
+    """vLLM's own processes would use torchrun's store, in which their numbers collide with those of the ranks."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "host0")
+    monkeypatch.setenv("HF_HOME", "somewhere")
+    code = "import os; print(*sorted(n for n in os.environ if n.startswith(('TORCHELASTIC', 'MASTER_', 'HF_H'))))"
+    server = ServerProcess("s", lambda folder: python(code), {})
+    assert server.ends_within(60)
+    assert printed(server).split() == ["HF_HOME"]
+    server.close()
+
+
 def test_a_killed_server_is_reported_with_its_signal():
     server = ServerProcess("s", lambda folder: python("import os; os.kill(os.getpid(), 9)"), {})
     with pytest.raises(EngineFailure, match=r"\(SIGKILL\); it wrote no output"):
