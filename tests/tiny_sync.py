@@ -12,13 +12,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshrl.parallel.boxes import held_ranges
-from meshrl.sync.delivery import Delivery
+from meshrl.sync.delivery import Delivery, Transport
 from meshrl.sync.digest import DigestKind
 from meshrl.sync.layout import Ack, Box, Layout, SyncHeader, SyncMode, make_layout
 from meshrl.sync.receiver import Receiver
 from meshrl.sync.sender import Elements, HeldBox, SendReport, WeightSender
 from meshrl.sync.transaction import SyncOrder, SyncState, make_header, sync_rank, with_reports
-from meshrl.sync.transport import Transport
 
 Tensors = Mapping[str, torch.Tensor]
 SHAPES: dict[str, tuple[int, ...]] = {  # odd sizes, no elements in the middle and at the end, equal shapes, a scalar
@@ -113,13 +112,20 @@ class Trainer:
         return [sender.report for sender in self.senders]
 
 
+def receiver_of(layout: Layout, find_targets: Callable[[], Tensors], name: str = "receiver") -> Receiver:
+    """A receiver of this layout."""
+    receiver = Receiver(find_targets, name)
+    receiver.reconcile(layout)
+    return receiver
+
+
 class Sampler:
     """A receiver with its own parameters, which are read back by name; the tied head shares the embedding's memory."""
 
     def __init__(self, layout: Layout, name: str = "sampler", reads_back: bool = True):
         self.params = {t.name: torch.full(t.shape, 3, dtype=t.torch_dtype) for t in layout.tensors}
         self.head = self.params["embed.weight"]
-        self.receiver = Receiver(layout, lambda: self.params, name)
+        self.receiver = receiver_of(layout, lambda: self.params, name)
         self.reads_back = reads_back
 
     def read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -143,7 +149,7 @@ class Sampler:
 
     def stats(self) -> SyncState:
         """As a rollout engine states it: with the version that it has."""
-        return SyncState(version=self.receiver.version)
+        return SyncState(version=self.receiver.state.version)
 
     def holds(self, weights: Tensors) -> bool:
         return all(torch.equal(self.params[name], t.to(self.params[name].dtype)) for name, t in weights.items())

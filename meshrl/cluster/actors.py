@@ -48,7 +48,7 @@ from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.parallel.timing import settle
 from meshrl.process.family import own_memory
 from meshrl.rollout.base import EngineStats, RolloutEngine
-from meshrl.rollout.build import build_rollout_engine, takes_adapters
+from meshrl.rollout.build import build_rollout_engine
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.digest import DigestKind, kind_for
 from meshrl.sync.layout import Ack, Box, Layout
@@ -216,7 +216,7 @@ class RankWorker:
     def weights(self) -> HeldBoxes:
         """The boxes that this rank holds of each tensor that samplers need (a collective, with LoRA)."""
         trainer, cfg = self.engines["policy"], self.spec.rollout
-        held = trainer.weights(merged=cfg is not None and not takes_adapters(cfg))
+        held = trainer.weights(merged=cfg is not None and not cfg.takes_adapters)
         return HeldBoxes(
             sender=trainer.coordinates.sender,
             replica=trainer.coordinates.replica,

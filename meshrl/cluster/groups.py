@@ -25,7 +25,6 @@ from meshrl.core.errors import RankFailure
 from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import coordinates, resolve_shape
-from meshrl.rollout.build import takes_adapters
 from meshrl.rollout.continuation import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
@@ -66,7 +65,7 @@ class TrainGroup:
     def changes_mode(self) -> SyncMode:
         """The mode of a sync that does not send all weights."""
         spec = self.executor.specs[0]
-        adapters = spec.model.lora.enabled and spec.rollout is not None and takes_adapters(spec.rollout)
+        adapters = spec.model.lora.enabled and spec.rollout is not None and spec.rollout.takes_adapters
         return "adapter" if adapters else "delta"
 
     def plan_rows(self, samples: Sequence[Sample], scored: Collection[int] = ()) -> PlannedRows:

@@ -13,14 +13,13 @@ from meshrl.core.errors import SyncInterrupted
 from meshrl.parallel.mesh import replica_group
 from meshrl.process.connect import LOOPBACK
 from meshrl.rollout.base import RolloutEngine
-from meshrl.rollout.build import takes_adapters
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.broadcast import Broadcast
+from meshrl.sync.delivery import Transport
 from meshrl.sync.layout import Ack, Layout
 from meshrl.sync.sender import SendReport, WeightSender
 from meshrl.sync.sockets import Sockets
 from meshrl.sync.transaction import SyncOrder, SyncState, sync_rank
-from meshrl.sync.transport import Transport
 from meshrl.train.engine import TrainEngine
 
 
@@ -45,7 +44,7 @@ class RankSync:
         self._cancelled = False
         self._replica = 0 if trainer is None else trainer.coordinates.replica
         if trainer is not None and (self._colocated or not self._replica):  # else the first replica sends
-            frozen = trainer.frozen() if takes_adapters(self._cfg) else frozenset()
+            frozen = trainer.frozen() if self._cfg.takes_adapters else frozenset()
             self._sender = WeightSender(layout, trainer.coordinates.sender, self._cfg.sync_mode == "delta", frozen)
 
     def state(self, connection_id: str) -> SyncState:
@@ -88,7 +87,7 @@ class RankSync:
             if sampler is not None:
                 await sampler.restore({"weights"})
         if self._sender is not None and trainer is not None:
-            held = trainer.weights(merged=not takes_adapters(self._cfg)).held
+            held = trainer.weights(merged=not self._cfg.takes_adapters).held
             self._sender.begin(held, changes=order.header.mode != "full")
         targets = sampler.targets if self._in_place and isinstance(sampler, EmbeddedEngine) else None
         ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)

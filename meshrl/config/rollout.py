@@ -184,6 +184,13 @@ class RolloutConfig(Slice):
         """Seconds in which the server of a replica must start; 0 for an engine that starts none."""
         return {"vllm": self.vllm.start_deadline_s, "sglang": self.sglang.start_deadline_s}.get(self.engine, 0.0)
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether LoRA adapters are sent separately from the base weights; else the trainer sends merged weights.
+
+        A server has no adapters, but the rank of its engine can keep base and adapters and merge them."""
+        return self.engine == "embedded" or self.sync_mode == "delta"
+
 
 def engine_problems(case: Case) -> Iterator[Problem]:
     """Problems of rollout.*: of sampling, of the ranks that sample, and of the chosen engine."""

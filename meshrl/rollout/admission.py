@@ -4,7 +4,6 @@ extras), so that no step can fail because of them."""
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError
 from meshrl.core.types import Request, SamplingParams, StopReason
-from meshrl.sync.layout import SyncHeader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,47 +20,6 @@ class Bounds:
     stop_ids: frozenset[int]
     limit: int
     limit_reason: StopReason
-
-
-class WeightVersion(ABC):
-    """Base class of an engine's weights: the version by which requests are admitted and tokens are labelled. The
-    weights are those of the model folder until a sync begins or a release frees them; then those of the last sync."""
-
-    name: str  # of the engine, in errors
-    _trusted: int | None = None
-    _as_loaded = True
-    _header: SyncHeader | None = None  # of the open sync
-
-    @property
-    @abstractmethod
-    def _received(self) -> int:
-        """The version of the last sync; -1 = none, also during a sync and after a cancel."""
-
-    @property
-    def version(self) -> int:
-        """The version in place; -1 = none: before the first sync, during one, after a cancel or a release."""
-        return self._received if self._trusted is None else self._trusted
-
-    @property
-    def expected(self) -> int:
-        """The version in place or, during a sync, the version of that sync."""
-        return self.version if self._header is None else self._header.version
-
-    def trust(self, version: int) -> None:
-        """Use the weights of the model folder under this version number: for evaluation, where no trainer sends any.
-
-        Raises: StaleWeightsError when a sync, a cancel or a release has replaced them.
-        """
-        if not self._as_loaded:
-            raise StaleWeightsError(
-                f"{self.name} no longer has the weights of its model folder: a sync, a cancel or a release has "
-                "replaced them; build a new engine, or sync"
-            )
-        self._trusted = version
-
-    def _replace(self) -> None:
-        """The weights of the model folder are gone, and no sync is open."""
-        self._trusted, self._as_loaded, self._header = None, False, None
 
 
 def check_admission(request: Request, engine_id: str, version: int, closed: bool, unfinished: Container[str]) -> None:

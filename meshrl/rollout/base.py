@@ -13,7 +13,7 @@ import numpy as np
 
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Request, Turn
-from meshrl.sync.receiver import WeightReceiver
+from meshrl.sync.transaction import WeightReceiver
 
 PARTS = {"weights", "kv_cache"}  # parts of an engine's memory that can be released
 

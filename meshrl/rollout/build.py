@@ -47,10 +47,3 @@ def build_rollout_engine(
         adapter_scale=model_cfg.lora.scale,
         stop_strings=stop_strings_of(model_cfg, rollout_cfg),
     )
-
-
-def takes_adapters(cfg: RolloutConfig) -> bool:
-    """Whether LoRA adapters are sent separately from the base weights; else the trainer sends merged weights.
-
-    A server has no adapters, but the rank of its engine can keep base and adapters and merge them."""
-    return cfg.engine == "embedded" or cfg.sync_mode == "delta"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from meshrl.model.weight_files import INDEX, stored_tensors, write_tensors
-from meshrl.rollout.server.assembly import Assembly
+from meshrl.rollout.server.worker_weights import Assembly
+from meshrl.sync.digest import lap
 from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from_json
-from meshrl.sync.threads import lap
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _FILE_BYTES = 1 << 30  # a file is written when its tensors have that many bytes

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from meshrl.core.device import abort_group, separate_group
 from meshrl.core.errors import SyncInterrupted
 from meshrl.parallel.store import listening_store
-from meshrl.sync.delivery import Delivery, delivery_from_facts, facts_bytes
+from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, Transport, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer
-from meshrl.sync.transport import NUM_SLOTS, Address, Transport
 
 
 class Broadcast(Transport):

@@ -20,23 +20,30 @@ float32 values), 2^-26. The digest protects against faults, not against attacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 
+from meshrl.core.errors import SyncError
 from meshrl.core.types import mix64
-from meshrl.sync.threads import in_threads
 
 S = TypeVar("S")
+T = TypeVar("T")
 DigestKind = Literal["sum64", "xxh3"]
 _MASK64 = (1 << 64) - 1
 _ROW = 16384  # words
 _ROW_BYTES = 4 * _ROW
 _ONES = 0x01010101
+_SMALL_BYTES = 1 << 20  # below this, threads cost more than they gain
+_MAX_LISTED = 20  # tensors listed in an error
+_lock = threading.Lock()
 _ROW_SEED = 1 << 40  # so that row keys and column keys use different counters
 
 Readable = torch.Tensor | memoryview
@@ -100,6 +107,54 @@ def digests_in_threads(
     return values(in_threads(digest, items, num_bytes) if kind == "xxh3" else [digest(item) for item in items])
 
 
+class BlockDigests:
+    """The digests of one version, by tensor: one of each of its blocks, which a transfer carries or a server's worker
+    keeps. A parameter that is read back must have them."""
+
+    def __init__(self, version: int):
+        self.version = version
+        self._digests: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[object]] = {}  # as errors name them
+
+    def add(self, name: str, block: object, digest: int) -> None:
+        """Add the digest of the tensor's next block."""
+        self._digests.setdefault(name, []).append(digest)
+        self._blocks.setdefault(name, []).append(block)
+
+    def num_changed(self, before: BlockDigests) -> int:
+        """The number of tensors whose digests differ from `before`."""
+        return sum(digests != before._digests[name] for name, digests in self._digests.items())
+
+    def fault(self, name: str, found: Mapping[int, int], before: BlockDigests | None) -> str | None:
+        """A description of the tensor's wrong values, with the tensor or version whose values they are, if known; None
+        when there are none. found: digest by number of the block. before: of the last committed sync."""
+        should = self._digests.get(name, [])
+        if found and not should:
+            return "was not received"
+        wrong = {number: digest for number, digest in found.items() if digest != should[number]}
+        if not wrong:
+            return None
+        first, digest = next(iter(wrong.items()))
+        more = f", and {len(wrong) - 1} more parts" if len(wrong) > 1 else ""
+        place = "" if len(should) == 1 else f" in {self._blocks[name][first]}{more}"
+        if before is not None and all(before._digests[name][number] == each for number, each in wrong.items()):
+            return f"still has the values of version {before.version}{place}"
+        for other, digests in self._digests.items():
+            if all(each in digests for each in wrong.values()):
+                return f"has the values of {other}{place}"
+        return f"has digest {digest:016x}, the trainer's is {should[first]:016x}{place}"
+
+
+def require_in_place(name: str, version: int, faults: Sequence[str], num_tensors: int) -> None:
+    """name: of the receiver. faults: an error text for each tensor with other values. Raises: SyncError."""
+    if faults:
+        lines = "\n".join(f"    {fault}" for fault in faults[:_MAX_LISTED])
+        raise SyncError(
+            f"{name}: version {version} is not in place; {len(faults)} of {num_tensors} tensors differ from the "
+            f"trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
+        )
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor of any dtype and shape as uint8[num_bytes], outside of autograd."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a dim of size 0 or 1 may have any stride
@@ -156,3 +211,31 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def lap(seconds: dict[str, float], stage: str, since: float) -> float:
+    """Add the time since `since` to a stage; several threads may call it at once. Returns the current time."""
+    now = time.perf_counter()
+    with _lock:
+        seconds[stage] += now - since
+    return now
+
+
+def in_threads(work: Callable[[S], T], items: Sequence[S], num_bytes: Sequence[int]) -> list[T]:
+    """The result of `work` for each item. num_bytes: that each item works on; items of few bytes are worked on in the
+    caller's thread.
+
+    Each core works on its own item, with one torch thread, so that cores do not wait for each other after every
+    operation, as they do when torch splits each operation. The caller and other threads that first use torch meanwhile
+    have one torch thread, too.
+    """
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or sum(num_bytes) < _SMALL_BYTES:
+        return [work(item) for item in items]
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=partial(torch.set_num_threads, 1)) as pool:
+            begun = [pool.submit(work, x) if n >= _SMALL_BYTES else None for x, n in zip(items, num_bytes, strict=True)]
+            return [work(x) if call is None else call.result() for x, call in zip(items, begun, strict=True)]
+    finally:
+        torch.set_num_threads(num_threads)  # set_num_threads in a thread also sets the default of later threads

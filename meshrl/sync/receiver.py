@@ -1,25 +1,32 @@
-"""The receiving half of a sync: the protocol that engines implement, and the state machine that they use for it.
-
-`Receiver` is plain synchronous code: it writes transfers directly into the engine's own tensors and proves, before the
-new version becomes visible, that they equal the trainer's.
+"""The receiving half of a sync, for an engine whose tensors are in this process: the comparison of names, shapes and
+dtypes before anything is sent, and the proof, before the new version becomes visible, that the engine's own tensors
+equal the trainer's. Plain synchronous code.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, Protocol
 
 import torch
 
-from meshrl.core.errors import SyncError
+from meshrl.core.errors import SyncError, UnloadedParamsError
+from meshrl.core.lookup import similar_names
 from meshrl.sync.delivery import ALL, Delivery, Progress, write_changes
-from meshrl.sync.digest import RunningDigest, as_bytes, digests_in_threads, values
+from meshrl.sync.digest import (
+    BlockDigests,
+    RunningDigest,
+    as_bytes,
+    digests_in_threads,
+    lap,
+    require_in_place,
+    values,
+)
 from meshrl.sync.layout import Ack, Layout, Part, SyncHeader
-from meshrl.sync.reconcile import describe, reconcile
-from meshrl.sync.threads import lap
+from meshrl.sync.transaction import WeightState
 
 _CHUNK_BYTES = 1 << 20  # digested, then copied while it is still in a core's cache
+_SHOWN = 8  # names listed for each kind of fault of `reconcile`; the rest is counted
 
 Targets = Mapping[str, torch.Tensor]
 """{name: tensor of the sent shape and dtype}, to be written in place. An alias with memory of its own is written, too;
@@ -30,132 +37,76 @@ ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 yield one object under several names. All tensors are held until the comparison ends, so they should be views, and none
 may be changed before."""
 
-
-class WeightReceiver(Protocol):
-    """The receiving half of a sync: idle -> begin -> receive* -> commit | cancel."""
-
-    async def reconcile(self, layout: Layout) -> None:
-        """Compare the layout with the engine's own parameters, both ways. Raises UnloadedParamsError."""
-        ...
-
-    async def begin(self, header: SyncHeader) -> None:
-        """Close admission, flush every cache that depends on the weights, and expect this version's transfers."""
-        ...
-
-    async def receive(self, delivery: Delivery) -> None:
-        """Load one transfer; its payload is not used after this returns."""
-        ...
-
-    async def commit(self) -> Ack:
-        """Verify what was received, make the version visible, open admission. Raises SyncError naming what differs."""
-        ...
-
-    async def cancel(self) -> None:
-        """Cancel the sync: the weights are a mixture, and unusable until the next full sync. May be called at any
-        time."""
-        ...
+_Key = tuple[str, int]  # of a tensor that was read back: the name sent for it, and its id
 
 
-class SyncPhases:
-    """idle -> begin -> open -> receive* -> commit -> idle, or cancelled until the next begin.
-
-    Any error in a step leaves the phase cancelled: each step sets it first, and the next phase at its end. name: of the
-    receiver, in errors.
-    """
-
-    def __init__(self, name: str):
-        self.name = name
-        self._phase: Literal["idle", "open", "cancelled"] = "idle"
-        self._last = -1  # the version received last; -1 = none
-
-    @property
-    def version(self) -> int:
-        """The current weight version; -1 = none, also between begin and commit and after a cancel."""
-        return self._last if self._phase == "idle" else -1
-
-    def _leave(self, step: object, *allowed: str) -> None:
-        """Check that `step` is allowed now, and set the phase to cancelled until the step's end. Raises: SyncError."""
-        phase, self._phase = self._phase, "cancelled"
-        if phase not in allowed:
-            raise SyncError(
-                f"{self.name}: {step} is not allowed while the receiver is {phase}; the order is begin, receive for "
-                "each transfer, then commit or cancel. A new begin starts over"
-            )
-
-    def _leave_for(self, header: SyncHeader, layout: Layout) -> None:
-        """Check that this sync may begin. After a cancel the last version may be sent again, in full, as a retry.
-
-        Raises: SyncError for another layout, a version that does not rise, or a base other than the current version.
-        """
-        had = self.version
-        self._leave("begin", "idle", "cancelled")
-        if header.layout_hash != layout.hash:
-            raise SyncError(
-                f"{self.name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
-                f"{layout.hash}; reconcile again whenever names, shapes, dtypes, shards or the transfer size change"
-            )
-        if (header.mode != "full") != (header.base_version is not None):
-            raise SyncError(
-                f"{self.name}: the header has mode {header.mode!r} and base version {header.base_version}; 'full' has "
-                "no base version, 'delta' and 'adapter' need one"
-            )
-        if header.base_version is not None and header.base_version != had:
-            raise SyncError(
-                f"{self.name}: a sync of mode {header.mode} needs base version {header.base_version}, but the current "
-                f"version is {had} (-1 = none); send everything"
-            )
-        lowest = max(self._last + 1 if had >= 0 else self._last, 0)
-        if header.version < lowest:
-            raise SyncError(
-                f"{self.name}: version {header.version} does not rise above version {self._last}, which was received "
-                f"last; send {lowest} or more"
-            )
-
-    def _require_in_place(self, version: int, faults: Sequence[str], num_tensors: int, most: int | None = None) -> None:
-        """faults: an error text for each tensor with other values; at most `most` are listed. Raises: SyncError."""
-        if faults:
-            lines = "\n".join(f"    {fault}" for fault in faults[:most])
-            raise SyncError(
-                f"{self.name}: version {version} is not in place; {len(faults)} of {num_tensors} tensors differ from "
-                f"the trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
-            )
-
-
-class Receiver(SyncPhases):
-    """Only a commit that verified everything makes the weights usable (`version`); else an engine raises
+class Receiver:
+    """Only a commit that verified everything makes the weights usable (`state`); else an engine raises
     StaleWeightsError.
 
     Consumes: transfers in order, each valid during the call. Waits for nothing, has no thread. References targets only
     while a sync is open: between syncs an engine may release or move its weights.
     """
 
-    def __init__(self, layout: Layout, find_targets: Callable[[], Targets], name: str = "receiver"):
-        """find_targets: returns the tensors, which may be other ones in each sync.
+    def __init__(self, find_targets: Callable[[], Targets], name: str = "receiver"):
+        """find_targets: returns the tensors, which may be other ones in each sync."""
+        self.state = WeightState(name)
+        self._find_targets = find_targets
+        self._incoming: Incoming | None = None  # of the open sync
+        self._committed: BlockDigests | None = None
 
-        Raises: UnloadedParamsError when targets and layout don't fit.
-        """
-        super().__init__(name)
-        self.layout, self._find_targets = layout, find_targets
-        self._bind()
-        self._writes: dict[str, list[torch.Tensor]] = {}  # by sent name, while a sync is open
-        self._committed: ExpectedDigests | None = None
+    def reconcile(self, layout: Layout) -> None:
+        """Set the layout of later syncs. Raises: UnloadedParamsError when targets and layout don't fit."""
+        _bind(layout, self._find_targets(), self.state.name)
+        self.state.reconcile(layout)
+        self._incoming = self._committed = None
 
     def targets(self) -> dict[str, torch.Tensor]:
         """By sent name, the tensors that a sender in this process may write into. Empty unless a sync is open."""
-        return {name: tensors[0] for name, tensors in self._writes.items()}
+        return {} if self._incoming is None else self._incoming.targets()
 
     def begin(self, header: SyncHeader) -> None:
         """Open a sync. Raises: SyncError; UnloadedParamsError when the targets no longer fit the layout."""
-        self._leave_for(header, self.layout)
-        self._writes = self._bind()
-        self._progress = Progress(self.layout, header, self.name)
-        self._expected = ExpectedDigests(self.layout, header.version)
-        self._phase = "open"
+        with self.state.begin(header) as layout:
+            self._incoming = Incoming(layout, header, self._find_targets(), self.state.name)
 
     def receive(self, delivery: Delivery) -> None:
         """Check one transfer's order, length and digests, and write it into the targets. Raises SyncError."""
-        self._leave(delivery.transfer, "open")
-        self._progress.check(delivery)
+        with self.state.step(delivery.transfer):
+            assert self._incoming is not None
+            self._incoming.take(delivery)
+
+    def commit(self, read_back: ReadBack | None = None) -> Ack:
+        """Prove that everything was received and is in the right tensors, then raise the version (`Incoming.prove`)."""
+        with self.state.step("commit", then="valid"):
+            assert self._incoming is not None
+            ack = self._incoming.prove(read_back, self._committed)
+        self._committed, self._incoming = self._incoming.expected, None
+        return ack
+
+    def cancel(self) -> None:
+        """Make the weights unusable until the next full sync. May be called at any time, and repeatedly."""
+        self.state.end("invalid")
+        self._incoming = None
+
+
+class Incoming(Progress):
+    """The transfers of one sync, written into tensors of this process. expected: the trainer's digests of each part."""
+
+    def __init__(self, layout: Layout, header: SyncHeader, targets: Targets, name: str):
+        """Raises: UnloadedParamsError when the targets don't fit the layout; SyncError when one has no memory."""
+        super().__init__(layout, header, name)
+        self._writes = _bind(layout, targets, name)
+        self.expected = BlockDigests(header.version)
+        self._parts: dict[str, list[Part]] = {name: [] for name in layout.by_name}
+
+    def targets(self) -> dict[str, torch.Tensor]:
+        """By sent name, the tensors to be written."""
+        return {name: tensors[0] for name, tensors in self._writes.items()}
+
+    def take(self, delivery: Delivery) -> None:
+        """Check one transfer, and write it into the targets. Raises: SyncError."""
+        self.check(delivery)
         if delivery.payload is None:
             for part in delivery.transfer.parts:
                 first, *others = self._writes[part.tensor.name]
@@ -163,12 +114,13 @@ class Receiver(SyncPhases):
                     part.of(target).copy_(part.of(first))
         else:
             self._load(delivery)
-        self._expected.add(delivery.transfer.parts, delivery.digests)
-        self._phase = "open"
+        for part, digest in zip(delivery.transfer.parts, delivery.digests, strict=True):
+            self._parts[part.tensor.name].append(part)
+            self.expected.add(part.tensor.name, part, digest)
 
     def _load(self, delivery: Delivery) -> None:
         """Write the transfer into the targets; compare the digests of parts that were sent in full."""
-        seconds, sent = self._progress.seconds, []
+        seconds, sent = self.seconds, []
         running: list[RunningDigest] = []
         for digest, (part, count, section) in zip(delivery.digests, delivery.sections(), strict=True):
             views = [part.of(target) for target in self._writes[part.tensor.name]]
@@ -182,13 +134,13 @@ class Receiver(SyncPhases):
             lap(seconds, "load", started_at)
         started_at = time.perf_counter()
         for (digest, part), arrived in zip(sent, values(running), strict=True):
-            self._progress.require(digest, arrived, delivery.transfer, part)
+            self.require(digest, arrived, delivery.transfer, part)
         lap(seconds, "verify", started_at)
 
     def _write(self, section: torch.Tensor, views: list[torch.Tensor], part: Part) -> RunningDigest:
         """Copy a part into its views. Returns the digest of the received bytes, computed while they are in a core's
         cache."""
-        running, seconds = RunningDigest(self.layout.digest), self._progress.seconds
+        running, seconds = RunningDigest(self.layout.digest), self.seconds
         readable, since = running.readable(section), time.perf_counter()
         in_chunks = section.device.type == "cpu" and all(view.is_contiguous() for view in views)
         raws = [as_bytes(view) for view in views] if in_chunks else []
@@ -205,84 +157,36 @@ class Receiver(SyncPhases):
             lap(seconds, "load", since)
         return running
 
-    def commit(self, read_back: ReadBack | None = None) -> Ack:
-        """Prove that everything was received and is in the right tensors, then raise the version.
+    def prove(self, read_back: ReadBack | None, before: BlockDigests | None) -> Ack:
+        """Prove that everything was received and is in the right tensors.
 
         read_back: for the read-back proof. None = the engine can't read back; then the targets are compared with
-        the trainer's digests, which still verifies cutting and joining, and the Ack has read_back None.
-        Raises: SyncError naming the first incomplete tensor, or every tensor that differs.
+        the trainer's digests, which still verifies cutting and joining, and the Ack has read_back None. before: digests
+        of the last committed sync.
+        Raises: SyncError naming the first incomplete tensor, or the tensors that differ.
         """
-        self._leave("commit", "open")
-        progress, expected, before = self._progress, self._expected, self._committed
-        progress.check_complete()
+        self.check_complete()
         started_at = time.perf_counter()
         names = {name: name for name in self.layout.by_name} | ({} if read_back is None else self.layout.tied)
         tensors = self.targets().items() if read_back is None else read_back()
-        faults = expected.differing(tensors, names, before)
-        lap(progress.seconds, "verify", started_at)
-        self._require_in_place(expected.version, faults, len(names))
-        self._committed, self._writes = expected, {}
-        self._phase, self._last = "idle", expected.version
+        faults = self._differing(tensors, names, before)
+        lap(self.seconds, "verify", started_at)
+        require_in_place(self.name, self.header.version, faults, len(names))
         return Ack(
-            version=expected.version,
+            version=self.header.version,
             receiver=self.name,
             wire=True,
             read_back=None if read_back is None else True,
-            num_bytes=progress.num_bytes,
+            num_bytes=self.num_bytes,
             num_tensors=len(self.layout.tensors),
-            num_changed=None if before is None else expected.num_changed(before),
-            seconds=progress.seconds,
+            num_changed=None if before is None else self.expected.num_changed(before),
+            seconds=self.seconds,
         )
 
-    def cancel(self) -> None:
-        """Make the weights unusable until the next full sync. May be called at any time, and repeatedly."""
-        self._phase, self._writes = "cancelled", {}
-
-    def _bind(self) -> dict[str, list[torch.Tensor]]:
-        """The target tensors of each sent tensor."""
-        targets = self._find_targets()
-        described = describe(targets)
-        reconcile(self.layout, described, {a: source for a, source in self.layout.tied.items() if a not in described})
-        writes = {name: [targets[name]] for name in self.layout.by_name}
-        for alias, source in self.layout.tied.items():
-            if alias in described and targets[alias].data_ptr() != targets[source].data_ptr():
-                writes[source].append(targets[alias])
-        for name, target in targets.items():
-            last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride()))
-            end = (target.storage_offset() + last + 1) * target.element_size() if target.numel() else 0
-            if target.untyped_storage().nbytes() < end:
-                raise SyncError(f"{self.name}: the tensor to write {name} into has no memory (released?)")
-        return writes
-
-
-_Key = tuple[str, int]  # of a tensor that was read back: the name sent for it, and its id
-
-
-class ExpectedDigests:
-    """The trainer's digests of one version, for each part of each tensor."""
-
-    def __init__(self, layout: Layout, version: int):
-        self.version = version
-        self._layout = layout
-        self._parts: dict[str, list[Part]] = {name: [] for name in layout.by_name}
-        self._digests: dict[str, list[int]] = {name: [] for name in layout.by_name}
-
-    def add(self, parts: Iterable[Part], digests: Iterable[int]) -> None:
-        """Add the digests of a transfer's parts."""
-        for part, digest in zip(parts, digests, strict=True):
-            self._parts[part.tensor.name].append(part)
-            self._digests[part.tensor.name].append(digest)
-
-    def num_changed(self, before: ExpectedDigests) -> int:
-        """The number of tensors whose digests differ from `before`."""
-        return sum(digests != before._digests[name] for name, digests in self._digests.items())
-
-    def differing(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], names: Mapping[str, str], before: ExpectedDigests | None
+    def _differing(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], names: Mapping[str, str], before: BlockDigests | None
     ) -> list[str]:
-        """Compare everything read back with the trainer's digests. names: {name to be read back: name sent for it}.
-        before: of the last committed sync. Returns an error text for each tensor that differs, with the tensor or
-        version whose values it has, if known."""
+        """An error text for each tensor that differs. names: {name to be read back: name sent for it}."""
         left, faults, fitting = dict(names), [], {}
         for name, tensor in tensors:
             source = left.pop(name, None)
@@ -290,7 +194,7 @@ class ExpectedDigests:
                 problem = "twice" if name in names else "though nothing of that name was sent"
                 faults.append(f"{name} was read back {problem}")
                 continue
-            sent = self._layout.by_name[source]
+            sent = self.layout.by_name[source]
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             if (shape, dtype) != (sent.shape, sent.dtype):
                 faults.append(f"{name} is {list(shape)} {dtype}, sent as {list(sent.shape)} {sent.dtype}")
@@ -300,35 +204,103 @@ class ExpectedDigests:
         work = {(source, id(tensor)): (tensor, self._parts[source]) for source, tensor in fitting.values()}
         digests = self._part_digests(work)
         for name, (source, tensor) in fitting.items():
-            received = digests[source, id(tensor)]
-            if received != self._digests[source]:
+            fault = self.expected.fault(source, dict(enumerate(digests[source, id(tensor)])), before)
+            if fault is not None:
                 tie = "" if name == source else f" (tied to {source})"
-                faults.append(f"{name}{tie} {self._explain(source, received, before)}")
+                faults.append(f"{name}{tie} {fault}")
         return faults + [f"{name} was not read back" for name in left]
 
-    def _part_digests(self, work: Mapping[_Key, tuple[torch.Tensor, Sequence[Part]]]) -> dict[_Key, list[int]]:
+    def _part_digests(
+        self, work: Mapping[tuple[str, int], tuple[torch.Tensor, Sequence[Part]]]
+    ) -> dict[tuple[str, int], list[int]]:
         """The digest of each part of each tensor."""
 
         def digest(each: tuple[torch.Tensor, Part]) -> RunningDigest:
             full, part = each
-            running = RunningDigest(self._layout.digest)
+            running = RunningDigest(self.layout.digest)
             running.update(running.readable(as_bytes(part.of(full).contiguous())))
             return running
 
         flat = [(tensor, part) for tensor, parts in work.values() for part in parts]
         sizes = [part.num_bytes for _, part in flat]
-        computed = iter(digests_in_threads(self._layout.digest, digest, flat, sizes))
+        computed = iter(digests_in_threads(self.layout.digest, digest, flat, sizes))
         return {key: [next(computed) for _ in parts] for key, (_, parts) in work.items()}
 
-    def _explain(self, name: str, received: list[int], before: ExpectedDigests | None) -> str:
-        """A description of the wrong values, for the error."""
-        if before is not None and before._digests[name] == received:
-            return f"still has the values of version {before.version}"
-        should = self._digests[name]
-        others = [each for each, digests in self._digests.items() if digests == received]
-        if others:
-            return f"has the values of {others[0]}"
-        wrong = [number for number, (a, b) in enumerate(zip(received, should)) if a != b]
-        more = f", and {len(wrong) - 1} more parts" if len(wrong) > 1 else ""
-        place = "" if len(received) == 1 else f" in {self._parts[name][wrong[0]]}{more}"
-        return f"has digest {received[wrong[0]]:016x}, the trainer's is {should[wrong[0]]:016x}{place}"
+
+def _bind(layout: Layout, targets: Targets, receiver: str) -> dict[str, list[torch.Tensor]]:
+    """The target tensors of each sent tensor."""
+    described = describe(targets)
+    reconcile(layout, described, {a: source for a, source in layout.tied.items() if a not in described})
+    writes = {name: [targets[name]] for name in layout.by_name}
+    for alias, source in layout.tied.items():
+        if alias in described and targets[alias].data_ptr() != targets[source].data_ptr():
+            writes[source].append(targets[alias])
+    for name, target in targets.items():
+        last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride()))
+        end = (target.storage_offset() + last + 1) * target.element_size() if target.numel() else 0
+        if target.untyped_storage().nbytes() < end:
+            raise SyncError(f"{receiver}: the tensor to write {name} into has no memory (released?)")
+    return writes
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{name: (shape, dtype name)}: what `reconcile` compares, and what `make_layout` takes."""
+    return {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+
+
+def reconcile(
+    layout: Layout, params: Mapping[str, tuple[tuple[int, ...], str]], tied: Mapping[str, str] | None = None
+) -> None:
+    """Compare what will be sent with what the receiver has, in both directions, before anything runs.
+
+    params: {wire name: (shape, dtype)} of the receiver's parameters. tied: its aliases -> the parameter whose memory
+    they share; an alias may be in `params`, too.
+    Raises: UnloadedParamsError with all faults: names never sent, names unknown to the receiver, other shapes or
+    dtypes, weights that are tied in the receiver but not in the trainer.
+    """
+    tied = tied or {}
+    sent = layout.by_name
+    wire = {name: name for name in sent} | layout.tied  # every name that the sync covers -> the name sent for it
+    unsent, misfits, bound = [], [], []
+    for name in [*params, *(alias for alias in tied if alias not in params)]:
+        shape_dtype = params.get(name) or params.get(tied.get(name, ""))
+        entry = sent.get(wire.get(name, ""))
+        if entry is None and wire.get(tied.get(name, "")) is None:
+            unsent.append(f"{name} {_spec(shape_dtype)}{_nearest(name, wire)}")
+        elif entry is not None and shape_dtype is not None and shape_dtype != (entry.shape, entry.dtype):
+            misfits.append(f"{name}: sent {_spec((entry.shape, entry.dtype))}, the receiver has {_spec(shape_dtype)}")
+        if name in tied and wire.get(name) and wire.get(tied[name]) and wire[name] != wire[tied[name]]:
+            bound.append(f"{name}, which shares the memory of {tied[name]}")
+    unknown = [
+        f"{name} {_spec((sent[source].shape, sent[source].dtype))}{_nearest(name, params)}"
+        for name, source in wire.items()
+        if name not in params and name not in tied
+    ]
+    faults = [
+        ("never sent; the receiver would keep its own values", unsent),
+        ("sent, but the receiver has no such parameter", unknown),
+        ("sent with another shape or dtype", misfits),
+        ("tied in the receiver, but sent as two tensors", bound),
+    ]
+    if any(names for _, names in faults):
+        raise UnloadedParamsError(
+            f"trainer and receiver disagree on {sum(len(names) for _, names in faults)} of their parameters, so "
+            "nothing was sent:\n"
+            + "\n".join(f"- {title}:\n{_listed(names)}" for title, names in faults if names)
+            + "\nBoth sides must be built from the same model folder. If they are, this rollout engine "
+            "loads other names or dtypes for this model: try another release of it, or another rollout.engine."
+        )
+
+
+def _spec(shape_dtype: tuple[tuple[int, ...], str] | None) -> str:
+    return "" if shape_dtype is None else f"{list(shape_dtype[0])} {shape_dtype[1]}"
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = similar_names(name, names, 2)
+    return f" (nearest there: {', '.join(near)})" if near else ""
+
+
+def _listed(lines: list[str]) -> str:
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join(f"    {line}" for line in lines[:_SHOWN] + more)

@@ -22,9 +22,8 @@ import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import ALL, Delivery, pack_changes, section_bytes
-from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, digest_bytes, digests_in_threads, values
+from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, digest_bytes, digests_in_threads, lap, values
 from meshrl.sync.layout import Layout, Part, Transfer, aligned
-from meshrl.sync.threads import lap
 
 _Key = tuple[str, tuple[int, ...]]  # name and offsets, of a box or a part
 _CHUNK_BYTES = 2048 << 10  # cast, digested and compared while in a core's cache

@@ -23,10 +23,9 @@ import torch
 
 from meshrl.core.errors import SyncInterrupted
 from meshrl.process.connect import listening_socket
-from meshrl.sync.delivery import Delivery, delivery_from_facts, facts_bytes
+from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, Transport, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer
 from meshrl.sync.shared_memory import SharedRing, SharedRingView
-from meshrl.sync.transport import NUM_SLOTS, Address, Transport
 
 _HELLO = struct.Struct("<64s64s?")  # token, connection_id (padded with zeros), whether the receiver shares the memory
 _HELLO_S = 20.0

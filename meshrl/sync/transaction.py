@@ -1,19 +1,170 @@
-"""One rank's part in one sync: it sends, receives, or both; all ranks handle the same list of transfers in order."""
+"""A sync as a transaction: the protocol of its receivers, the state of an engine's weights, and one rank's part: it
+sends, receives, or both; all ranks handle the same list of transfers in order."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 import torch
 
-from meshrl.core.errors import SyncError
+from meshrl.core.errors import StaleWeightsError, SyncError
 from meshrl.monitor.recorder import recorder
+from meshrl.sync.delivery import Address, Delivery, Transport
 from meshrl.sync.layout import Ack, Layout, SyncHeader, SyncMode, Transfer
-from meshrl.sync.receiver import WeightReceiver
 from meshrl.sync.sender import SendReport, WeightSender
-from meshrl.sync.transport import Address, Transport
+
+
+class WeightReceiver(Protocol):
+    """The receiving half of a sync: begin -> receive* -> commit | cancel."""
+
+    async def reconcile(self, layout: Layout) -> None:
+        """Compare the layout with the engine's own parameters, both ways. Raises UnloadedParamsError."""
+        ...
+
+    async def begin(self, header: SyncHeader) -> None:
+        """Close admission, flush every cache that depends on the weights, and expect this version's transfers."""
+        ...
+
+    async def receive(self, delivery: Delivery) -> None:
+        """Load one transfer; its payload is not used after this returns."""
+        ...
+
+    async def commit(self) -> Ack:
+        """Verify what was received, make the version visible, open admission. Raises SyncError naming what differs."""
+        ...
+
+    async def cancel(self) -> None:
+        """Cancel the sync: the weights are a mixture, and unusable until the next full sync. May be called at any
+        time."""
+        ...
+
+
+class WeightState:
+    """Which weights an engine has. Each engine owns one, and each step of a sync goes through it.
+
+        loaded, valid, invalid, released -- begin --> arriving -- receive* --> arriving -- commit --> valid
+
+    loaded: the weights of the model folder. valid: those of the last sync, proven. arriving: a sync is open, and its
+    next step may start. incomplete: a step of it runs, so that only begin and cancel are allowed. invalid: a mixture,
+    after `cancel` or a step that failed or was out of order. released: without memory, or restored without values.
+
+    name: of the engine, in errors. layout: of the syncs; None = before `reconcile`.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.state: Literal["loaded", "arriving", "incomplete", "valid", "invalid", "released"] = "loaded"
+        self.layout: Layout | None = None
+        self._header: SyncHeader | None = None  # of the open sync
+        self._last = -1  # the version received last; -1 = none
+        self._loaded = -1  # the version number of loaded weights
+
+    @property
+    def version(self) -> int:
+        """The version in place; -1 = none: before the first sync, during one, after a cancel or a release."""
+        return {"loaded": self._loaded, "valid": self._last}.get(self.state, -1)
+
+    @property
+    def expected(self) -> int:
+        """The version in place or, from `begin` to the commit or cancel, the version of that sync."""
+        return self.version if self._header is None else self._header.version
+
+    @property
+    def awaits_sync(self) -> bool:
+        """Whether requests in place have to wait for the end of a sync."""
+        return self.state == "released" or self._header is not None
+
+    def trust(self, version: int) -> None:
+        """Use the weights of the model folder under this version number: for evaluation, where no trainer sends any.
+
+        Raises: StaleWeightsError when a sync, a cancel or a release has replaced them.
+        """
+        if self.state != "loaded":
+            raise StaleWeightsError(
+                f"{self.name} no longer has the weights of its model folder: a sync, a cancel or a release has "
+                "replaced them; build a new engine, or sync"
+            )
+        self._loaded = version
+
+    def reconcile(self, layout: Layout) -> None:
+        """Later syncs have this layout; what earlier ones sent no longer counts."""
+        if self.state not in ("loaded", "released"):
+            self.state = "invalid"
+        self.layout, self._header, self._last = layout, None, -1
+
+    def end(self, state: Literal["invalid", "released"]) -> None:
+        """The weights are gone, and no sync is open."""
+        self.state, self._header = state, None
+
+    @contextmanager
+    def begin(self, header: SyncHeader) -> Iterator[Layout]:
+        """The step that opens a sync. After a cancel the last version may be sent again, in full, as a retry.
+
+        Raises: SyncError for another layout, a version that does not rise, or a base other than the current version.
+        """
+        layout, had = self.layout, self._last if self.state == "valid" else -1
+        if layout is None:
+            raise SyncError(f"{self.name}: a sync came before reconcile; send the layout once, before the first sync")
+        state, self.state, self._header = self.state, "invalid", None
+        if state == "arriving":
+            raise self._refusal("begin", state)
+        if header.layout_hash != layout.hash:
+            raise SyncError(
+                f"{self.name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
+                f"{layout.hash}; reconcile again whenever names, shapes, dtypes, shards or the transfer size change"
+            )
+        if (header.mode != "full") != (header.base_version is not None):
+            raise SyncError(
+                f"{self.name}: the header has mode {header.mode!r} and base version {header.base_version}; 'full' has "
+                "no base version, 'delta' and 'adapter' need one"
+            )
+        if header.base_version is not None and header.base_version != had:
+            raise SyncError(
+                f"{self.name}: a sync of mode {header.mode} needs base version {header.base_version}, but the current "
+                f"version is {had} (-1 = none); send everything"
+            )
+        lowest = max(self._last + 1 if had >= 0 else self._last, 0)
+        if header.version < lowest:
+            raise SyncError(
+                f"{self.name}: version {header.version} does not rise above version {self._last}, which was received "
+                f"last; send {lowest} or more"
+            )
+        self.state, self._header = "arriving", header
+        with self.step("begin"):
+            yield layout
+
+    @contextmanager
+    def step(self, step: object, then: Literal["arriving", "valid"] = "arriving") -> Iterator[SyncHeader]:
+        """One step of the open sync. then: the state after it.
+
+        Raises: SyncError when no step is allowed now, or the sync was cancelled while this one was running.
+        """
+        state, header = self.state, self._header
+        if state != "arriving" or header is None:
+            self.state = "invalid" if state in ("loaded", "valid") else state
+            raise self._refusal(step, state)
+        self.state = "incomplete"
+        try:
+            yield header
+        except BaseException:
+            if self._header is header:
+                self.end("invalid")
+            raise
+        if self._header is not header:
+            raise SyncError(f"{self.name}: the sync was cancelled while its server was still at work")
+        self.state = then
+        if then == "valid":
+            self._last, self._header = header.version, None
+
+    def _refusal(self, step: object, state: str) -> SyncError:
+        return SyncError(
+            f"{self.name}: {step} is not allowed while the weights are {state}; the order is begin, receive for each "
+            "transfer, then commit or cancel. A new begin starts over"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

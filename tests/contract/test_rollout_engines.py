@@ -15,7 +15,7 @@ from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError,
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.stop_strings import StopStrings
 from meshrl.sync.layout import make_layout
-from meshrl.sync.reconcile import describe
+from meshrl.sync.receiver import describe
 
 ROOM = 1024  # tokens of context and answer
 LONG = 800  # tokens of a turn that is to be interrupted: it must still run when the test interrupts it

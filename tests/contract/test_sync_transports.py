@@ -25,11 +25,10 @@ from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.model.hub_names import HubNames
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.broadcast import Broadcast
-from meshrl.sync.delivery import Delivery
+from meshrl.sync.delivery import Delivery, Transport
 from meshrl.sync.layout import Box, Layout, Transfer, make_layout
 from meshrl.sync.sender import WeightSender
 from meshrl.sync.sockets import Sockets
-from meshrl.sync.transport import Transport
 from meshrl.train.weights import held_weights
 
 NUM_SENDERS, TRANSFER_BYTES = 2, 8192

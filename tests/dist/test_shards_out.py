@@ -14,6 +14,7 @@ from harness import engine_over
 from synced_ranks import SyncedRank
 from tiny_engines import tiny_engine
 from tiny_models import tiny_lm, tiny_qwen2
+from tiny_sync import receiver_of
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshrl.core.errors import SyncError
@@ -21,13 +22,11 @@ from meshrl.model.hub_names import HubNames
 from meshrl.model.lora import named_weights
 from meshrl.model.recipe import cast_parameters
 from meshrl.parallel.fsdp import full_tensor, local_shard
-from meshrl.sync.delivery import Delivery
+from meshrl.sync.delivery import NUM_SLOTS, Delivery
 from meshrl.sync.layout import Ack, Layout, SyncHeader, Transfer, make_layout
-from meshrl.sync.receiver import Receiver
 from meshrl.sync.sender import WeightSender
 from meshrl.sync.sockets import Sockets
 from meshrl.sync.transaction import SyncOrder, sync_rank
-from meshrl.sync.transport import NUM_SLOTS
 from meshrl.train.engine import TrainEngine
 from meshrl.train.weights import held_weights
 
@@ -211,7 +210,7 @@ class Model:
     def __init__(self, layout: Layout):
         self.tensors = {t.name: torch.zeros(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
         self.named = self.tensors | {alias: self.tensors[source] for alias, source in layout.tied.items()}
-        self.receiver = Receiver(layout, lambda: self.tensors)
+        self.receiver = receiver_of(layout, lambda: self.tensors)
 
     async def reconcile(self, layout: Layout) -> None:
         """Nothing to compare: the tensors come from the layout."""

@@ -39,7 +39,7 @@ FAULTS = [
     Fault(
         "the acknowledgement of a sync waits for a decoding step",
         "meshrl/rollout/embedded/engine.py::EmbeddedEngine._run",
-        "version != self._weights.version => version is None",
+        "version != self._state.version => version is None",
         _EMBEDDED_WEIGHTS + "test_answers_are_sent_before_the_next_step",
     ),
     Fault(
@@ -75,7 +75,7 @@ FAULTS = [
     ),
     Fault(
         "no check finds a parameter that the computation does not use",
-        "meshrl/rollout/embedded/weights.py::EngineWeights._read_back",
+        "meshrl/rollout/embedded/weights.py::EngineWeights.read_back",
         "joint.get(id(p), p).data_ptr() != p.data_ptr() => False",
         _EMBEDDED_WEIGHTS + "test_a_parameter_outside_its_fused_tensor_is_found_at_commit[weight]",
     ),
@@ -100,14 +100,14 @@ FAULTS = [
     ),
     Fault(
         "a worker that assembles tensors compares no digest",
-        "meshrl/rollout/server/assembly.py::Assembly.take",
+        "meshrl/rollout/server/worker_weights.py::Assembly.take",
         "delivery.digests[number] => arrived",
         "tests/unit/sync/test_sync_slices.py::test_workers_refuse_damaged_transfers",
     ),
     Fault(
         "a server computes with restored weights that have no values yet",
         "meshrl/rollout/server/engine.py::ServerEngine._resume_if_allowed",
-        "self._awaits_sync => False",
+        "self._state.awaits_sync => False",
         _SGLANG_ENGINE + "test_restored_weights_are_used_only_after_their_sync",
     ),
     Fault(
@@ -118,14 +118,14 @@ FAULTS = [
     ),
     Fault(
         "a server's tensor of another dtype is compared without a cast",
-        "meshrl/rollout/server/worker_weights.py::ReadBackDigests.differing",
-        "patch.of_parameter(param).to(self._dtypes[name]) => patch.of_parameter(param)",
+        "meshrl/rollout/server/worker_weights.py::WorkerWeights.differing",
+        "patch.of_parameter(param).to(sent) => patch.of_parameter(param)",
         _NAME_MAP + "test_a_buffer_is_loaded_and_read_back_in_the_dtype_that_was_sent",
     ),
     Fault(
         "a server worker's parameters are not compared with the received weights",
-        "meshrl/rollout/server/worker_weights.py::ReadBackDigests.differing",
-        "_digest(patch.of_parameter(param).to(self._dtypes[name])) => self._values[key]",
+        "meshrl/rollout/server/worker_weights.py::WorkerWeights.differing",
+        "_digest(patch.of_parameter(param).to(sent)) => self._digests._digests[name][number]",
         _NAME_MAP + "test_the_read_back_compares_each_block[one bit]",
     ),
     Fault(

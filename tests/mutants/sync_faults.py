@@ -99,32 +99,31 @@ FAULTS = [
     ),
     Fault(
         "a tied head with separate memory is not written",
-        "meshrl/sync/receiver.py::Receiver._bind",
+        "meshrl/sync/receiver.py::_bind",
         "writes[source].append(targets[alias]) => pass",
         _SYNC_SENDER + "test_an_alias_with_memory_of_its_own_is_written_from_its_source",
     ),
     Fault(
         "the version is visible before the proof",
-        "meshrl/sync/receiver.py::Receiver.commit",
-        "tensors = self.targets().items() if read_back is None else read_back()"
-        ' => self._last, self._phase = expected.version, "idle"; tensors = read_back()',
+        "meshrl/sync/transaction.py::WeightState.step",
+        'self.state = "incomplete" => self.state, self._last = then, header.version',
         _SYNC_RECEIVER + "test_the_new_version_is_visible_only_after_its_proof",
     ),
     Fault(
         "a delta is applied to any base",
-        "meshrl/sync/receiver.py::SyncPhases._leave_for",
+        "meshrl/sync/transaction.py::WeightState.begin",
         "header.base_version != had => header.base_version > header.version",
         _SYNC_SENDER + "test_a_delta_on_another_base_is_refused_and_a_full_sync_repairs_it",
     ),
     Fault(
         "a tensor that is not read back counts as proven",
-        "meshrl/sync/receiver.py::ExpectedDigests.differing",
+        "meshrl/sync/receiver.py::Incoming._differing",
         'faults + [f"{name} was not read back" for name in left] => faults',
         _SYNC_RECEIVER + "test_an_incomplete_read_back_proves_nothing",
     ),
     Fault(
         "a tensor at another address counts as read back because its name was",
-        "meshrl/sync/receiver.py::ExpectedDigests.differing",
+        "meshrl/sync/receiver.py::Incoming._differing",
         "digests[source, id(tensor)] => next(found for key, found in digests.items() if key[0] == source)",
         _SYNC_RECEIVER + "test_a_tied_head_with_old_values_is_named_with_their_version",
     ),

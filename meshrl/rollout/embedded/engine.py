@@ -98,6 +98,7 @@ class EmbeddedEngine:
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
         self._stop_strings = stop_strings or StopStrings()
         self._weights = EngineWeights(model.lm, engine_id, fast)
+        self._state = self._weights.state
         self._scheduler = Scheduler(max_running, prefill_tokens_per_step)
         self._runner = Runner(model, device, fast)
         self._sampling: RowSampling | None = None  # None when the rows have changed
@@ -116,7 +117,7 @@ class EmbeddedEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError, CapabilityError, StaleWeightsError."""
-        check_admission(request, self.engine_id, self._weights.expected, self._closed, self._ids)
+        check_admission(request, self.engine_id, self._state.expected, self._closed, self._ids)
         bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
         check_supported(
             request,
@@ -166,7 +167,7 @@ class EmbeddedEngine:
         extras: dict[int, dict[str, np.ndarray]],
     ) -> dict[int, StopReason]:
         """Append one token to each row; returns the rows that end with it, and their stop reasons."""
-        version = self._weights.version
+        version = self._state.version
         done: dict[int, StopReason] = {}
         for row, (sequence, token, logprob) in enumerate(zip(rows, map(int, tokens), logprobs, strict=True)):
             if logprob != logprob:
@@ -241,7 +242,7 @@ class EmbeddedEngine:
 
     @property
     def _may_step(self) -> bool:
-        return self.has_work and self._weights.version >= 0 and not self._released
+        return self.has_work and self._state.version >= 0 and not self._released
 
     def _start_steps(self) -> None:
         if self._may_step and (self._step_task is None or self._step_task.done()):
@@ -251,8 +252,8 @@ class EmbeddedEngine:
     async def _run(self) -> None:
         while True:
             version = None
-            while version != self._weights.version:  # a sync that ended in these ticks is acknowledged before the step
-                version = self._weights.version
+            while version != self._state.version:  # a sync that ended in these ticks is acknowledged before the step
+                version = self._state.version
                 # In the first tick of the event loop, callers get their results and new requests arrive, which join the
                 # next step; in the second, this process sends the answers to calls that have ended.
                 await asyncio.sleep(0)
@@ -282,7 +283,7 @@ class EmbeddedEngine:
 
         Raises: RequestError for ids that the model has no row for, or too many; StaleWeightsError.
         """
-        check_scorable(self.engine_id, self._weights.version, self._released)
+        check_scorable(self.engine_id, self._state.version, self._released)
         bounds_of(Request(id="score", context_ids=ids), (), self.max_context_tokens + 1, self._vocab_size)
         return self._runner.score(ids)
 
@@ -290,7 +291,7 @@ class EmbeddedEngine:
 
     def trust_loaded_weights(self, version: int = 0) -> None:
         """Sample with the weights of the model folder, under this version number, until a sync begins."""
-        self._weights.trust(version)
+        self._state.trust(version)
 
     async def reconcile(self, layout: Layout) -> None:
         """Compare the layout with the model's parameters, in both directions. Raises: UnloadedParamsError."""
@@ -311,7 +312,7 @@ class EmbeddedEngine:
 
     async def commit(self) -> Ack:
         """Read every parameter back, make the version visible, and resume."""
-        ack = self._weights.commit()
+        ack = self._weights.commit(self._weights.read_back)
         self._start_steps()
         return ack
 
@@ -350,7 +351,7 @@ class EmbeddedEngine:
             running=len(running),
             waiting=len(self._scheduler.waiting),
             cached_tokens=sum(s.cached for s in running) + sum(p.length for p in prompts),
-            version=self._weights.version,
+            version=self._state.version,
         )
 
     async def close(self) -> None:

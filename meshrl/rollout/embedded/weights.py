@@ -10,53 +10,27 @@ from meshrl.core.errors import SyncError
 from meshrl.model.fast_decoder import FastDecoder
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import named_weights
-from meshrl.rollout.admission import WeightVersion
-from meshrl.sync.delivery import Delivery
-from meshrl.sync.layout import Ack, Layout, SyncHeader
-from meshrl.sync.receiver import Receiver
-from meshrl.sync.reconcile import describe, reconcile
+from meshrl.sync.layout import Layout
+from meshrl.sync.receiver import Receiver, describe, reconcile
 
 
-class EngineWeights(WeightVersion):
+class EngineWeights(Receiver):
     """Names are the names in the model's files (HubNames). A tied weight is stored once and read back under both."""
 
     def __init__(self, lm: torch.nn.Module, name: str, fast: FastDecoder | None = None):
         """fast: replaces the model's own forward."""
-        self.lm, self.name, self._fast = lm, name, fast
+        super().__init__(self._tensors, name)
+        self.lm, self._fast = lm, fast
         self._names = HubNames(lm)
-        self._receiver: Receiver | None = None
-
-    @property
-    def _received(self) -> int:
-        return self._receiver.version if self._receiver is not None else -1
 
     def reconcile(self, layout: Layout) -> None:
-        reconcile(layout, describe(self._targets()), self._names.tied)
-        self._receiver = Receiver(layout, self._targets, name=self.name)
-
-    def targets(self) -> dict[str, torch.Tensor]:
-        return self._require_receiver().targets()
-
-    def begin(self, header: SyncHeader) -> None:
-        self._replace()
-        self._require_receiver().begin(header)
-        self._header = header
-
-    def receive(self, delivery: Delivery) -> None:
-        self._require_receiver().receive(delivery)
-
-    def commit(self) -> Ack:
-        self._header = None
-        return self._require_receiver().commit(self._read_back)
-
-    def cancel(self) -> None:
-        self._replace()
-        if self._receiver is not None:
-            self._receiver.cancel()
+        reconcile(layout, describe(self._tensors()), self._names.tied)
+        super().reconcile(layout)
 
     def release(self) -> int:
         """Free the parameters' memory; returns bytes freed. Buffers stay: a sync does not send most of them."""
         self.cancel()
+        self.state.end("released")
         freed = 0
         if self._fast is not None:
             self._fast.split()
@@ -80,7 +54,7 @@ class EngineWeights(WeightVersion):
             self._fast.fuse()
         return after - before
 
-    def _targets(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._views(dict(named_weights(self.lm)) | persistent_buffers(self.lm)))
 
     def _views(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,7 +63,7 @@ class EngineWeights(WeightVersion):
             for hub_name, _, view in self._names.split(name, (0,) * tensor.dim(), tensor.detach()):
                 yield hub_name, view
 
-    def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under each of its names, and every persistent buffer, as the forward uses them.
 
         Raises: SyncError naming a parameter that is not a view of the fused tensor that the forward uses.
@@ -99,15 +73,10 @@ class EngineWeights(WeightVersion):
         for name, p in named_weights(self.lm, remove_duplicate=False):
             if joint.get(id(p), p).data_ptr() != p.data_ptr():
                 raise SyncError(
-                    f"{self.name}: {name} is not a view of the fused tensor that the forward uses, so one of them has "
-                    "old values; this receiver stays unusable: build a new engine"
+                    f"{self.state.name}: {name} is not a view of the fused tensor that the forward uses, so one of "
+                    "them has old values; this receiver stays unusable: build a new engine"
                 )
             if id(p) not in read:
                 read[id(p)] = [view for _, view in self._views({name: p})]
             yield from zip(self._names.of(name), read[id(p)], strict=True)
         yield from self._views(persistent_buffers(self.lm))
-
-    def _require_receiver(self) -> Receiver:
-        if self._receiver is None:
-            raise SyncError(f"{self.name}: a sync came before reconcile; send the layout once, before the first sync")
-        return self._receiver

@@ -57,22 +57,22 @@ class ServerEngine:
         self._stop_strings = stop_strings or StopStrings()
         self._gate = Gate(dialect.abort)
         self._weights = ServerWeights(dialect.call_workers, self.engine_id, keep_weights, adapter_scale)
+        self._state = self._weights.state
         self._run = secrets.token_hex(4)  # part of the labels, so that weights of another client have other labels
         self._labels: dict[str, int] = {}
         self._totals = EngineStats()
         self._released: set[str] = set()
-        self._awaits_sync = False  # the weights' memory was released: nothing may be sampled before a full sync
 
     # ---- generation
 
     async def generate(self, request: Request) -> Turn:
         """Sample one turn. Waits while a sync is open, and while memory is released."""
-        check_admission(request, self.engine_id, self._weights.expected, self._gate.closed, self._gate.ids)
+        check_admission(request, self.engine_id, self._state.expected, self._gate.closed, self._gate.ids)
         bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
         self._dialect.check(request, bounds)
         search = self._stop_strings.search(request)
         async with self._gate.admission(request.id) as is_admitted:
-            versions: Labels | int = self._weights.version if self._dialect.loaded_label is None else self._labels
+            versions: Labels | int = self._state.version if self._dialect.loaded_label is None else self._labels
             answer = ServerAnswer(request, bounds, self._dialect.name, versions, search)
             if not is_admitted:
                 answer.reason = "abort"
@@ -92,7 +92,7 @@ class ServerEngine:
         Servers need room for one more token, so a row can have at most max_context_tokens - 1 ids.
         """
         if self.capabilities.score:
-            check_scorable(self.engine_id, self._weights.version, self._released)
+            check_scorable(self.engine_id, self._state.version, self._released)
         row = np.asarray(ids)
         bounds_of(Request(id="score", context_ids=row), (), self.max_context_tokens, self._vocab_size)
         return await self._dialect.score(row.tolist())
@@ -110,7 +110,7 @@ class ServerEngine:
 
     async def _resume_if_allowed(self) -> None:
         """Resume the server and open the gate, unless a release or a sync still prevents it."""
-        if self._released or self._awaits_sync or self._weights.expected != self._weights.version:
+        if self._released or self._state.awaits_sync:
             return
         await self._dialect.resume()
         self._gate.open()
@@ -119,7 +119,7 @@ class ServerEngine:
 
     def trust_loaded_weights(self, version: int = 0) -> None:
         """Sample with the weights that the server loaded at its start, under this version number, until a sync."""
-        self._weights.trust(version)
+        self._state.trust(version)
         self._labels = {self._dialect.loaded_label or "": version}
 
     async def reconcile(self, layout: Layout) -> None:
@@ -144,7 +144,6 @@ class ServerEngine:
         ack = await self._weights.commit()
         await self._dialect.end_update(self._label(ack.version))
         self._labels[self._label(ack.version)] = ack.version
-        self._awaits_sync = False
         await self._resume_if_allowed()
         return ack
 
@@ -156,7 +155,6 @@ class ServerEngine:
             await self._weights.cancel()
         finally:  # requests must not wait for ever, even if the cancel has failed
             await self.abort()
-            self._awaits_sync = False  # no request is left that could be sampled
             await self._resume_if_allowed()
 
     def _label(self, version: int) -> str:
@@ -178,8 +176,7 @@ class ServerEngine:
             await self._gate.drained()
         await self._pause()
         if "weights" in new:
-            self._weights.drop()
-            self._awaits_sync = True
+            self._state.end("released")
         self._released |= new
         return await self._dialect.release(new)
 
@@ -202,7 +199,7 @@ class ServerEngine:
             self._totals,
             running=self._gate.num_sent,
             waiting=self._gate.num_waiting,
-            version=self._weights.version,
+            version=self._state.version,
         )
 
     async def close(self) -> None:

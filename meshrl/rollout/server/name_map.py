@@ -38,6 +38,9 @@ class Patch:
     at: int
     strides: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.name}[{', '.join(f'{a}:{a + n}' for a, n in zip(self.offsets, self.extent, strict=True))}]"
+
     def of_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """The block as a view of the parameter, in the wire tensor's dims."""
         data = parameter.detach()

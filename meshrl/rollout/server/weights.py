@@ -11,45 +11,39 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from meshrl.core.errors import SyncError, UnloadedParamsError
 from meshrl.model.lora import adapter_names, is_adapter, merged_rows
-from meshrl.rollout.admission import WeightVersion
 from meshrl.sync.delivery import Delivery, delivery_to_json
+from meshrl.sync.digest import BlockDigests, lap, require_in_place
 from meshrl.sync.layout import Ack, Layout, SyncHeader, layout_to_json, make_layout
-from meshrl.sync.receiver import Receiver, SyncPhases
-from meshrl.sync.reconcile import reconcile
+from meshrl.sync.receiver import Incoming, reconcile
 from meshrl.sync.sender import Elements, HeldBox, WeightSender
 from meshrl.sync.shared_memory import SharedRing
-from meshrl.sync.threads import lap
+from meshrl.sync.transaction import WeightState
 
-_MAX_LISTED = 20  # tensors listed in an error
+_MAX_REASONS = 20  # of the server's loader, listed in an error
 
 Call = Callable[[str, dict[str, Any]], Awaitable[list[dict[str, Any]]]]
 """`await call(step, arguments)` runs a step of `WorkerWeights` in every worker; returns one answer from each."""
 
 
-class ServerWeights(WeightVersion, SyncPhases):
+class ServerWeights:
     """The weights of one server."""
 
     def __init__(self, call: Call, name: str, keep_copy: bool = False, adapter_scale: float = 1.0):
         """keep_copy: keep a copy in this process, so that a sync can send changes only. adapter_scale: alpha / rank of
         adapters that the trainer sends separately."""
-        super().__init__(name)
+        self.state = WeightState(name)  # its layout is the trainer's
         self._call_workers, self._keep_copy, self._scale = call, keep_copy, adapter_scale
-        self._layout: Layout | None = None  # the trainer's layout
         self._served = Layout(tensors=(), senders=())  # what the server gets: merged weights
         self._hidden: set[str] = set()  # names that are loaded through arithmetic and can't be read back
         self._ring: SharedRing | None = None  # for transfers that are not in shared memory already
         self._copy: _HostCopy | None = None
         self._num_bytes = 0  # received in the open sync
-
-    @property
-    def _received(self) -> int:
-        return super(WeightVersion, self).version  # of SyncPhases
 
     async def reconcile(self, layout: Layout) -> None:
         """Compare the layout with the names that the server's loader loads, in both directions; forget earlier syncs.
@@ -57,10 +51,10 @@ class ServerWeights(WeightVersion, SyncPhases):
         Raises: UnloadedParamsError; SyncError when there is no room for a copy.
         """
         self.close()
-        self._layout, self._header, self._phase, self._last = layout, None, "idle", -1
+        self.state.reconcile(layout)
         self._served = served = layout
         if self._keep_copy:
-            self._copy = _HostCopy(layout, self.name, self._scale)
+            self._copy = _HostCopy(layout, self._scale)
             self._served = served = self._copy.served
             self._ring = SharedRing(1, served.slot_bytes)
         answers = await self._call("reconcile", {"layout": layout_to_json(served)})
@@ -76,80 +70,64 @@ class ServerWeights(WeightVersion, SyncPhases):
         except UnloadedParamsError as error:
             refused = {name: reason for answer in answers for name, reason in answer["refused"].items()}
             if refused:
-                reasons = "\n".join(f"    {name}: {reason}" for name, reason in list(refused.items())[:_MAX_LISTED])
+                reasons = "\n".join(f"    {name}: {reason}" for name, reason in list(refused.items())[:_MAX_REASONS])
                 raise UnloadedParamsError(f"{error}\nthe server's loader reported:\n{reasons}") from error
             raise
 
     async def begin(self, header: SyncHeader) -> None:
         """Open a sync. The workers always get all weights. Raises: SyncError."""
-        layout = self._require_layout()
-        self._replace()
-        self._leave_for(header, layout)
-        if self._copy is not None:
-            self._copy.receiver.begin(header)
-        elif header.mode != "full":
-            raise SyncError(
-                f"{self.name}: a sync of changes was begun, but this machine has no copy of the weights "
-                "(rollout.sync_mode); send everything"
-            )
-        self._header, self._num_bytes = header, 0
-        served = SyncHeader(version=header.version, layout_hash=self._served.hash)
-        await self._call("begin", {"header": asdict(served)})
-        self._finish_step("open", header)
+        with self.state.begin(header):
+            if self._copy is not None:
+                self._copy.begin(header, self.state.name)
+            elif header.mode != "full":
+                raise SyncError(
+                    f"{self.state.name}: a sync of changes was begun, but this machine has no copy of the weights "
+                    "(rollout.sync_mode); send everything"
+                )
+            self._num_bytes = 0
+            served = SyncHeader(version=header.version, layout_hash=self._served.hash)
+            await self._call("begin", {"header": asdict(served)})
 
     async def receive(self, delivery: Delivery) -> None:
         """Write one transfer into the copy, or have the workers read it. Raises: SyncError."""
-        self._leave(delivery.transfer, "open")
-        self._num_bytes += delivery.num_bytes
-        header = self._header
-        if self._copy is not None:
-            self._copy.receiver.receive(delivery)
-        else:
-            await self._forward(delivery)
-        self._finish_step("open", header)
+        with self.state.step(delivery.transfer):
+            self._num_bytes += delivery.num_bytes
+            if self._copy is not None:
+                self._copy.receive(delivery)
+            else:
+                await self._forward(delivery)
 
     async def commit(self) -> Ack:
         """Have the workers finish and read back their parameters, and check the proofs. Raises: SyncError."""
-        self._leave("commit", "open")
-        header, layout = self._header, self._require_layout()
-        assert header is not None
-        ack = Ack(
-            version=header.version,
-            receiver=self.name,
-            wire=True,
-            read_back=None if self._hidden else True,
-            num_bytes=self._num_bytes,
-            num_tensors=len(layout.tensors),
-            seconds={"load": 0.0, "verify": 0.0},
-        )
-        if self._copy is not None and self._ring is not None:
-            ack = replace(self._copy.receiver.commit(), read_back=ack.read_back)
-            started_at = time.perf_counter()
-            for delivery in self._copy.deliveries(header.version, self._ring):
-                lap(ack.seconds, "load", started_at)
-                await self._forward(delivery)
+        with self.state.step("commit", then="valid") as header:
+            ack = Ack(
+                version=header.version,
+                receiver=self.state.name,
+                wire=True,
+                read_back=None if self._hidden else True,
+                num_bytes=self._num_bytes,
+                num_tensors=len(self._served.tensors),
+                seconds={"load": 0.0, "verify": 0.0},
+            )
+            if self._copy is not None and self._ring is not None:
+                ack = replace(self._copy.commit(), read_back=ack.read_back)
                 started_at = time.perf_counter()
-        answers = await self._call("commit", {})
-        faults = list(dict.fromkeys(fault for answer in answers for fault in answer["differing"]))
-        self._require_in_place(header.version, faults, len(layout.tensors), _MAX_LISTED)
-        self._finish_step("idle", header)
-        self._last, self._header = header.version, None
+                for delivery in self._copy.deliveries(header.version, self._ring):
+                    lap(ack.seconds, "load", started_at)
+                    await self._forward(delivery)
+                    started_at = time.perf_counter()
+            answers = await self._call("commit", {})
+            faults = list(dict.fromkeys(fault for answer in answers for fault in answer["differing"]))
+            require_in_place(self.state.name, header.version, faults, len(self._served.tensors))
         for stage in ack.seconds:
             ack.seconds[stage] += max(answer["seconds"][stage] for answer in answers)
         return ack
 
     async def cancel(self) -> None:
         """Give the sync up: its weights are mixed, and nothing is sampled before the next full sync."""
-        self.drop()
-        if self._layout is not None:
+        self.state.end("invalid")
+        if self.state.layout is not None:
             await self._call("cancel", {})
-
-    def drop(self) -> None:
-        """Like `cancel`, without a call to the server: its weights are released already."""
-        self._phase = "cancelled"
-        self._replace()
-        if self._copy is not None:
-            self._copy.receiver.cancel()
 
     def close(self) -> None:
         if self._ring is not None:
@@ -167,12 +145,6 @@ class ServerWeights(WeightVersion, SyncPhases):
             slot_address = self._ring.slot_address(0)
         await self._call("receive", delivery_to_json(delivery, slot_address))
 
-    def _finish_step(self, phase: Literal["idle", "open"], header: SyncHeader | None) -> None:
-        """The step has succeeded. Raises: SyncError when its sync was cancelled meanwhile."""
-        if self._header is not header:
-            raise SyncError(f"{self.name}: the sync was cancelled while its server was still at work")
-        self._phase = phase
-
     async def _call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         answers = await self._call_workers(step, arguments)
         errors = [answer["error"] for answer in answers if "error" in answer]
@@ -180,24 +152,34 @@ class ServerWeights(WeightVersion, SyncPhases):
             raise SyncError(errors[0])
         return answers
 
-    def _require_layout(self) -> Layout:
-        if self._layout is None:
-            raise SyncError(f"{self.name}: a sync came before reconcile; send the layout once, before the first sync")
-        return self._layout
-
 
 class _HostCopy:
     """A copy of the last weights in this process, and the transfers for the server, with each adapter merged into its
     weight. Host memory for each replica: one copy of the weights in the sampler's dtype."""
 
-    def __init__(self, layout: Layout, name: str, scale: float):
+    def __init__(self, layout: Layout, scale: float):
         """scale: factor of B A."""
+        self._layout, self._scale = layout, scale
         self._tensors = {t.name: torch.empty(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
-        self._scale = scale
-        self.receiver = Receiver(layout, lambda: self._tensors, name)
+        self._incoming: Incoming | None = None
+        self._committed: BlockDigests | None = None
         served = {t.name: (t.shape, t.dtype) for t in layout.tensors if not is_adapter(t.name)}
         self.served = make_layout(served, None, layout.tied, layout.transfer_bytes, layout.digest)
         self._sender = WeightSender(self.served, 0, keep_base=False)
+
+    def begin(self, header: SyncHeader, name: str) -> None:
+        self._incoming = Incoming(self._layout, header, self._tensors, name)
+
+    def receive(self, delivery: Delivery) -> None:
+        assert self._incoming is not None
+        self._incoming.take(delivery)
+
+    def commit(self) -> Ack:
+        """Prove that the copy has the trainer's weights, also those that were not sent again."""
+        assert self._incoming is not None
+        ack = self._incoming.prove(None, self._committed)
+        self._committed = self._incoming.expected
+        return ack
 
     def deliveries(self, version: int, ring: SharedRing) -> Iterator[Delivery]:
         """All transfers for the server, in the ring's slot; each one is valid until the next one is requested."""

@@ -1,5 +1,6 @@
-"""The weights inside one worker process of a server: full tensors are loaded by the server's own loader and read back
-for the proof. Code for one kind of server is in rollout/vllm/worker.py and rollout/sglang/loader.py.
+"""The weights inside one worker process of a server: transfers are joined to full tensors, which are loaded by the
+server's own loader and read back for the proof. Code for one kind of server is in rollout/vllm/worker.py and
+rollout/sglang/loader.py.
 """
 
 from __future__ import annotations
@@ -13,15 +14,66 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.rollout.server.assembly import Assembly
-from meshrl.rollout.server.name_map import MakePlaceholder, NameMap, Patch, trace_loader
-from meshrl.sync.digest import as_bytes, digest_bytes, kind_for
+from meshrl.rollout.server.name_map import MakePlaceholder, NameMap, trace_loader
+from meshrl.sync.delivery import Progress, delivery_from_json
+from meshrl.sync.digest import BlockDigests, as_bytes, digest_bytes, kind_for, lap
 from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from_json
-from meshrl.sync.threads import lap
+from meshrl.sync.shared_memory import SharedRingView
+
+
+class Assembly(Progress):
+    """Takes the transfers of one sync in order. Each tensor gets memory of its own, because a loader that waits for a
+    complete layer may still need it when the transfer's memory is used again."""
+
+    def __init__(self, layout: Layout, header: SyncHeader, name: str):
+        """name: the receiver's name in errors."""
+        super().__init__(layout, header, name)
+        self._views: dict[str, SharedRingView] = {}  # of the senders' shared memory
+        self._open: dict[str, torch.Tensor] = {}  # incomplete tensors
+        self._missing = {tensor.name: tensor.num_bytes for tensor in layout.tensors}
+
+    def take(self, message: dict[str, Any]) -> list[tuple[TensorSpec, torch.Tensor]]:
+        """The tensors that a transfer in shared memory completes. message: of `delivery_to_json`. Raises: SyncError."""
+        ring = message["ring"]
+        if ring not in self._views:
+            self._views[ring] = SharedRingView(ring, message["num_slots"], message["slot_bytes"])
+        delivery = delivery_from_json(self.layout, message, self._views[ring].slots[message["slot"]])
+        self.check(delivery)
+        complete = []
+        for number, (part, _, section) in enumerate(delivery.sections()):
+            started_at = time.perf_counter()
+            arrived = digest_bytes(self.layout.digest, section)
+            started_at = lap(self.seconds, "verify", started_at)
+            self.require(delivery.digests[number], arrived, delivery.transfer, part)
+            tensor, name = part.tensor, part.tensor.name
+            if name not in self._open:
+                self._open[name] = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
+            part.of(self._open[name]).copy_(section.view(tensor.torch_dtype).view(part.shape))
+            self._missing[name] -= part.num_bytes
+            lap(self.seconds, "load", started_at)
+            if self._missing[name] == 0:
+                complete.append((tensor, self._open.pop(name)))
+        return complete
+
+    def finish(self) -> list[tuple[TensorSpec, torch.Tensor]]:
+        """After the last transfer: returns the tensors without elements, which no transfer contains. Raises: SyncError
+        when transfers are missing."""
+        self.check_complete()
+        self.close()
+        return [(t, torch.empty(t.shape, dtype=t.torch_dtype)) for t in self.layout.tensors if t.num_bytes == 0]
+
+    def close(self) -> None:
+        """Unmap the senders' memory."""
+        for view in self._views.values():
+            view.close()
+        self._views.clear()
 
 
 class WorkerWeights:
-    """Runs the steps of a sync in a worker. Messages and answers are JSON. steps: by name; a subclass may add some."""
+    """Runs the steps of a sync in a worker. Messages and answers are JSON. steps: by name; a subclass may add some.
+    packed: parameters that may exist only as a packed copy, which a subclass compares."""
+
+    packed: Container[str] = ()
 
     def __init__(self, model: Any, name: str, make_placeholder: MakePlaceholder):
         self.model, self.name = model, name
@@ -30,8 +82,8 @@ class WorkerWeights:
         self._make_placeholder = make_placeholder
         self._device = next(model.parameters()).device  # during vLLM's reload its parameters have no device
         self._assembly: Assembly | None = None
-        self._read_back = ReadBackDigests({}, -1)
-        self._committed: ReadBackDigests | None = None
+        self._digests: BlockDigests | None = None  # of the open sync
+        self._committed: BlockDigests | None = None
         self.steps: dict[str, Callable[..., dict[str, Any]]] = {
             "reconcile": self.reconcile,
             "begin": self.begin,
@@ -73,7 +125,7 @@ class WorkerWeights:
         self.cancel()
         opened = SyncHeader(**header)
         self.before_loading(opened)
-        self._read_back = ReadBackDigests(self.map.patches, opened.version)
+        self._digests = BlockDigests(opened.version)
         self._assembly = Assembly(self.layout, opened, self.name)
         return {}
 
@@ -94,7 +146,7 @@ class WorkerWeights:
             differing = self.differing()
         lap(assembly.seconds, "verify", started_at)
         if not differing:
-            self._committed = self._read_back
+            self._committed = self._digests
         self._assembly = None
         return {"differing": differing, "seconds": assembly.seconds}
 
@@ -119,17 +171,36 @@ class WorkerWeights:
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
         """Called with each verified full tensor, on the device of the parameters, before it is loaded."""
+        assert self._digests is not None
+        for patch in self.map.patches.get(name, ()):
+            self._digests.add(name, patch, _digest(patch.of_wire(tensor)))
 
-    def differing(self) -> list[str]:
-        """An error text for each block with which the model computes and that differs from the received one."""
-        return self._read_back.differing(self._model_tensors(), self._committed)
-
-    # ----
-
-    def _model_tensors(self) -> dict[str, torch.Tensor]:
+    def model_tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters and buffers, by the engine's names."""
         tensors: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         return tensors | dict(self.model.named_buffers(remove_duplicate=False))
+
+    def differing(self) -> list[str]:
+        """An error text for each tensor with which the model computes and that differs from the received one."""
+        assert self._digests is not None
+        specs, params, faults = self.layout.by_name, self.model_tensors(), []
+        for name, patches in self.map.patches.items():
+            sent, found, empty = specs[self.layout.tied.get(name, name)].torch_dtype, dict[int, int](), ""
+            for number, patch in enumerate(patches):
+                param = params[patch.param]
+                if param.numel():
+                    found[number] = _digest(patch.of_parameter(param).to(sent))
+                elif patch.param not in self.packed:
+                    empty = patch.param
+            if empty:
+                faults.append(f"{name} can't be read back: {empty} has no elements")
+            elif (fault := self._digests.fault(name, found, self._committed)) is not None:
+                stored = params[patches[0].param].dtype  # a buffer's may be another one than is sent
+                cast = "" if stored == sent else f" (sent as {sent}, stored as {stored}, which may round the value)"
+                faults.append(f"{name} {fault}{cast}")
+        return faults
+
+    # ----
 
     def _open(self) -> Assembly:
         if self._assembly is None:
@@ -145,67 +216,11 @@ class WorkerWeights:
         names |= {a: names[source] for a, source in tied.items() if source in names and a in self.map.patches}
         started_at = lap(seconds, "load", started_at)
         for name, tensor in names.items():
-            self._read_back.note(name, tensor)
             self.note(name, tensor)
         started_at = lap(seconds, "verify", started_at)
         with self.loading(), torch.no_grad():
             self.model.load_weights(list(names.items()))
         lap(seconds, "load", started_at)
-
-
-Key = tuple[str, int]  # wire name, index of the patch among the patches of that name
-
-
-class ReadBackDigests:
-    """Digests of the blocks of one worker's parameters, for one version."""
-
-    def __init__(self, patches: Mapping[str, list[Patch]], version: int):
-        self.version = version
-        self._patches = patches
-        self._values: dict[Key, int] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-
-    def note(self, name: str, wire: torch.Tensor) -> None:
-        """Record a received and verified tensor, on the device of the parameters."""
-        self._dtypes[name] = wire.dtype
-        for number, patch in enumerate(self._patches.get(name, ())):
-            self._values[name, number] = _digest(patch.of_wire(wire))
-
-    def differing(
-        self, params: Mapping[str, torch.Tensor], before: ReadBackDigests | None, packed: Container[str] = ()
-    ) -> list[str]:
-        """An error text for each block that differs from the received one. before: digests of the last committed sync.
-
-        params: parameters and buffers, by the engine's names. packed: parameters that may exist only as a packed copy;
-        the caller compares that copy.
-        """
-        faults = []
-        for name, patches in self._patches.items():
-            for number, patch in enumerate(patches):
-                param = params[patch.param]
-                if param.numel() == 0 and patch.param in packed:
-                    continue
-                key = (name, number)
-                if key not in self._values:
-                    faults.append(f"{name} was not received")
-                elif param.numel() == 0:
-                    faults.append(f"{name} can't be read back: {patch.param} has no elements")
-                elif (digest := _digest(patch.of_parameter(param).to(self._dtypes[name]))) != self._values[key]:
-                    faults.append(f"{name} {self._explain(key, digest, before)}{self._cast(name, param)}")
-        return faults
-
-    def _cast(self, name: str, param: torch.Tensor) -> str:
-        """For a buffer that the engine stores in another dtype: both dtypes."""
-        sent = self._dtypes[name]
-        return "" if param.dtype == sent else f" (sent as {sent}, stored as {param.dtype}, which may round the value)"
-
-    def _explain(self, key: Key, digest: int, before: ReadBackDigests | None) -> str:
-        if before is not None and before._values.get(key) == digest:
-            return f"still has the values of version {before.version}"
-        others = [name for (name, _), value in self._values.items() if value == digest]
-        if others:
-            return f"has the values of {others[0]}"
-        return f"has digest {digest:016x}, the trainer's is {self._values[key]:016x}"
 
 
 def _digest(block: torch.Tensor) -> int:

@@ -42,27 +42,27 @@ class VllmWeights(WorkerWeights):
         super().__init__(worker.get_model(), f"vllm worker {worker.rank}", _make_placeholder)
         self.worker, self.memory = worker, WorkerMemory(worker)
         self.steps |= {"release": self.release, "restore": self.restore}
-        self._packed = PackedLayers(self.model, -1)
+        self.packed: PackedLayers = PackedLayers(self.model, -1)
         self._experts = PackedExperts(self.model)
         self._reloading = False
 
     def reconcile(self, layout: dict[str, Any]) -> dict[str, Any]:
         answer = super().reconcile(layout)
         sent = {tensor.name: tensor.dtype for tensor in self.layout.tensors}
-        biases = [name for name, patches in self.map.patches.items() if self._packed.has_bias(patches[0].param)]
+        biases = [name for name, patches in self.map.patches.items() if self.packed.has_bias(patches[0].param)]
         return answer | {"dtypes": self.map.dtypes | {name: sent[name] for name in biases if name in sent}}
 
     def before_loading(self, header: SyncHeader) -> None:
         if "weights" in self.memory.released:
             raise SyncError(f"{self.name}: the weights' memory is released; restore it before a sync")
-        self._packed = PackedLayers(self.model, header.version)
+        self.packed = PackedLayers(self.model, header.version)
         with self.loading():
             initialize_layerwise_reload(self.model)
         self._reloading = True
 
     def after_loading(self) -> None:
         self._finish_reload()
-        self._packed.pack_shared()
+        self.packed.pack_shared()
         self._experts.pack()
         self.worker.model_runner.reset_lora_state()
 
@@ -82,13 +82,16 @@ class VllmWeights(WorkerWeights):
             yield
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
+        super().note(name, tensor)
         for patch in self.map.patches.get(name, ()):
-            if patch.param in self._packed:
-                self._packed.note(patch, tensor)
+            if patch.param in self.packed:
+                self.packed.note(patch, tensor)
+
+    def model_tensors(self) -> dict[str, torch.Tensor]:
+        return super().model_tensors() | self._experts.unpacked()
 
     def differing(self) -> list[str]:
-        tensors = self._model_tensors() | self._experts.unpacked()
-        return self._read_back.differing(tensors, self._committed, self._packed) + self._packed.differing()
+        return super().differing() + self.packed.differing()
 
     def release(self, parts: list[str]) -> dict[str, Any]:
         return {"num_bytes": self.memory.release(set(parts))}

@@ -20,9 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshrl.cluster.weight_sync import sync_order
 from meshrl.parallel.boxes import boxes
 from meshrl.parallel.mesh import Coordinates, build_mesh, coordinates, forget_meshes, fsdp_mesh, replica_group
+from meshrl.sync.delivery import Address
 from meshrl.sync.layout import Box, SyncHeader, make_layout
 from meshrl.sync.transaction import SyncState
-from meshrl.sync.transport import Address
 
 SHAPES = [shape for shape in product(range(1, 9), repeat=4) if prod(shape) <= 8]
 TENSORS = {  # shape, and the dim that TP cuts

@@ -12,7 +12,7 @@ import torch
 from tiny_sync import Trainer
 
 from meshrl.core.errors import SyncError
-from meshrl.rollout.server.assembly import Assembly
+from meshrl.rollout.server.worker_weights import Assembly
 from meshrl.sync.delivery import Delivery, delivery_from_json, delivery_to_json
 from meshrl.sync.layout import Box, Layout, SyncHeader, layout_from_json, layout_to_json, make_layout
 from meshrl.sync.shared_memory import SharedRing

@@ -24,7 +24,7 @@ from meshrl.core.errors import (
 )
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.sync.layout import SyncHeader, make_layout
-from meshrl.sync.reconcile import describe
+from meshrl.sync.receiver import describe
 
 CONTEXT = list(range(3, 33))
 

@@ -24,7 +24,7 @@ from meshrl.rollout.completions import only_model
 from meshrl.rollout.folder_weights import FolderWeights
 from meshrl.rollout.server.weights import ServerWeights
 from meshrl.sync.layout import make_layout
-from meshrl.sync.reconcile import describe
+from meshrl.sync.receiver import describe
 
 CONTEXT = list(range(10, 30))
 

@@ -14,9 +14,9 @@ from tiny_sync import Trainer, sync
 from meshrl.core.errors import SyncError
 from meshrl.rollout.server.name_map import trace_loader
 from meshrl.rollout.server.weights import ServerWeights
-from meshrl.rollout.server.worker_weights import ReadBackDigests, WorkerWeights
+from meshrl.rollout.server.worker_weights import WorkerWeights
 from meshrl.rollout.sglang.loader import make_placeholder
-from meshrl.sync.layout import Ack, Layout, make_layout
+from meshrl.sync.layout import Ack, Layout, layout_to_json, make_layout
 
 NAMES = [
     ("q.weight", (4, 6)),
@@ -102,27 +102,41 @@ def test_a_tensor_that_the_loader_transposes_is_reported_as_one_that_cannot_be_r
     assert found.hidden == ["turned"] and not found.unfilled
 
 
+def worker_of(model: Fused, wires: dict[str, torch.Tensor], version: int) -> WorkerWeights:
+    """A worker in the sync of this version, whose tensors were all received and not yet loaded."""
+    layout = layout_of(NAMES)
+    worker = WorkerWeights(model, "worker", make_placeholder)
+    worker.reconcile(layout_to_json(layout))
+    receive(worker, wires, version)
+    return worker
+
+
+def receive(worker: WorkerWeights, wires: dict[str, torch.Tensor], version: int) -> None:
+    worker.begin({"version": version, "layout_hash": worker.layout.hash})
+    for name, wire in wires.items():
+        worker.note(name, wire)
+
+
 @pytest.mark.parametrize("fault", ["stale", "swapped", "one bit", "none"])
 def test_the_read_back_compares_each_block(wires, fault):
     model = Fused()
-    found = trace_loader(model, layout_of(NAMES), make_placeholder)
-    first, second = ReadBackDigests(found.patches, 0), ReadBackDigests(found.patches, 1)
-    params = dict(model.named_parameters(remove_duplicate=False))
-    for read_back, scale in ((first, 1.0), (second, 2.0)):
-        for name, wire in wires.items():
-            read_back.note(name, wire * scale)
-        if not (fault == "stale" and read_back is second):
-            model.load_weights((name, wire * scale) for name, wire in wires.items())
-    assert first.differing(params, None) if fault != "stale" else not first.differing(params, None)
+    worker = worker_of(model, wires, 0)
+    model.load_weights(wires.items())
+    assert not worker.differing()
+    worker._committed = worker._digests
+    doubled = {name: wire * 2 for name, wire in wires.items()}
+    receive(worker, doubled, 1)
+    if fault != "stale":
+        model.load_weights(doubled.items())
     if fault == "swapped":
         one, two = model.experts.data.clone()
         model.experts.data[0], model.experts.data[1] = two, one
     elif fault == "one bit":
         model.o.data.view(torch.int32)[3, 2] ^= 1
-    faults = second.differing(params, first)
+    faults = worker.differing()
     expected = {
-        "stale": [f"{name} still has the values of version 0" for name in [*wires, "experts"]],
-        "swapped": ["experts has the values of experts"] * 2,
+        "stale": [f"{name} still has the values of version 0" for name in wires],
+        "swapped": ["experts has the values of experts in experts[0:1, 0:3, 3:6], and 1 more parts"],
         "one bit": ["o.weight has digest"],
         "none": [],
     }[fault]
@@ -131,14 +145,13 @@ def test_the_read_back_compares_each_block(wires, fault):
 
 def test_a_parameter_without_memory_is_reported_unless_its_copy_is_compared_elsewhere(wires):
     model = Fused()
-    found = trace_loader(model, layout_of(NAMES), make_placeholder)
-    read_back = ReadBackDigests(found.patches, 0)
-    for name, wire in wires.items():
-        read_back.note(name, wire)
+    worker = worker_of(model, wires, 0)
     model.load_weights(wires.items())
-    params = dict(model.named_parameters()) | {"o": torch.empty(0)}
-    assert read_back.differing(params, None) == ["o.weight can't be read back: o has no elements"]
-    assert read_back.differing(params, None, packed={"o"}) == []
+    assert not worker.differing()
+    model.o = torch.nn.Parameter(torch.empty(0))
+    assert worker.differing() == ["o.weight can't be read back: o has no elements"]
+    worker.packed = {"o"}
+    assert worker.differing() == []
 
 
 class Routed(torch.nn.Module):

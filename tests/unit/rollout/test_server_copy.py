@@ -18,7 +18,7 @@ from meshrl.rollout.folder_weights import FolderWeights
 from meshrl.rollout.server.weights import ServerWeights
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, SyncHeader, make_layout
-from meshrl.sync.reconcile import describe
+from meshrl.sync.receiver import describe
 from meshrl.sync.sender import WeightSender
 
 BASE = {"embed.weight": (40, 8), "layer.q_proj.weight": (24, 8), "layer.q_proj.bias": (24,), "norm.weight": (8,)}
@@ -101,7 +101,7 @@ def test_adapters_are_sent_alone_and_the_server_gets_merged_weights(pair):
             pair.tensors[name] += 1
         ack = await pair.sync(1, alone=True)
         pair.check()
-        assert (ack.num_changed, pair.weights.version) == (2, 1)
+        assert (ack.num_changed, pair.weights.state.version) == (2, 1)
         assert 0 < ack.num_bytes < first.num_bytes / 3
 
     asyncio.run(main())
@@ -115,7 +115,7 @@ def test_a_fault_before_the_copy_ends_the_sync(pair, fault, alone):
         await pair.sync(0)
         with pytest.raises(SyncError):
             await pair.sync(1, alone, fault)
-        assert pair.weights.version == -1 and len(pair.folders) == 1
+        assert pair.weights.state.version == -1 and len(pair.folders) == 1
         await pair.sync(2)
         pair.check()
 
@@ -128,7 +128,7 @@ def test_a_base_weight_that_has_changed_in_the_copy_is_named(pair):
     async def main():
         await pair.weights.reconcile(pair.layout)
         await pair.sync(0)
-        pair.weights._copy.receiver._find_targets()["norm.weight"][3] += 1
+        pair.weights._copy._tensors["norm.weight"][3] += 1
         with pytest.raises(SyncError, match=r"version 1 is not in place(?s:.)*norm.weight"):
             await pair.sync(1, alone=True)
 
@@ -139,7 +139,7 @@ def test_a_sync_of_adapters_is_refused_without_a_base(pair):
     async def main():
         await pair.weights.reconcile(pair.layout)
         await pair.sync(0)
-        pair.weights.drop()
+        pair.weights.state.end("released")
         with pytest.raises(SyncError, match="send everything"):
             await pair.sync(1, alone=True)
         await pair.sync(1)

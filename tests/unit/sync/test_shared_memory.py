@@ -39,7 +39,7 @@ def serve(pipe: Any, layout_message: str) -> None:
                 ring = message["ring"]
                 views.setdefault(ring, SharedRingView(ring, message["num_slots"], message["slot_bytes"]))
                 sampler.receiver.receive(delivery_from_json(layout, message, views[ring].slots[message["slot"]]))
-            pipe.send(sampler.receiver.version)
+            pipe.send(sampler.receiver.state.version)
         except SyncError as error:
             pipe.send(error)
 

@@ -15,7 +15,7 @@ from tiny_sync import MESHES, SHAPES, TIED, boxes_on, held_of, layout_on
 
 from meshrl.core.errors import UnloadedParamsError
 from meshrl.sync.layout import Box, Layout, layout_from_json, layout_to_json, make_layout
-from meshrl.sync.reconcile import reconcile
+from meshrl.sync.receiver import reconcile
 
 DTYPES = ("bfloat16", "float32", "float64", "int8")
 

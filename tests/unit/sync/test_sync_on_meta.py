@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from meta_device import META, DeviceCalls
-from tiny_sync import Trainer, header_of, held_of
+from tiny_sync import Trainer, header_of, held_of, receiver_of
 
 from meshrl.sync.layout import make_layout
-from meshrl.sync.receiver import Receiver
 
 
 def _reads(num_tensors: int) -> int:
@@ -16,7 +15,7 @@ def _reads(num_tensors: int) -> int:
     layout = make_layout({name: ((96, 64), "bfloat16") for name in names}, transfer_bytes=1 << 14, digest="sum64")
     weights = {name: torch.empty(96, 64, device=META) for name in names}
     targets = {name: torch.empty(96, 64, dtype=torch.bfloat16, device=META) for name in names}
-    receiver, (sender,) = Receiver(layout, lambda: targets), Trainer(layout, keep_base=False).senders
+    receiver, (sender,) = receiver_of(layout, lambda: targets), Trainer(layout, keep_base=False).senders
     with DeviceCalls() as calls:
         receiver.begin(header_of(layout, 0))
         sender.begin(held_of(weights, layout.senders[0]))

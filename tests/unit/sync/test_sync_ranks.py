@@ -83,7 +83,7 @@ def test_a_failing_rank_ends_the_sync_of_all_ranks(samplers, stage):
         setattr(ranks[-1].engine, stage, fail)
         with pytest.raises(SyncError, match=f"lost power at {stage}"):
             await sync_ranks(ranks, weights_of(1), 1)
-        assert {rank.engine.receiver.version for rank in ranks if rank.engine is not None} == {-1}
+        assert {rank.engine.receiver.state.version for rank in ranks if rank.engine is not None} == {-1}
         delattr(ranks[-1].engine, stage)
         (ack, *_) = await sync_ranks(ranks, weights_of(2), 2, "after an error")
         assert ack.num_bytes >= ranks[0].layout.num_bytes and all_hold(ranks, weights_of(2))

@@ -14,6 +14,7 @@ from tiny_sync import (
     Trainer,
     header_of,
     layout_on,
+    receiver_of,
     sync,
     trained,
     trainer_and_sampler,
@@ -23,8 +24,7 @@ from tiny_sync import (
 from meshrl.core.errors import SyncError, UnloadedParamsError
 from meshrl.sync.delivery import Delivery, delivery_from_facts, delivery_from_json
 from meshrl.sync.layout import make_layout
-from meshrl.sync.receiver import Receiver
-from meshrl.sync.reconcile import describe
+from meshrl.sync.receiver import describe
 
 TRANSFER_BYTES = 1536  # for all three senders together
 
@@ -98,9 +98,9 @@ def test_damaged_transfers_are_refused_and_named(damage, mode):
     with pytest.raises(SyncError, match=complaint):
         base = 0 if mode == "changes" else None
         sync(trainer, sampler, weights, 1, base, lambda sent: mangle(list(sent)))
-    assert sampler.receiver.version == -1
+    assert sampler.receiver.state.version == -1
     sync(trainer, sampler, weights, 1)
-    assert sampler.holds(weights) and sampler.receiver.version == 1
+    assert sampler.holds(weights) and sampler.receiver.state.version == 1
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_tied_head_with_old_values_is_named_with_their_version(mode):
     complaint = r"1 of 10 .*\n.*lm_head.weight \(tied to embed.weight\) still has the values of v.* 0"
     with pytest.raises(SyncError, match=complaint):
         sync(trainer, sampler, trained(weights_of(1), 1, 0.9), 1, base=0 if mode == "changes" else None)
-    assert sampler.receiver.version == -1
+    assert sampler.receiver.state.version == -1
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_an_incomplete_read_back_proves_nothing(read_back, complaint):
         sampler.receiver.receive(delivery)
     with pytest.raises(SyncError, match=complaint):
         sampler.receiver.commit(lambda: read_back(sampler))
-    assert sampler.receiver.version == -1
+    assert sampler.receiver.state.version == -1
 
 
 def test_an_engine_that_cannot_read_back_states_it_and_its_targets_are_compared():
@@ -241,7 +241,7 @@ def test_released_targets_are_refused():
     sampler.params["norm.weight"].untyped_storage().resize_(0)
     with pytest.raises(SyncError, match=r"norm.weight into has no memory"):
         sync(trainer, sampler, weights_of())
-    assert sampler.receiver.version == -1
+    assert sampler.receiver.state.version == -1
 
 
 def test_a_receiver_requires_tensors_that_fit_the_layout():
@@ -249,12 +249,12 @@ def test_a_receiver_requires_tensors_that_fit_the_layout():
     targets = Sampler(layout).params
     assert describe(targets)["norm.weight"] == ((7,), "bfloat16")
     with pytest.raises(UnloadedParamsError, match=r"norm.weight \[7\] bfloat16"):
-        Receiver(layout, lambda: {n: t for n, t in targets.items() if n != "norm.weight"})
+        receiver_of(layout, lambda: {n: t for n, t in targets.items() if n != "norm.weight"})
 
 
 def test_a_model_without_tensors_syncs():
     layout = make_layout({})
-    receiver = Receiver(layout, dict)
+    receiver = receiver_of(layout, dict)
     receiver.begin(header_of(layout, 0))
     assert receiver.commit().version == 0 and layout.transfers == () and layout.slot_bytes == 0
 
@@ -268,11 +268,11 @@ def test_versions_rise_and_a_failed_version_may_be_sent_again():
         sync(trainer, sampler, weights_of(), version)
     with pytest.raises(SyncError, match="version 5 does not rise above version 5"):
         sync(trainer, sampler, weights_of(), 5)
-    assert sampler.receiver.version == -1
+    assert sampler.receiver.state.version == -1
     with pytest.raises(SyncError, match="version 4 does not rise above version 5"):
         sync(trainer, sampler, weights_of(), 4)
     sync(trainer, sampler, weights_of(), 5)
-    assert sampler.receiver.version == 5
+    assert sampler.receiver.state.version == 5
 
 
 @pytest.mark.parametrize(
@@ -288,25 +288,25 @@ def test_versions_rise_and_a_failed_version_may_be_sent_again():
 def test_a_header_that_does_not_fit_is_refused(change, complaint):
     sampler = trainer_and_sampler()[1]
     with pytest.raises(SyncError, match=complaint):
-        sampler.receiver.begin(replace(header_of(sampler.receiver.layout, 0), **change))
-    assert sampler.receiver.version == -1
+        sampler.receiver.begin(replace(header_of(sampler.receiver.state.layout, 0), **change))
+    assert sampler.receiver.state.version == -1
 
 
 def test_steps_out_of_order_make_the_weights_unusable():
     layout = layout_on()
     header, (first, *_) = header_of(layout, 1), list(Trainer(layout).deliveries(weights_of()))
     for steps, complaint in {
-        (lambda r: r.receive(first),): "transfer 0 .* is not allowed while the receiver is idle",
-        (lambda r: r.commit(),): "commit is not allowed while the receiver is idle",
-        (lambda r: r.begin(header), lambda r: r.begin(header)): "begin is not allowed while the receiver is open",
-        (lambda r: r.begin(header), lambda r: r.cancel(), lambda r: r.receive(first)): "is cancelled",
+        (lambda r: r.receive(first),): "transfer 0 .* is not allowed while the weights are valid",
+        (lambda r: r.commit(),): "commit is not allowed while the weights are valid",
+        (lambda r: r.begin(header), lambda r: r.begin(header)): "begin is not allowed while the weights are arriving",
+        (lambda r: r.begin(header), lambda r: r.cancel(), lambda r: r.receive(first)): "are invalid",
     }.items():
         sampler = Sampler(layout)
         sync(Trainer(layout), sampler, weights_of())
         with pytest.raises(SyncError, match=complaint):
             for step in steps:
                 step(sampler.receiver)
-        assert sampler.receiver.version == -1
+        assert sampler.receiver.state.version == -1
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -314,17 +314,17 @@ def test_the_new_version_is_visible_only_after_its_proof(right):
     """Not during the transfers, not during the read-back, and not after a failed proof without a cancel."""
     trainer, sampler = trainer_and_sampler()
     receiver = sampler.receiver
-    seen = [receiver.version]
+    seen = [receiver.state.version]
     sync(trainer, sampler, weights_of(), 4)
     receiver.begin(header_of(trainer.layout, 5))
     for delivery in trainer.deliveries(weights_of()):
         receiver.receive(delivery)
-        seen.append(receiver.version)
+        seen.append(receiver.state.version)
     if not right:
         sampler.params["norm.weight"].zero_()
 
     def read_back():
-        seen.append(receiver.version)
+        seen.append(receiver.state.version)
         yield from sampler.read_back()
 
     if right:
@@ -333,7 +333,7 @@ def test_the_new_version_is_visible_only_after_its_proof(right):
         with pytest.raises(SyncError, match=r"norm\.weight"):
             receiver.commit(read_back)
     assert set(seen) == {-1}
-    assert receiver.version == (5 if right else -1)
+    assert receiver.state.version == (5 if right else -1)
 
 
 def test_errors_name_a_transfer_by_its_tensors():

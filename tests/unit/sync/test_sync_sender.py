@@ -16,6 +16,7 @@ from tiny_sync import (
     header_of,
     held_of,
     layout_on,
+    receiver_of,
     sync,
     trained,
     trainer_and_sampler,
@@ -25,7 +26,6 @@ from tiny_sync import (
 from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import ALL
 from meshrl.sync.layout import make_layout
-from meshrl.sync.receiver import Receiver
 from meshrl.sync.sender import Elements
 
 
@@ -48,7 +48,7 @@ def test_any_partition_arrives_to_the_bit_and_then_its_changes_do(made, transfer
         shape = tensor.shape[::-1] if transposed else tensor.shape
         empty = torch.zeros(shape, dtype=tensor.torch_dtype)
         targets[tensor.name] = empty.permute(tuple(range(empty.dim()))[::-1]) if transposed else empty
-    trainer, receiver = Trainer(layout), Receiver(layout, lambda: targets)
+    trainer, receiver = Trainer(layout), receiver_of(layout, lambda: targets)
     for version, changes in enumerate([False, True, True, False]):
         before = {name: target.clone() for name, target in targets.items()}
         receiver.begin(header_of(layout, version, version - 1 if changes else None))
@@ -72,7 +72,7 @@ def test_every_mesh_arrives_to_the_bit_and_changes_are_a_small_part(mesh):
     for version in (1, 2):
         weights = trained(weights, version)
         ack = sync(trainer, sampler, weights, version, base=version - 1)
-        assert sampler.holds(weights) and sampler.receiver.version == version
+        assert sampler.holds(weights) and sampler.receiver.state.version == version
         assert ack.num_bytes < full.num_bytes / 2
 
 
@@ -92,7 +92,7 @@ def test_changes_far_inside_a_large_tensor_have_the_right_indices():
     """The tensor is longer than a chunk."""
     layout = make_layout({"w": ((1300, 1000), "bfloat16")})
     target, first = torch.zeros(1300, 1000, dtype=torch.bfloat16), torch.randn(1300, 1000)
-    receiver, trainer = Receiver(layout, lambda: {"w": target}), Trainer(layout)
+    receiver, trainer = receiver_of(layout, lambda: {"w": target}), Trainer(layout)
     second = first.clone()
     second.view(-1)[[7, 600_000, 1_299_999]] += 1
     for version, weights in enumerate((first, second)):
@@ -178,7 +178,7 @@ def test_a_receiver_with_another_base_is_found_by_the_read_back():
         SyncError, match=r"1 of 10 tensors differ(.|\n)*big.weight has digest .* in big.weight\[100:120, 0:33\]"
     ):
         sync(trainer, sampler, trained(weights, 1), 1, base=0)
-    assert sampler.receiver.version == -1
+    assert sampler.receiver.state.version == -1
 
 
 def test_gaps_between_parts_are_zero():
@@ -235,7 +235,7 @@ def test_large_tensors_are_written_by_as_many_threads_as_torch_has():
     weights = {name: torch.randn(700, 1024) for name in "abc"}
     layout = make_layout({name: ((700, 1024), "bfloat16") for name in weights}, transfer_bytes=1 << 20)
     targets = {name: torch.zeros(700, 1024, dtype=torch.bfloat16) for name in weights}
-    receiver, (sender,) = Receiver(layout, lambda: targets), Trainer(layout, keep_base=False).senders
+    receiver, (sender,) = receiver_of(layout, lambda: targets), Trainer(layout, keep_base=False).senders
     try:
         torch.set_num_threads(3)
         receiver.begin(header_of(layout, 0))

@@ -148,10 +148,10 @@ def test_a_wrong_slice_of_any_worker_is_named(fault, complaint, rank):
         worker.after_loading = after_loading
         with pytest.raises(SyncError, match=complaint):
             await send(trainer, server, weights_of(1), 1)
-        assert server.weights.version == -1
+        assert server.weights.state.version == -1
         del worker.after_loading
         await send(trainer, server, weights_of(1), 1)
-        assert server.weights.version == 1 and server.holds(weights_of(1))
+        assert server.weights.state.version == 1 and server.holds(weights_of(1))
         server.weights.close()
 
     asyncio.run(main())
@@ -178,7 +178,7 @@ def test_workers_refuse_damaged_transfers(damage, complaint):
             for delivery in damage(list(trainer.deliveries(weights_of(0)))):
                 await server.weights.receive(delivery)
             await server.weights.commit()
-        assert server.weights.version == -1
+        assert server.weights.state.version == -1
         server.weights.close()
 
     asyncio.run(main())
