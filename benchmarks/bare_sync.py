@@ -27,12 +27,12 @@ from meshrl.model.lora import named_weights
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.sync.digest import RunningDigest
 from meshrl.sync.layout import Part
-from meshrl.sync.receiver import ExpectedDigests, Receiver
+from meshrl.sync.receiver import Incoming
 from meshrl.sync.sender import WeightSender
 from meshrl.sync.sockets import Sockets
 
 BARE = {"copy_1": 1, "copy_2": 2, "cut": 0}  # -> threads of torch; 0 leaves their number unchanged
-_OURS = (RunningDigest.update, ExpectedDigests.differing, WeightSender._cast_part, Receiver._write)
+_OURS = (RunningDigest.update, Incoming._differing, WeightSender._cast_part, Incoming._write)
 _threads: list[int] = []  # of torch in this process, before the first change
 
 
@@ -43,8 +43,8 @@ def _copied(self: WeightSender, part: Part, payload: torch.Tensor) -> RunningDig
     return RunningDigest(self.layout.digest)
 
 
-def _placed(self: Receiver, section: torch.Tensor, views: list[torch.Tensor], part: Part) -> RunningDigest:
-    """Replaces `Receiver._write`."""
+def _placed(self: Incoming, section: torch.Tensor, views: list[torch.Tensor], part: Part) -> RunningDigest:
+    """Replaces `Incoming._write`."""
     for view in views:
         view.copy_(section.view(view.dtype).view(part.shape))
     return RunningDigest(self.layout.digest)
@@ -61,16 +61,16 @@ def choose(worker: Any, contender: str) -> None:
     torch.set_num_threads(BARE.get(contender, 0) or _threads[0])
     update, differing, all_of, write = _OURS
     RunningDigest.update = _nothing if contender in BARE else update  # type: ignore[method-assign]
-    ExpectedDigests.differing = _nothing if contender in BARE or contender == "wire" else differing  # type: ignore[method-assign]
+    Incoming._differing = _nothing if contender in BARE or contender == "wire" else differing  # type: ignore[method-assign]
     plain = contender in ("copy_1", "copy_2")
     WeightSender._cast_part = _copied if plain else all_of  # type: ignore[method-assign]
-    Receiver._write = _placed if plain else write  # type: ignore[method-assign]
+    Incoming._write = _placed if plain else write  # type: ignore[method-assign]
 
 
 def copy_in_place(worker: Any, contender: str) -> float:
     """The bare transfer of one rank that trains and samples. Returns seconds."""
     choose(worker, contender)
-    held, targets = worker.engines["policy"].weights().held, worker.sampler._weights._targets()
+    held, targets = worker.engines["policy"].weights().held, worker.sampler._weights._tensors()
     began = time.perf_counter()
     for name, boxes in held.items():
         for box in boxes:
@@ -89,7 +89,7 @@ def act_as_machine(worker: Any) -> None:
 
 def sync_by_all_gather(worker: Any) -> float:
     """The usual method, for comparison: cast, all-gather each tensor, copy it into the sampler. Returns seconds."""
-    trainer, targets = worker.engines["policy"], worker.sampler._weights._targets()
+    trainer, targets = worker.engines["policy"], worker.sampler._weights._tensors()
     began = time.perf_counter()
     for name, p in named_weights(trainer.model.lm):
         targets[name].copy_(full_tensor(p.detach().to(trainer.compute_dtype)))

@@ -68,6 +68,14 @@ class Groups:
             await self.rollouts.reconcile(layout)
 
 
+def with_fastest_sync(rollout: RolloutConfig, model: ModelConfig, nodes: int) -> RolloutConfig:
+    """The config with sync_mode full where the weights stay in shared memory: there all of them are copied in less time
+    than their changes are found and written. Adapters are still sent alone."""
+    if nodes > 1 or rollout.sync_transport == "broadcast" or model.lora.enabled:
+        return rollout
+    return rollout.model_copy(update={"sync_mode": "full"})
+
+
 @asynccontextmanager
 async def launched(
     model: ModelConfig,
@@ -94,6 +102,8 @@ async def launched(
     deadlines = {phase: seconds for phase, seconds in cluster.deadlines if seconds is not None}
     if rollout is not None and rollout.start_deadline_s:  # a server starts while its rank loads
         deadlines.setdefault("load", max(cluster.timeout_s, rollout.start_deadline_s + _AFTER_START_S))
+    nodes = math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks)  # an evaluation may have fewer ranks
+    rollout = rollout and with_fastest_sync(rollout, model, nodes)
     specs = [
         WorkerSpec(
             rank=rank,
@@ -107,7 +117,7 @@ async def launched(
             timeout_s=cluster.timeout_s,
             seed=seed,
             logs=logs,
-            nodes=math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks),  # an evaluation may have fewer
+            nodes=nodes,
             deadlines=deadlines,
         )
         for rank in range(num_train_ranks + num_rollout_ranks)
