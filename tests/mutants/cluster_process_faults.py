@@ -14,6 +14,13 @@ _RUN_TOKEN = "tests/unit/process/test_run_token.py::"
 
 FAULTS = [
     Fault(
+        "changes are searched although all weights stay in shared memory",
+        "meshrl/cluster/launch.py::with_fastest_sync",
+        'rollout.model_copy(update={"sync_mode": "full"}) => rollout',
+        "tests/unit/cluster/test_sync_mode.py::"
+        "test_changes_are_not_searched_where_all_weights_go_through_shared_memory[1-auto-False-full]",
+    ),
+    Fault(
         "a rank that only trains builds a sampler",
         "meshrl/cluster/actors.py::RankWorker.start",
         "spec.samples and spec.rollout is not None => spec.rollout is not None",

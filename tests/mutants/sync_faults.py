@@ -8,6 +8,8 @@ _SYNC_TRANSPORTS = "tests/contract/test_sync_transports.py::"
 _SYNC_LAYOUT = "tests/unit/sync/test_sync_layout.py::"
 _SYNC_RANKS = "tests/unit/sync/test_sync_ranks.py::"
 _SYNC_RECEIVER = "tests/unit/sync/test_sync_receiver.py::"
+_SERVER_WEIGHTS = "tests/unit/rollout/test_server_weights.py::"
+_EMBEDDED_WEIGHTS = "tests/unit/rollout/test_embedded_weights.py::"
 _SYNC_SENDER = "tests/unit/sync/test_sync_sender.py::"
 
 FAULTS = [
@@ -108,6 +110,18 @@ FAULTS = [
         "meshrl/sync/transaction.py::WeightState.step",
         'self.state = "incomplete" => self.state, self._last = then, header.version',
         _SYNC_RECEIVER + "test_the_new_version_is_visible_only_after_its_proof",
+    ),
+    Fault(
+        "an answer after the cancel completes the sync",
+        "meshrl/sync/transaction.py::WeightState.step",
+        "self._header is not header => header is None",
+        _SERVER_WEIGHTS + "test_an_answer_after_the_cancel_does_not_resume_the_sync[commit]",
+    ),
+    Fault(
+        "weights that a sync has replaced count as those of the model folder",
+        "meshrl/sync/transaction.py::WeightState.trust",
+        'self.state != "loaded" => False',
+        _EMBEDDED_WEIGHTS + "test_a_cancelled_sync_aborts_requests_and_new_ones_are_refused_until_the_next_sync",
     ),
     Fault(
         "a delta is applied to any base",
