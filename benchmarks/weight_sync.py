@@ -72,7 +72,7 @@ class Bench:
         assert groups.trainer is not None and groups.rollouts is not None
         self.trainer, self.rollouts, self.layout = groups.trainer, groups.rollouts, layout
         self.call = groups.executor.call
-        self.train_ranks, self.samplers = range(self.trainer.num_ranks), self.rollouts.ranks
+        self.train_ranks, self.samplers = range(self.trainer.num_ranks), self.rollouts.routes.ranks
         self.in_place = self.samplers[0] in self.train_ranks and self.trainer.num_ranks == 1
         self.acks: list[Ack] = []
 

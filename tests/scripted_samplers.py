@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.cluster.routes import Routes
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.data.order import PromptSource
@@ -24,8 +25,7 @@ class Samplers:
 
     def __init__(self) -> None:
         self.ended: dict[int, asyncio.Future[list[int]]] = {}
-        self.ranks, self.num_running = [0], 0
-        self.on_turn_end: Any = None
+        self.routes = Routes([0])
         self.tools: list[dict[str, Any]] = []
         self.rewards = lambda ordinal, index: None
 
@@ -43,7 +43,6 @@ class Samplers:
         await settled()
 
     async def generate(self, request: Any) -> Any: ...
-    def end_session(self, session: str) -> None: ...
     async def score(self, trajectories: Any) -> list[Any]:
         for t in trajectories:
             t.reward = self.rewards(t.prompt.ordinal, t.index)

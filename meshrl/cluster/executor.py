@@ -153,6 +153,10 @@ class Executor(Protocol):
         self, rank: int, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T: ...
 
+    def failure_of(self, rank: int) -> RankFailure | None:
+        """The failure by which this rank is lost; None if it is not lost, or starts again."""
+        ...
+
     async def restart(self, ranks: Sequence[int]) -> None:
         """Replace lost ranks by new ones in the state after `start`: ranks that only sample, or all train ranks, which
         get a new process group. Raises: RankFailure; then all of these ranks are lost, and a retry is allowed."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
@@ -18,11 +17,12 @@ import numpy as np
 
 from meshrl.cluster.actors import RankWorker, UpdateReport
 from meshrl.cluster.executor import Executor
+from meshrl.cluster.replacement import Replacement
+from meshrl.cluster.routes import Routes
 from meshrl.cluster.row_cache import PlannedRows, RowsMessage, SentRows
 from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
-from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import coordinates, resolve_shape
 from meshrl.rollout.continuation import join_turns
@@ -186,50 +186,30 @@ class TrainGroup:
 
 
 class RolloutGroup:
-    """All samplers, with the interface of one. It routes requests by session, continues aborted turns, and replaces
-    lost ranks that only sample as soon as the loss is detected; requests to them are sent again.
+    """All samplers, with the interface of one. It continues aborted turns, and sends a turn again if its sampler was
+    lost and replaced.
 
-    max_restarts: how many ranks are replaced before the next failure is raised. note: receives a line for each.
-    on_failure: called at once when a rank can't be replaced. in_flight: what happens to running turns when new weights
-    arrive; each token records its version in any case. keep = they stay in their engine; an engine that can't keep them
-    finishes them first. abort = the engine aborts them, and they continue from their last token after the sync. restart
-    = they begin again, so that a turn has one version. num_running: requests that have no answer yet. on_turn_end:
-    called when a request has ended. on_session_start: called at the first request of a session.
+    in_flight: what happens to running turns when new weights arrive; each token records its version in any case. keep =
+    they stay in their engine; an engine that can't keep them finishes them first. abort = the engine aborts them, and
+    they continue from their last token after the sync. restart = they begin again, so that a turn has one version.
+    num_redone: turns sent again.
     """
 
     def __init__(self, executor: Executor, max_restarts: int = 0):
-        self.executor, self.max_restarts = executor, max_restarts
-        self.note: Callable[[str], None] = print_message
-        self.on_failure: Callable[[RankFailure], None] = lambda failure: None
-        # Sends a new rank the weights that the others have; returns False while the trainer is between two versions.
-        self.send_weights: Callable[[int], Awaitable[bool]] | None = None
+        self.executor = executor
+        self.routes = Routes([spec.rank for spec in executor.specs if spec.samples])
+        self.replacement = Replacement(executor, max_restarts)
         self.in_flight: Literal["keep", "abort", "restart"] = "keep"
-        self.on_turn_end: Callable[[], None] = lambda: None
-        self.on_session_start: Callable[[str], None] = lambda session: None
+        self.num_redone = self.num_failed_syncs = 0
         self._may_generate = asyncio.Event()  # cleared during a sync that aborts turns
         self._may_generate.set()
-        self.synced = asyncio.Event()  # set by each sync; a task that waits for the next sync clears it first
-        self.needs_sync = asyncio.Event()  # set while a replaced rank waits for a sync
-        self.replacing = asyncio.Lock()  # one replacement or sync at a time: both need all train ranks
-        self._replacements: dict[RankFailure, asyncio.Task[None]] = {}  # all calls of a lost rank raise the same one
-        self._replaced: set[RankFailure] = set()
-        self._layout: Layout | None = None
-        self.num_restarts = self.num_redone = self.num_failed_syncs = 0
         self._reported = (0, 0)
-        self.ranks = [spec.rank for spec in executor.specs if spec.samples]
-        self._routes: dict[str, int] = {}  # session -> rank
-        self._num_sessions = dict.fromkeys(self.ranks, 0)
-        self._running = dict.fromkeys(self.ranks, 0)
-        self.num_running = 0
-        self._busy_since: dict[int, float] = {}
-        self._busy_s = 0.0
         self._aborts: set[asyncio.Task[int]] = set()
 
     async def generate(self, request: Request) -> Turn:
         """Sample one complete turn: an aborted request is sent again, with the output so far as its prefix. A cancelled
         call ends its request in the sampler, too."""
-        rank = self._route(request.session)
-        with self._counted(rank):
+        with self.routes.request(request.session) as rank:
             try:
                 return await self._generate(rank, request)
             except asyncio.CancelledError:
@@ -243,33 +223,25 @@ class RolloutGroup:
         parts: list[Turn] = []
         asked = request
         while True:
-            await self._wait_until_ready(rank)
+            # Either may begin while this task waits for the end of the other.
+            while (replacing := self.replacement.running(rank)) is not None or not self._may_generate.is_set():
+                await (self._may_generate.wait() if replacing is None else asyncio.shield(replacing))
             try:
                 turn = await self.executor.call(rank, RankWorker.generate, asked)
             except RankFailure as failure:
-                await self.replaced(failure)
+                if not self.replacement.is_possible(failure):
+                    raise
+                await asyncio.shield(self.replacement.start(failure))  # other turns wait for it, too
                 self.num_redone += 1
                 continue
             parts.append(turn)
             if turn.stop_reason != "abort":
                 return parts[0] if len(parts) == 1 else join_turns(parts)
-            async with self.replacing:  # a sync that lost a sampler is repeated, and this rank must get weights first
+            async with self.replacement.lock:  # a sync that failed is repeated, and this rank must get weights first
                 pass
             if self.in_flight == "restart":
                 parts.clear()
             asked = _continued(request, parts) if parts else request
-
-    async def _wait_until_ready(self, rank: int) -> None:
-        """Wait until no sync aborts turns and the rank is not being replaced: a new rank accepts requests before it has
-        weights."""
-        while True:
-            while not self._may_generate.is_set():  # it may be cleared between the end of the wait and this task's turn
-                await self._may_generate.wait()
-            mine = [task for failure, task in self._replacements.items() if failure.rank == rank and not task.done()]
-            if not mine:
-                return
-            for task in mine:
-                await asyncio.shield(task)
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
@@ -284,61 +256,19 @@ class RolloutGroup:
         finally:
             self._may_generate.set()
 
-    def _route(self, session: str) -> int:
-        """The sampler with the fewest open sessions, else the first of them. A session stays at its sampler, which
-        has its KV cache. Requests without a session go where the fewest requests run.
-
-        After all sessions have ended, the next ones get the same routes as at the start of a run: a resumed run has the
-        same rounding as an uninterrupted one.
-        """
-        if not session:
-            return min(self.ranks, key=self._running.__getitem__)
-        if session not in self._routes:
-            rank = self._routes[session] = min(self.ranks, key=self._num_sessions.__getitem__)
-            self._num_sessions[rank] += 1
-            self.on_session_start(session)
-        return self._routes[session]
-
-    def end_session(self, session: str) -> None:
-        """Called when a session has no more requests."""
-        if session in self._routes:
-            self._num_sessions[self._routes.pop(session)] -= 1
-
-    @contextmanager
-    def _counted(self, rank: int) -> Iterator[None]:
-        """The context of a request of this rank."""
-        if not self._running[rank]:
-            self._busy_since[rank] = time.perf_counter()
-        self._running[rank] += 1
-        self.num_running += 1
-        try:
-            yield
-        finally:
-            self._running[rank] -= 1
-            self.num_running -= 1
-            if not self._running[rank]:
-                self._busy_s += time.perf_counter() - self._busy_since.pop(rank)
-            self.on_turn_end()
-
-    def take_busy_s(self) -> float:
-        """Seconds in which a rank had a request, summed over the ranks, since the last call."""
-        now = time.perf_counter()
-        taken, self._busy_s = self._busy_s + sum(now - since for since in self._busy_since.values()), 0.0
-        self._busy_since = dict.fromkeys(self._busy_since, now)
-        return taken
-
     async def score(self, ids: np.ndarray) -> dict[int, np.ndarray]:
         """Logprobs of these ids at temperature 1, float32[T], by sampler. Samplers that are lost have no entry."""
         return await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.score, ids))
 
     async def release_memory(self) -> int:
         """Free the memory of colocated samplers until the next sync; returns bytes. No request may be running."""
-        return sum(await asyncio.gather(*(self.executor.call(rank, RankWorker.release_memory) for rank in self.ranks)))
+        calls = (self.executor.call(rank, RankWorker.release_memory) for rank in self.routes.ranks)
+        return sum(await asyncio.gather(*calls))
 
     async def reconcile(self, layout: Layout) -> None:
         """Compare the trainer's layout with every sampler's own parameters. Raises: UnloadedParamsError."""
-        self._layout = layout
-        only_train = [spec.rank for spec in self.executor.specs if spec.trains and spec.rank not in self.ranks]
+        self.replacement.layout = layout
+        only_train = [spec.rank for spec in self.executor.specs if spec.trains and not spec.samples]
         await asyncio.gather(*(self.executor.call(rank, RankWorker.set_layout, layout) for rank in only_train))
         await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.set_layout, layout))
 
@@ -347,52 +277,14 @@ class RolloutGroup:
             await self.executor.call(rank, RankWorker.trust_loaded_weights)
             return True
 
-        self.send_weights = trust
-        await asyncio.gather(*map(trust, self.ranks))
-
-    # ---- ranks that are lost
-
-    def replaces(self, failure: RankFailure) -> bool:
-        """Whether the failure is the loss of a rank that only samples."""
-        return failure.kind != "raised" and not self.executor.specs[failure.rank].trains
-
-    def replace_lost(self, failure: RankFailure) -> asyncio.Task[None]:
-        """Start to replace the lost rank by a new one with the same weights; once for each failure."""
-        if failure not in self._replacements:
-            self._replacements[failure] = asyncio.create_task(self._replace_lost(failure))
-            self._replacements[failure].add_done_callback(self._report_failure)
-        return self._replacements[failure]
-
-    async def replaced(self, failure: RankFailure) -> None:
-        """Wait until the rank of this failure is replaced. Raises: as `restart`."""
-        if not self.replaces(failure):
-            raise failure
-        await asyncio.shield(self.replace_lost(failure))  # others wait for it, too
-
-    async def _replace_lost(self, failure: RankFailure) -> None:
-        async with self.replacing:
-            if not await self.restart(failure) or self.send_weights is None or failure.rank not in self.ranks:
-                return  # a rank without a sampler only reserves a device for another rank's sampler
-            if await self.send_weights(failure.rank):
-                return
-        self.synced.clear()
-        self.needs_sync.set()
-        await self.synced.wait()  # that sync sends this rank its weights, too
-
-    def _report_failure(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, RankFailure) and not self.executor.specs[error.rank].trains:  # else: reported already
-            self.on_failure(error)
+        self.replacement.synced(trust)
+        await asyncio.gather(*map(trust, self.routes.ranks))
 
     async def invalidate(self) -> None:
         """Make the ranks that only sample drop their requests and weights: the trainer returns to an earlier version.
         They sample again after `reconcile` and a full sync; lost ranks are replaced then."""
-        self.send_weights = None
-        async with self.replacing:  # a replacement or sync that has started finishes first
-            for task in self._replacements.values():
-                task.cancel()
-            self._replacements.clear()
-        only_sampling = [rank for rank in self.ranks if not self.executor.specs[rank].trains]
+        await self.replacement.cancel()
+        only_sampling = [rank for rank in self.routes.ranks if not self.executor.specs[rank].trains]
         await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.cancel_sync), only_sampling)
 
     async def _where_not_lost(
@@ -400,55 +292,20 @@ class RolloutGroup:
     ) -> dict[int, T]:
         """Call the samplers, or these ranks; returns the answers by rank. Lost ranks that only sample have none: their
         replacements start without state."""
-        asked, answers = self.ranks if ranks is None else ranks, dict[int, T]()
+        asked, answers = self.routes.ranks if ranks is None else ranks, dict[int, T]()
         for rank, outcome in zip(asked, await asyncio.gather(*map(call, asked), return_exceptions=True), strict=True):
             if not isinstance(outcome, BaseException):
                 answers[rank] = outcome
-            elif not isinstance(outcome, RankFailure) or not self.replaces(outcome):
+            elif not isinstance(outcome, RankFailure) or not self.replacement.is_possible(outcome):
                 raise outcome
         return answers
 
-    async def restart(self, failure: RankFailure) -> bool:
-        """Replace a lost rank by a new one without weights; returns False if that was done before. The caller holds
-        `replacing`.
-
-        Raises: the failure, if its rank trains, the run has failed, or max_restarts is used up.
-        """
-        if failure in self._replaced:
-            return False
-        began, rank = time.monotonic(), failure.rank
-        lost, chain = failure, {failure}
-        while True:
-            if not self.replaces(lost):
-                raise lost
-            if self.num_restarts >= self.max_restarts:
-                lost.add_note(
-                    f"the rank is not replaced: ranks replaced so far {self.num_restarts}, cluster.max_restarts "
-                    f"{self.max_restarts}. Raise it, or continue the run with run.resume=auto"
-                )
-                raise lost
-            self.num_restarts += 1
-            self.note(f"{str(lost).splitlines()[0]}; replacing it")
-            try:
-                await self.executor.restart([rank])
-                if self._layout is not None and rank in self.ranks:
-                    await self.executor.call(rank, RankWorker.set_layout, self._layout)
-            except RankFailure as again:
-                if again is lost:
-                    raise
-                lost = again
-                chain.add(again)
-            else:
-                self._replaced |= chain
-                self.note(f"rank {rank} was replaced in {time.monotonic() - began:.1f} s")
-                return True
-
     def replacement_metrics(self) -> list[Metric]:
         """Metrics: ranks replaced and requests sent again since the last call."""
-        (restarts, redone), self._reported = self._reported, (self.num_restarts, self.num_redone)
+        (restarts, redone), self._reported = self._reported, (self.replacement.num_restarts, self.num_redone)
         return [
-            Metric(name="rollout/ranks_replaced", sum=self.num_restarts - restarts, reduce="sum", unit="ranks"),
-            Metric(name="rollout/requests_retried", sum=self.num_redone - redone, reduce="sum", unit="requests"),
+            Metric(name="rollout/ranks_replaced", sum=self._reported[0] - restarts, reduce="sum", unit="ranks"),
+            Metric(name="rollout/requests_retried", sum=self._reported[1] - redone, reduce="sum", unit="requests"),
         ]
 
 

@@ -48,6 +48,9 @@ class InlineExecutor:
         result = method(self.worker, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
+    def failure_of(self, rank: int) -> RankFailure | None:
+        return None
+
     async def restart(self, ranks: Sequence[int]) -> None:
         raise AssertionError("the rank is this process, so it can't be lost alone")
 

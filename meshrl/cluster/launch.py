@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,28 +26,59 @@ from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.model.limits import micro_batch_tokens
 from meshrl.sync.layout import Layout
 
+T = TypeVar("T")
 _AFTER_START_S = 60.0  # for a rank whose server is ready
 
 
-@dataclass(slots=True)
 class Groups:
     """The running ranks of a run. trainer is None when no rank trains; rollouts is None when no rank samples.
 
-    Lost samplers are replaced at once. on_failure: called as soon as a failure is detected that the groups can't repair
-    by themselves.
+    Lost samplers are replaced at once. Any other failure, also of a replacement, ends `until_failure`.
     """
 
-    trainer: TrainGroup | None
-    rollouts: RolloutGroup | None
-    executor: Executor
-    on_failure: Callable[[RankFailure], None] = lambda failure: None
+    def __init__(self, trainer: TrainGroup | None, rollouts: RolloutGroup | None, executor: Executor):
+        self.trainer, self.rollouts, self.executor = trainer, rollouts, executor
+        self._failure: asyncio.Future[RankFailure] = asyncio.get_running_loop().create_future()
 
     def lost(self, failure: RankFailure) -> None:
-        """Replace a lost sampler, or pass the failure on."""
-        if self.rollouts is not None and self.rollouts.replaces(failure):
-            self.rollouts.replace_lost(failure)
-        else:
-            self.on_failure(failure)
+        """Replace a lost sampler, or end `until_failure`."""
+        if self.rollouts is not None and self.rollouts.replacement.is_possible(failure):
+            self.rollouts.replacement.start(failure).add_done_callback(self._replacement_ended)
+        elif not self._failure.done():
+            self._failure.set_result(failure)
+
+    def _replacement_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        # The loss of a train rank that interrupted it has been detected before, and may have been repaired meanwhile.
+        if isinstance(error, RankFailure) and not self.executor.specs[error.rank].trains and not self._failure.done():
+            self._failure.set_result(error)
+
+    async def until_failure(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
+        """The result of `work`. A failure that the groups can't repair is raised as soon as it is detected, even while
+        the work waits for something else.
+
+        Waits for: the work, a failure, or the cancellation of this task, by a signal. After the last two it cancels the
+        work, and waits for its end; an error of the work itself is raised in any case.
+        """
+        task: asyncio.Task[T] = asyncio.ensure_future(work)
+        interruption: asyncio.CancelledError | None = None
+        awaited: set[asyncio.Future[Any]] = {task, self._failure}
+        while not task.done():
+            try:
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError as error:
+                interruption = error
+            awaited = {task}
+            if not task.cancelling():
+                task.cancel()
+        has_lost = task.cancelled() or isinstance(task.exception(), RankFailure)
+        if has_lost and interruption is None and self._failure.done():
+            failure, self._failure = self._failure.result(), asyncio.get_running_loop().create_future()
+            raise failure
+        result = task.result()
+        if interruption is not None:
+            raise interruption
+        return result
 
     def can_restart_after(self, failure: RankFailure) -> bool:
         """Whether `restart_trainers` may help. An exception would be raised again."""
@@ -137,8 +168,6 @@ async def launched(
             executor,
         )
         executor.on_lost = groups.lost
-        if groups.rollouts is not None:
-            groups.rollouts.on_failure = lambda failure: groups.on_failure(failure)
         yield groups
         executor.on_lost = lambda failure: None  # a sampler that ends from now on is no failure
         ends = (executor.call(spec.rank, RankWorker.stop) for spec in specs)

@@ -113,6 +113,9 @@ class ProcessExecutor:
         self._new_store()
         await self._start_ranks(range(len(self.specs)))
 
+    def failure_of(self, rank: int) -> RankFailure | None:
+        return self._ranks[rank].lost
+
     async def restart(self, ranks: Sequence[int]) -> None:
         if self._failure is not None:
             raise self._failure

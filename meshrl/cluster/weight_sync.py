@@ -21,16 +21,14 @@ async def sync_weights(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layo
     """
     async with rollouts.drained():
         version = trainer.version + 1
-        async with rollouts.replacing:
-            acks = await _send_to(rollouts.ranks, trainer, rollouts, layout, version)
+        async with rollouts.replacement.lock:
+            acks = await _send_to(rollouts.routes.ranks, trainer, rollouts, layout, version)
 
         async def send_weights(rank: int) -> bool:
             return bool(await _send_to([rank], trainer, rollouts, layout, version, lambda: trainer.is_synced))
 
-        rollouts.send_weights = send_weights
         trainer.version, trainer.is_synced = version, True
-        rollouts.needs_sync.clear()
-        rollouts.synced.set()
+        rollouts.replacement.synced(send_weights)
         return acks
 
 
@@ -43,14 +41,15 @@ async def _send_to(
     is_current: Callable[[], bool] = lambda: True,
 ) -> list[Ack]:
     """Sync these ranks. If a sampler is lost meanwhile and can be replaced, or after one failure without a lost rank,
-    such as a damaged transfer, the sync starts again for all of them, with all weights. The caller holds `replacing`.
+    such as a damaged transfer, the sync starts again for all of them, with all weights. The caller holds the lock of
+    replacements.
 
     is_current: whether the trainer still has this version; called under command_lock. If it has not, nothing is sent
     and the result is empty.
     """
-    repeated = False
+    repeated, replacement = False, rollouts.replacement
     while True:
-        connection_id = f"{[*ranks]}, {rollouts.num_restarts} replaced, {rollouts.num_failed_syncs} syncs cancelled"
+        connection_id = f"{[*ranks]}, {replacement.num_restarts} replaced, {rollouts.num_failed_syncs} syncs cancelled"
         try:
             async with trainer.command_lock:
                 if not is_current():
@@ -62,10 +61,10 @@ async def _send_to(
             rollouts.num_failed_syncs += 1
             lost = error if isinstance(error, RankFailure) else error.__cause__
             if isinstance(lost, RankFailure):
-                await rollouts.restart(lost)
+                await replacement.restart(lost)
             elif isinstance(error, SyncError) and not repeated:
                 repeated = True
-                rollouts.note(f"{str(error).splitlines()[0].removesuffix(':')}; sending the weights again")
+                replacement.note(f"{str(error).splitlines()[0].removesuffix(':')}; sending the weights again")
             else:
                 raise
 

@@ -35,7 +35,7 @@ class GroupBuffer:
 
     def __init__(self, job: Job):
         self._job = job
-        max_running, num_samplers = job.cfg.rollout.max_running_requests, len(job.rollouts.ranks)
+        max_running, num_samplers = job.cfg.rollout.max_running_requests, len(job.rollouts.routes.ranks)
         self.limits = GroupLimits(job.cfg.loop, max_running, num_samplers, job.step)
         self._groups: dict[int, StartedGroup] = {}  # by ordinal
         self._finished = set[int](job.cursor.get("finished", ()))  # trained or dropped, from the cursor on
@@ -47,8 +47,8 @@ class GroupBuffer:
         self._group_ended, self._is_open = asyncio.Event(), True
 
     async def __aenter__(self) -> GroupBuffer:
-        self._job.rollouts.on_turn_end = self.fill
-        self._job.rollouts.on_session_start = self._unsent.discard
+        self._job.rollouts.routes.on_turn_end = self.fill
+        self._job.rollouts.routes.on_session_start = self._unsent.discard
         return self
 
     async def __aexit__(
@@ -65,7 +65,7 @@ class GroupBuffer:
         """Start groups while the limits of staleness and of the samplers' load allow it."""
         job, size = self._job, self._job.cfg.loop.samples_per_prompt
         # The load counts the requests that started groups will send, too.
-        while self._is_open and self.limits.may_start(job.rollouts.num_running + len(self._unsent) * size):
+        while self._is_open and self.limits.may_start(job.rollouts.routes.num_running + len(self._unsent) * size):
             before = job.feed.state()
             (prompt,) = job.feed.next(1)
             if prompt.ordinal in self._finished:

@@ -62,7 +62,7 @@ async def collect(
         return await gather_with_deadline(cfg.cluster, "eval" if is_eval else "rollout", runs)
     finally:
         for prompt in prompts:
-            rollouts.end_session(group_id(prompt, purpose))
+            rollouts.routes.end_session(group_id(prompt, purpose))
 
 
 async def _then(one: Awaitable[Trajectory], ended: Callable[[Trajectory], Awaitable[None]]) -> Trajectory:

@@ -41,7 +41,7 @@ def _use_of_devices(job: Job, num_trained_tokens: int) -> list[Metric]:
     samplers have ranks of their own."""
     now, spans = time.perf_counter(), job.run.spans
     wall, job.began = now - job.began, now
-    busy = job.rollouts.take_busy_s() / len(job.rollouts.ranks)
+    busy = job.rollouts.routes.take_busy_s() / len(job.rollouts.routes.ranks)
     speed = throughput(job.cfg.cluster, num_trained_tokens, wall)
     if not job.cfg.cluster.num_rollout_ranks:
         return [speed]

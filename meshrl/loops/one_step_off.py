@@ -53,7 +53,7 @@ async def one_step_off(job: Job) -> None:
 async def _needs_sync(job: Job, ahead: asyncio.Task[ScoredBatch]) -> bool:
     """Wait until the batch is sampled. Returns True before that if a sampler was replaced and waits for weights: the
     trainer does not have the version any more with which the batch was started."""
-    needs = asyncio.ensure_future(job.rollouts.needs_sync.wait())
+    needs = asyncio.ensure_future(job.rollouts.replacement.needs_sync.wait())
     try:
         done, _ = await asyncio.wait({ahead, needs}, return_when=asyncio.FIRST_COMPLETED)
         return ahead not in done

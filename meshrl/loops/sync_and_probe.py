@@ -24,7 +24,7 @@ async def first_sync(job: Job) -> list[Metric]:
     began = time.perf_counter()
     metrics = await _sync(job)
     job.began = time.perf_counter()
-    job.rollouts.take_busy_s()
+    job.rollouts.routes.take_busy_s()
     metrics.append(Metric(name="sync/latency_s", sum=job.began - began, reduce="sum", unit="s"))
     first = metrics if job.step == 0 else []
     return [replace(m, name=f"first_sync/{m.name.partition('/')[2]}") for m in first]

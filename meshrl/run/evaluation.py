@@ -91,7 +91,7 @@ async def run_evaluation(stop: Stop, loaded: Loaded[RunConfig], request: EvalReq
                     ) as groups,
                 ):
                     assert groups.rollouts is not None
-                    groups.rollouts.note = run.note
+                    groups.rollouts.replacement.note = run.note
                     await groups.rollouts.trust_loaded_weights()
                     await trial
                     run.note(f"ready after {run.seconds:.1f} s")

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 from meshrl.cluster.launch import Groups
 from meshrl.core.errors import CheckpointError, RankFailure, SyncError
@@ -20,29 +19,6 @@ from meshrl.sync.layout import Layout
 _CAUSE_WAIT_S = 5.0
 _LAST_SAVE_S = 1.0  # for a checkpoint that is almost complete
 _IDLE_S = 60.0  # after an error, for the running command of the ranks; some of them may wait for ever
-
-
-@contextmanager
-def failures_raised(groups: Groups) -> Iterator[None]:
-    """Raise a failure from which the groups can't recover by themselves in this block, as soon as it is detected and
-    even while the block waits for something else."""
-    task, failures = asyncio.current_task(), list[RankFailure]()
-    assert task is not None
-
-    def on_failure(failure: RankFailure) -> None:
-        if not failures:
-            task.cancel()
-        failures.append(failure)
-
-    before, groups.on_failure = groups.on_failure, on_failure
-    try:
-        yield
-    except (asyncio.CancelledError, RankFailure):
-        if not failures or task.uncancel() > 0:  # cancelled by another request, too: the run must end
-            raise
-        raise failures[0] from None
-    finally:
-        groups.on_failure = before
 
 
 async def run_to_end(
@@ -61,21 +37,29 @@ async def run_to_end(
     start, origin = run.start, run.start or Start(0, None, job.snapshot())
     first: RankFailure | None = None
     has_begun, lost_at = False, 0.0
+
+    async def run_from_start() -> None:
+        nonlocal first, has_begun
+        if first is not None:
+            await groups.restart_trainers(layout)
+        if start is not None:
+            await _restore(run, job, start, first is not None or cfg.run.resume == "auto")
+        if first is not None:
+            run.note(f"the train ranks were restarted in {time.monotonic() - lost_at:.1f} s")
+        first, run.stop.trainer_is_valid, has_begun = None, True, True
+        try:
+            await loop()
+        except SyncError:
+            await asyncio.sleep(_CAUSE_WAIT_S)  # if a lost train rank is the cause, its failure ends this wait
+            raise
+
     async with Checkpoints(run.folder, job.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
         run.stop.can_fall_back = lambda: run.checkpoints.newest_on_disk() > 0
         try:
             while True:
                 run.stop.trainer_is_valid = start is None  # else False until the trainer has loaded the checkpoint
                 try:
-                    with failures_raised(groups):
-                        if first is not None:
-                            await groups.restart_trainers(layout)
-                        if start is not None:
-                            await _restore(run, job, start, first is not None or cfg.run.resume == "auto")
-                        if first is not None:
-                            run.note(f"the train ranks were restarted in {time.monotonic() - lost_at:.1f} s")
-                        first, run.stop.trainer_is_valid, has_begun = None, True, True
-                        return await _until_over(loop)
+                    return await groups.until_failure(run_from_start())
                 except RankFailure as failure:
                     if run.stop.signal is not None:  # the run would have ended after this step
                         run.stop.trainer_is_valid = False
@@ -94,28 +78,14 @@ async def run_to_end(
             raise
 
 
-async def _until_over(loop: Callable[[], Awaitable[None]]) -> None:
-    try:
-        await loop()
-    except SyncError:
-        await asyncio.sleep(_CAUSE_WAIT_S)  # if a lost train rank is the cause, its failure ends this wait
-        raise
-
-
 async def _save_after(error: Exception, run: LiveRun, job: Resumable) -> None:
-    """Save the last finished step of a run that an error ends. A signal does not interrupt it, and the run still ends
-    with the error."""
-    save = asyncio.ensure_future(_save_at_the_end(run, job, f"ended by {type(error).__name__}", _IDLE_S))
-    task = asyncio.current_task()
-    while not save.done():
-        try:
-            await asyncio.wait({save})
-        except asyncio.CancelledError:
-            assert task is not None
-            task.uncancel()
-    failed = None if save.cancelled() else save.exception()  # cancelled: by a signal, at the end of the save
-    if failed is not None and str(failed) != str(error):
-        error.add_note(f"the state after step {job.step} could not be saved: {failed}")
+    """Save the last finished step of a run that an error ends. The run still ends with the error."""
+    try:
+        with run.stop.delayed():
+            await _save_at_the_end(run, job, f"ended by {type(error).__name__}", _IDLE_S)
+    except Exception as failed:
+        if str(failed) != str(error):
+            error.add_note(f"the state after step {job.step} could not be saved: {failed}")
 
 
 async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float | None) -> None:

@@ -33,7 +33,7 @@ class Stop:
         self.can_fall_back: Callable[[], bool] = lambda: False
         self._task: asyncio.Task[Any] | None = None
         self._has_changed: Callable[[], bool] = lambda: False  # whether the running update has changed the weights
-        self._is_saving = False
+        self._num_delays = 0  # open blocks that no signal interrupts
 
     @property
     def is_urgent(self) -> bool:
@@ -51,10 +51,10 @@ class Stop:
             self._task.get_loop().call_later(GRACE_S, self._interrupt_update)
 
     def _is_delayed(self) -> bool:
-        return self._is_saving or self._has_changed()
+        return self._num_delays > 0 or self._has_changed()
 
     def _interrupt_update(self) -> None:
-        if self._task is not None and self._has_changed() and not self._is_saving:
+        if self._task is not None and self._has_changed() and not self._num_delays:
             self.trainer_is_valid = False
             self._task.cancel()
 
@@ -79,12 +79,18 @@ class Stop:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Context of a save: no signal interrupts it. Raises: as `updating`."""
-        self._is_saving = True
+        with self.delayed():
+            yield
+        self._end_if_requested()
+
+    @contextmanager
+    def delayed(self) -> Iterator[None]:
+        """No signal interrupts this block, nor ends the run after it."""
+        self._num_delays += 1
         try:
             yield
         finally:
-            self._is_saving = False
-        self._end_if_requested()
+            self._num_delays -= 1
 
     def _end_if_requested(self) -> None:
         if self.signal is not None and not self._is_delayed():

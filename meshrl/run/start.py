@@ -42,7 +42,7 @@ from meshrl.run.folder import LOGS, bytes_of, newest_model, read_best
 from meshrl.run.inputs import NO_OBJECTS, Objects
 from meshrl.run.lease import wait_for_folder
 from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run
-from meshrl.run.restart import failures_raised, run_to_end
+from meshrl.run.restart import run_to_end
 from meshrl.run.signals import Stop
 from meshrl.run.task import first_prompt, load_sft_source, load_task, reward_workers
 from meshrl.run.verdict import read_verdict
@@ -164,11 +164,10 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             ) as groups,
         ):
             assert groups.trainer is not None and groups.rollouts is not None and task.train_prompts is not None
-            groups.rollouts.note = run.note
-            with failures_raised(groups):
-                layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
-                await groups.rollouts.reconcile(layout)
-                await trial
+            groups.rollouts.replacement.note = run.note
+            layout = await groups.until_failure(groups.trainer.layout(cfg.rollout.sync_bucket_bytes))
+            await groups.until_failure(groups.rollouts.reconcile(layout))
+            await groups.until_failure(trial)
             decode = partial(text_of, task.tokenizer, special=True)
             job = Job(
                 cfg=cfg,

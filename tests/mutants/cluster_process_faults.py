@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "a replaced sampler waits for a sync that waits for its answers",
-        "meshrl/cluster/groups.py::RolloutGroup._replace_lost",
+        "meshrl/cluster/replacement.py::Replacement._replace",
         "self.needs_sync.set() => pass",
         "tests/faults/test_schedules.py::test_the_run_continues_and_trains_each_prompt_once",
     ),
@@ -46,13 +46,13 @@ FAULTS = [
     ),
     Fault(
         "an exception in a sampler is announced as a replacement",
-        "meshrl/cluster/groups.py::RolloutGroup.replaces",
+        "meshrl/cluster/replacement.py::Replacement.is_possible",
         'failure.kind != "raised" => True',
         _LOST_TRAINERS + "test_an_exception_in_a_sampler_ends_the_run_and_nothing_is_replaced",
     ),
     Fault(
         "samplers are replaced without a limit",
-        "meshrl/cluster/groups.py::RolloutGroup.restart",
+        "meshrl/cluster/replacement.py::Replacement.restart",
         "self.num_restarts >= self.max_restarts => self.num_restarts > self.max_restarts + 9",
         _LOST_TRAINERS + "test_a_sampler_that_dies_while_it_is_idle_is_replaced_at_once",
     ),

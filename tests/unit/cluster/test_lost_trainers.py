@@ -29,7 +29,6 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure, StaleWeightsError
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.run.checkpoints import Checkpoints
-from meshrl.run.restart import failures_raised
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Layout
 from meshrl.train.checkpoint_files import states
@@ -143,8 +142,8 @@ def test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced(t
             endless = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3], max_new_tokens=30_000)))
             asyncio.get_running_loop().call_later(0.1, os.kill, before[1], signal.SIGKILL)
             killed = r"^rank 1 failed in phase .* killed by SIGKILL"
-            with pytest.raises(RankFailure, match=killed) as failure, failures_raised(groups):
-                await asyncio.sleep(600)
+            with pytest.raises(RankFailure, match=killed) as failure:
+                await groups.until_failure(asyncio.sleep(600))
             with pytest.raises(RankFailure) as later:
                 await groups.executor.call(0, pid)
             assert later.value is failure.value, "all train ranks are lost with it"
@@ -242,18 +241,17 @@ def test_a_sampler_that_dies_while_it_is_idle_is_replaced_at_once(tmp_path):
                 if "was replaced" in text:
                     back.set()
 
-            rollouts.note = note
+            rollouts.replacement.note = note
             before = await _pids(groups)
-            with failures_raised(groups):
-                os.kill(before[1], signal.SIGKILL)
-                await back.wait()
+            os.kill(before[1], signal.SIGKILL)
+            await groups.until_failure(back.wait())
             turn = await rollouts.generate(ask("a", [5, 3, 9]))
             assert {*turn.versions} == {0} and rollouts.num_redone == 0
             after = await _pids(groups)
             assert after[0] == before[0] and after[1] != before[1]
             os.kill(after[1], signal.SIGKILL)
-            with pytest.raises(RankFailure, match="rank 1 failed") as failure, failures_raised(groups):
-                await asyncio.sleep(600)
+            with pytest.raises(RankFailure, match="rank 1 failed") as failure:
+                await groups.until_failure(asyncio.sleep(600))
             assert "ranks replaced so far 1, cluster.max_restarts 1" in "".join(failure.value.__notes__)
             assert not groups.can_restart_after(failure.value)
 
@@ -274,7 +272,7 @@ def test_an_exception_in_a_sampler_ends_the_run_and_nothing_is_replaced(tmp_path
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
             _, rollouts, _ = await synced(groups)
-            rollouts.note = notes.append
+            rollouts.replacement.note = notes.append
             await groups.executor.call(1, raise_in_generate)
             await rollouts.generate(ask("a", [5, 3, 9]))
 
@@ -292,7 +290,7 @@ def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versi
             await step(trainer)
             os.kill((await _pids(groups))[1], signal.SIGKILL)
             asked = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3, 9])))
-            while rollouts.num_restarts == 0 or rollouts.replacing.locked():
+            while rollouts.replacement.num_restarts == 0 or rollouts.replacement.lock.locked():
                 await asyncio.sleep(0.05)
             assert not asked.done()
             await sync_weights(trainer, rollouts, layout)
@@ -316,7 +314,7 @@ def test_a_sampler_that_is_lost_twice_gets_no_weights_of_an_unfinished_version(t
             _when(groups, RankWorker.sync_state, lose_it_again)
             os.kill((await _pids(groups))[1], signal.SIGKILL)
             asked = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3, 9])))
-            while rollouts.num_restarts < 2 or rollouts.replacing.locked():
+            while rollouts.replacement.num_restarts < 2 or rollouts.replacement.lock.locked():
                 await asyncio.sleep(0.05)
             await moving[0]
             await asyncio.sleep(0.5)
@@ -358,7 +356,7 @@ def test_a_sampler_that_dies_while_a_broadcast_group_forms_is_replaced_and_a_new
             groups.executor.call = observed  # type: ignore[method-assign]
             acks = await sync_weights(trainer, rollouts, layout)
             assert [(ack.version, ack.wire, ack.read_back) for ack in acks] == [(0, True, True)] * 2
-            assert (rollouts.num_restarts, rollouts.num_failed_syncs) == (1, 1)
+            assert (rollouts.replacement.num_restarts, rollouts.num_failed_syncs) == (1, 1)
             after = await _pids(groups)
             assert after[:2] == before[:2] and after[2] != before[2]
             assert [rank for rank, _ in connection_ids] == [0, 1, 2] * 2

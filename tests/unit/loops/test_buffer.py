@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scripted_samplers import NUM_STEPS, PER_STEP, Samplers, job_of, settled, take, trained
 
+from meshrl.cluster.routes import Routes
 from meshrl.core.errors import DataError
 from meshrl.loops.buffer import GroupBuffer
 from meshrl.loops.group_limits import GroupLimits
@@ -197,7 +198,7 @@ def test_with_staleness_0_no_group_starts_while_the_trainer_trains():
 def test_every_sampler_gets_a_group_even_if_it_can_not_run_all_its_answers_at_once():
     async def scenario() -> None:
         samplers = Samplers()
-        samplers.ranks = [0, 1, 2]
+        samplers.routes = Routes([0, 1, 2])
         job = job_of(samplers, 2, max_running_requests=1)
         async with GroupBuffer(job) as buffer:
             step = asyncio.ensure_future(take(buffer, job))

@@ -68,7 +68,6 @@ def finishable() -> tuple[Job, list[int]]:
         return []
 
     job.run.report, job.run.restarts, job.run.writes, job.trainer.memory = report, 0, FailedWrites(), memory
-    samplers.take_busy_s = lambda: 0.0
     job.rollout_log = SimpleNamespace(write=lambda step, trajectories, trainer: None)
     return job, reported
 

@@ -35,7 +35,11 @@ def next_start(
         run.checkpoints = SimpleNamespace(abandon=abandon)  # type: ignore[assignment]
         run.restarts = restarts
         origin = ORIGIN if folder is None else Start(0, folder, {})
-        return asyncio.run(_next_start(run, Groups(None, None, executor), failure, failure, origin))
+
+        async def found() -> Start:
+            return await _next_start(run, Groups(None, None, executor), failure, failure, origin)
+
+        return asyncio.run(found())
 
 
 @pytest.mark.parametrize("every", ["null", "2", "1"])
