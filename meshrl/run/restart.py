@@ -74,18 +74,13 @@ async def run_to_end(
             raise
         except Exception as error:
             if has_begun and not isinstance(error, RankFailure):
-                await _save_after(error, run, job)
+                try:
+                    with run.stop.delayed():  # the run ends with its error
+                        await _save_at_the_end(run, job, f"ended by {type(error).__name__}", _IDLE_S)
+                except Exception as failed:
+                    if str(failed) != str(error):
+                        error.add_note(f"the state after step {job.step} could not be saved: {failed}")
             raise
-
-
-async def _save_after(error: Exception, run: LiveRun, job: Resumable) -> None:
-    """Save the last finished step of a run that an error ends. The run still ends with the error."""
-    try:
-        with run.stop.delayed():
-            await _save_at_the_end(run, job, f"ended by {type(error).__name__}", _IDLE_S)
-    except Exception as failed:
-        if str(failed) != str(error):
-            error.add_note(f"the state after step {job.step} could not be saved: {failed}")
 
 
 async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float | None) -> None:
