@@ -61,7 +61,8 @@ from meshrl.data.decode import text_of
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
 from meshrl.loops.finish_step import rollout_metrics
-from meshrl.loops.job import Job, ScoredGroup
+from meshrl.loops.job import Job
+from meshrl.loops.source import ScoredBatch
 from meshrl.loops.train_step import _staleness, split_updates
 from meshrl.monitor.metrics import divide, merge
 from meshrl.monitor.rollout_log import RolloutLog
@@ -244,17 +245,17 @@ def job_of(cfg: RunConfig, executor: StandInExecutor, tokenizer: Any) -> Job:
         max_context_tokens=1 << 20,
         train_prompts=PromptSource(prompts, seed=0),
     )
-    run = SimpleNamespace(spans=Spans(), ends_early=False, note=print)
+    run = SimpleNamespace(spans=Spans(), ends_early=False, note=print, progress=lambda text: None)
     parts: dict[str, Any] = {"run": run, "task": task, "scorer": Rewards(), "layout": None, "rollout_log": None}
     job = Job(cfg=cfg, trainer=TrainGroup(executor), rollouts=RolloutGroup(executor), **parts)
     job.trainer.version = 0
     return job
 
 
-async def step(job: Job, clock: Clock, groups: list[ScoredGroup], buffer: GroupBuffer) -> tuple[list[Sample], int]:
+async def step(job: Job, clock: Clock, batch: ScoredBatch, buffer: GroupBuffer) -> tuple[list[Sample], int]:
     """The controller's part of `train_step` and `finish_step`. Returns the samples and the bytes sent for training."""
     cfg, executor = job.cfg, cast(StandInExecutor, job.trainer.executor)
-    trajectories = [t for group in groups for t in group.trajectories]
+    trajectories = batch.trained
     with clock("flatten"):
         samples, metrics = flatten(trajectories)
     with clock("planning"):
@@ -276,7 +277,7 @@ async def step(job: Job, clock: Clock, groups: list[ScoredGroup], buffer: GroupB
         metrics += rollout_metrics(job, trajectories, samples)
         for device_metrics, _ in await job.trainer.memory():
             metrics += device_metrics
-        metrics += [metric for group in groups for metric in group.metrics]
+        metrics += batch.metrics
         divide(merge(metrics))
     with clock("buffer"):
         buffer.metrics()
@@ -304,12 +305,12 @@ async def measure(report: Report, cfg: RunConfig, executor: StandInExecutor, tok
                 clock.seconds.clear()
             logged, samples = [], []
             with clock("turns"):
-                groups = await clock.coroutine("buffer", buffer.take())
+                batch = await clock.coroutine("buffer", buffer.take())
                 while not all(group.task.done() for group in buffer._groups.values()):
                     await asyncio.sleep(0.2)
-            samples, sent = await step(job, clock, groups, buffer)
-            logged = [t for group in groups for t in group.trajectories][:LOGGED]
-            del groups
+            samples, sent = await step(job, clock, batch, buffer)
+            logged = batch.trained[:LOGGED]
+            del batch
     agent_loop.text_of = text_of
     for part in clock.seconds:
         clock.seconds[part] /= NUM_STEPS - NUM_WARM
