@@ -79,15 +79,15 @@ def test_the_first_exception_is_shown_and_the_log_is_kept(tmp_path: Path, distan
     assert kept.count("See root cause above") == 2 and "holds 0 tokens" in kept and "holds 1 tokens" in kept
 
 
-def test_a_server_has_no_variables_of_its_rank(monkeypatch: pytest.MonkeyPatch):
+def test_a_server_has_no_variables_of_its_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """vLLM's own processes would use torchrun's store, in which their numbers collide with those of the ranks."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "host0")
     monkeypatch.setenv("HF_HOME", "somewhere")
     code = "import os; print(*sorted(n for n in os.environ if n.startswith(('TORCHELASTIC', 'MASTER_', 'HF_H'))))"
-    server = ServerProcess("s", lambda folder: python(code), {})
+    server = ServerProcess("s", lambda folder: python(code), {}, tmp_path)
     assert server.ends_within(60)
-    assert printed(server).split() == ["HF_HOME"]
+    assert (tmp_path / "s.txt").read_text().split() == ["HF_HOME"]
     server.close()
 
 
