@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,33 @@ def test_two_tensors_with_one_hub_name_are_refused(folder):
     _rewrite(folder, norm__weight=torch.ones(32))
     with pytest.raises(ConfigError, match=r"'model\.norm\.weight' and 'norm\.weight' are both"):
         load_causal_lm(folder)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (["model__norm__weight"], r"its weight files lack tensors of the model.*: model\.norm\.weight"),
+        ([f"model__layers__{i}__mlp__up_proj__weight" for i in (0, 1)], "parameters, but the weight files hold"),
+    ],
+    ids=["one norm", "more numbers than the head adds"],
+)
+def test_a_missing_tensor_is_refused_where_only_transformers_can_load_the_files(folder, missing, message):
+    """As for a head that differs from the embedding. Transformers would fill the tensor with random numbers."""
+    _rewrite(folder, lm_head__weight=torch.randn(64, 32), **dict.fromkeys(missing))
+    with pytest.raises(ConfigError, match=message):
+        load_causal_lm(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    """One of them would be ignored, and it may have other values."""
+    tiny_qwen2(tie=True).save_pretrained(tmp_path, max_shard_size="10KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    name, first = "model.norm.weight", index["model.norm.weight"]
+    other = next(file for file in index.values() if file != first)
+    tensors = load_file(tmp_path / other) | {name: torch.zeros(32)}
+    save_file(tensors, tmp_path / other, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight is in model-.*, too; remove one of them"):
+        load_causal_lm(tmp_path)
 
 
 def _saved_experts(folder: Path) -> None:
