@@ -56,7 +56,8 @@ class Server:
 async def sync(weights: ServerWeights, version: int) -> None:
     await weights.begin(header_of(version))
     await weights.receive(DELIVERY)
-    assert (await weights.commit()).version == version
+    ack = await weights.commit()
+    assert (ack.version, ack.num_bytes) == (version, DELIVERY.num_bytes)
 
 
 Step = Callable[[ServerWeights], Awaitable[Any]]
