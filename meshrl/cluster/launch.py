@@ -99,6 +99,15 @@ class Groups:
             await self.rollouts.reconcile(layout)
 
 
+def deadlines_of(cluster: ClusterConfig, rollout: RolloutConfig | None) -> dict[str, float]:
+    """Seconds by phase, where they are not cluster.timeout_s. A rank loads for as long as its server may take to start,
+    unless cluster.deadlines.load is set."""
+    deadlines = {phase: seconds for phase, seconds in cluster.deadlines if seconds is not None}
+    if rollout is not None and rollout.start_deadline_s:
+        deadlines.setdefault("load", max(cluster.timeout_s, rollout.start_deadline_s + _AFTER_START_S))
+    return deadlines
+
+
 def with_fastest_sync(rollout: RolloutConfig, model: ModelConfig, nodes: int) -> RolloutConfig:
     """The config with sync_mode full where the weights stay in shared memory: there all of them are copied in less time
     than their changes are found and written. Adapters are still sent alone."""
@@ -130,9 +139,6 @@ async def launched(
     """
     if train.max_tokens_per_microbatch is None and num_train_ranks:
         train = train.model_copy(update={"max_tokens_per_microbatch": micro_batch_tokens(model, train)})
-    deadlines = {phase: seconds for phase, seconds in cluster.deadlines if seconds is not None}
-    if rollout is not None and rollout.start_deadline_s:  # a server starts while its rank loads
-        deadlines.setdefault("load", max(cluster.timeout_s, rollout.start_deadline_s + _AFTER_START_S))
     nodes = math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks)  # an evaluation may have fewer ranks
     rollout = rollout and with_fastest_sync(rollout, model, nodes)
     specs = [
@@ -149,7 +155,7 @@ async def launched(
             seed=seed,
             logs=logs,
             nodes=nodes,
-            deadlines=deadlines,
+            deadlines=deadlines_of(cluster, rollout),
         )
         for rank in range(num_train_ranks + num_rollout_ranks)
     ]
