@@ -85,9 +85,9 @@ class ServerProcess:
         if not wrote:
             return f"{how}; it wrote no output"
         cause = first_exception(self._log, self._start)
-        first = f". The first exception in its output is:\n{cause}\n" if cause else "; "
+        first = f"The first exception in its output is:\n{cause}\n" if cause else ""
         saved_in = f" (all of it is in {self._path})" if self._is_saved else ""
-        return f"{how}{first}{'T' if cause else 't'}he end of its output{saved_in}:\n{wrote}"
+        return f"{how}. {first}The end of its output{saved_in}:\n{wrote}"
 
     def close(self) -> None:
         """Kill the server and all processes that it started, and remove its folder; safe to call twice."""
