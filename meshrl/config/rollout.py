@@ -164,8 +164,8 @@ class RolloutConfig(Slice):
     """full = send all weights; delta = send only weights that changed since the last sync, if the sampler has that
     version. delta sends fewer bytes, but needs one more copy of the weights in the sampler's dtype, sharded over the
     train ranks; each replica of an engine other than embedded needs one more copy in host memory. On one machine
-    without broadcast, where all weights go through shared memory in less time, delta is the same as full. With LoRA, an
-    embedded sampler always gets only the adapters; another engine gets only the adapters with delta, and merged weights
+    without torchrun or broadcast, where all weights go through shared memory in less time, delta is the same as full.
+    With LoRA, an embedded sampler always gets only the adapters; another engine gets only the adapters with delta, and merged weights
     with full"""
 
     release_memory: bool = False
