@@ -165,8 +165,8 @@ class RolloutConfig(Slice):
     version. delta sends fewer bytes, but needs one more copy of the weights in the sampler's dtype, sharded over the
     train ranks; each replica of an engine other than embedded needs one more copy in host memory. On one machine
     without torchrun or broadcast, where all weights go through shared memory in less time, delta is the same as full.
-    With LoRA, an embedded sampler always gets only the adapters; another engine gets only the adapters with delta, and merged weights
-    with full"""
+    With LoRA, an embedded sampler always gets only the adapters; another engine gets only the adapters with
+    delta, and merged weights with full"""
 
     release_memory: bool = False
     """samplers on the train ranks' devices free their weights and KV caches while the train ranks train; each sync then
