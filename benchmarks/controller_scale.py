@@ -267,8 +267,8 @@ async def step(job: Job, clock: Clock, batch: ScoredBatch, buffer: GroupBuffer) 
         assign_loss_weights(samples, cfg.algo, cfg.rollout.sampling.max_new_tokens)
     before = executor.num_bytes
     with clock("dispatch"):
-        report = await job.trainer.forward_backward(update, make_policy_loss(cfg.algo))
-        await job.trainer.optim_step(1e-6)
+        report = await job.trainer.forward_backward(update, "policy", make_policy_loss(cfg.algo))
+        await job.trainer.optim_step("policy", 1e-6)
     sent = executor.num_bytes - before
     with clock("metrics"):
         metrics += report.metrics

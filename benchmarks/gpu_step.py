@@ -75,9 +75,10 @@ class Steps:
         assign_advantages(samples, self.algo)
         assign_loss_weights(samples, self.algo, 256)
         with self.phase("train"):
-            report = await self.trainer.forward_backward(self.trainer.plan_rows(samples), make_policy_loss(self.algo))
+            rows, loss = self.trainer.plan_rows(samples), make_policy_loss(self.algo)
+            report = await self.trainer.forward_backward(rows, "policy", loss)
             proven = self.proof.check(report.mismatch, samples, "bfloat16", self.trainer.version)
-            update = await self.trainer.optim_step(1e-6)
+            update = await self.trainer.optim_step("policy", 1e-6)
         await self.sync()
         return {
             **{name: self.spans.seconds(name) for name in PHASES},

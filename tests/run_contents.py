@@ -20,7 +20,7 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """The training state; each rank's slices have the name of its file as a prefix. The states of random generators
     are left out, because a run draws nothing from them."""
-    files = sorted((folder / "checkpoints" / f"step_{step:06d}" / "state").glob("rank_*.safetensors"))
+    files = sorted((folder / "checkpoints" / f"step_{step:06d}" / "state").glob("policy_rank_*.safetensors"))
     assert files
     tensors = {f"{path.stem}/{name}": tensor for path in files for name, tensor in load_file(path).items()}
     return {name: tensor for name, tensor in tensors.items() if "/rng." not in name}

@@ -12,6 +12,7 @@ import datetime
 import os
 import socket
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +26,7 @@ from meshrl.algo.mismatch import row_mismatch
 from meshrl.cluster.executor import WorkerSpec, phase
 from meshrl.cluster.rank_sync import RankSync
 from meshrl.cluster.row_cache import RowCache, RowsMessage
+from meshrl.cluster.shared_device import SharedDevice
 from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
     device_name,
@@ -49,13 +51,12 @@ from meshrl.parallel.timing import settle
 from meshrl.process.family import own_memory
 from meshrl.rollout.base import EngineStats, RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
-from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.digest import DigestKind, kind_for
 from meshrl.sync.layout import Ack, Box, Layout
 from meshrl.sync.sender import SendReport
 from meshrl.sync.transaction import SyncOrder, SyncState
 from meshrl.train.checkpoint_files import FileFact
-from meshrl.train.engine import Role, RowArrays, StepReport, TrainEngine
+from meshrl.train.engine import TRAINED, Role, RowArrays, StepReport, TrainEngine
 from meshrl.train.packing import pack
 
 Rows = dict[int, Sample]  # step-wide row index -> sample
@@ -91,9 +92,10 @@ class RankWorker:
     def __init__(self, spec: WorkerSpec):
         self.spec = spec
         self.device = torch.device("cpu")
-        self.engines: dict[str, TrainEngine] = {}  # by role; with LoRA, the reference is the policy without adapters
+        self.engines: dict[Role, TrainEngine] = {}  # with LoRA, the reference is the policy without adapters
         self._rows = RowCache()
         self.sampler: RolloutEngine | None = None
+        self._memory = SharedDevice(spec, self.device, self.engines, None)
         self._weight_sync: RankSync | None = None
         self._profiler: torch.profiler.profile | None = None
         self._flops = 0.0  # of this rank's share of the training since `memory`
@@ -133,25 +135,26 @@ class RankWorker:
                     "release its memory. SGLang can only on a GPU: start your own server with --enable-memory-saver, "
                     "or set rollout.release_memory=false"
                 )
+        self._memory = SharedDevice(spec, self.device, self.engines, self.sampler)
 
     # ---- training (collective)
 
     @phase("annotate")
     def forward(self, message: RowsMessage, role: Role) -> RowArrays:
         """Logprobs of this rank's rows under the engine of this role (collective)."""
-        self._make_room()
+        self._memory.for_training()
         batches = self._batches(message, self._rows.take(message))
         if role == "reference" and self.spec.model.lora.enabled:
-            return self.engines["policy"].forward(batches, adapter=False)[0]
+            return self._policy.forward(batches, adapter=False)[0]
         return self.engines[role].forward(batches)[0]
 
     @phase("train")
-    def forward_backward(self, message: RowsMessage, loss: LossFn, values: bool = False) -> UpdateReport:
+    def forward_backward(self, message: RowsMessage, role: Role, loss: LossFn, values: bool = False) -> UpdateReport:
         """Add the gradient of this rank's micro-batches of the batch plan (collective). values: whether the values of
         each token are returned."""
-        self._make_room()
+        self._memory.for_training()
         rows = self._rows.take(message)
-        engine = self.engines["policy"]
+        engine = self.engines[role]
         batches = self._batches(message, rows)
         result = engine.forward_backward(batches, loss, entropies=values, num_scored=message.num_scored)
         mismatch = {i: row_mismatch(rows[i], logprobs, engine.version) for i, logprobs in result.logprobs.items()}
@@ -167,41 +170,42 @@ class RankWorker:
         return UpdateReport(metrics=result.metrics, mismatch=mismatch, values=of_tokens)
 
     @phase("optim")
-    def optim_step(self, lr: float) -> StepReport:
-        report = self.engines["policy"].optim_step(lr)
+    def optim_step(self, role: Role, lr: float) -> StepReport:
+        report = self.engines[role].optim_step(lr)
         return_freed_memory(self.device)
         return report
 
-    def _make_room(self) -> None:
-        """Free the caches of a sampler in this rank that has no request: the next sync drops them anyway."""
-        if isinstance(self.sampler, EmbeddedEngine) and not self.sampler.has_work:
-            self.sampler.drop_caches()
-        return_freed_memory(self.device)
-
     @phase("export")
     def export(self, path: str, tokenizer_from: str | None) -> None:
-        self.engines["policy"].export(path, tokenizer_from)
+        with self._memory.parameters():
+            self._policy.export(path, tokenizer_from)
 
     # ---- checkpoints
 
     @phase("checkpoint")
     def save(self, folder: str) -> None:
-        """Copy the training state to host memory and start to write it (collective)."""
-        self.engines["policy"].save(folder)
+        """Copy the state of each trained role to host memory and start to write it (collective)."""
+        for engine in self._trained():
+            engine.save(folder)
 
     @phase("checkpoint")
-    async def finish_save(self) -> tuple[str, FileFact]:
-        """Wait for the file that `save` began, while other commands run; returns its name, size and hash."""
-        return await asyncio.to_thread(self.engines["policy"].finish_save)
+    async def finish_save(self) -> dict[str, FileFact]:
+        """Wait for the files that `save` began, while other commands run; returns their names, sizes and hashes."""
+        return dict([await asyncio.to_thread(engine.finish_save) for engine in self._trained()])
 
     @phase("load")
     def load(self, folder: str) -> None:
-        """Load the training state of a checkpoint (collective)."""
-        self.engines["policy"].load(folder)
+        """Load the state of each trained role from a checkpoint (collective)."""
+        with self._memory.parameters():
+            for engine in self._trained():
+                engine.load(folder)
 
     @phase("checkpoint")
     def state_bytes(self) -> int:
-        return self.engines["policy"].state_bytes()
+        return sum(engine.state_bytes() for engine in self._trained())
+
+    def _trained(self) -> list[TrainEngine]:
+        return [engine for role, engine in self.engines.items() if role in TRAINED]
 
     def _batches(self, message: RowsMessage, rows: Rows) -> list[Batch]:
         with recorder.span("pack", "host"):
@@ -215,7 +219,7 @@ class RankWorker:
     @phase("load")
     def weights(self) -> HeldBoxes:
         """The boxes that this rank holds of each tensor that samplers need (a collective, with LoRA)."""
-        trainer, cfg = self.engines["policy"], self.spec.rollout
+        trainer, cfg = self._policy, self.spec.rollout
         held = trainer.weights(merged=cfg is not None and not cfg.takes_adapters)
         return HeldBoxes(
             sender=trainer.coordinates.sender,
@@ -228,7 +232,7 @@ class RankWorker:
 
     @phase("export")
     def model_bytes(self) -> int:
-        return self.engines["policy"].model_bytes()
+        return self._policy.model_bytes()
 
     @phase("load")
     async def set_layout(self, layout: Layout) -> None:
@@ -239,7 +243,9 @@ class RankWorker:
         if self._weight_sync is None or self._weight_sync.layout.hash != layout.hash:
             if self._weight_sync is not None:
                 self._weight_sync.close()
-            self._weight_sync = RankSync(self.spec, self.device, layout, self.engines.get("policy"), self.sampler)
+            self._weight_sync = RankSync(
+                self.spec, self.device, layout, self.engines.get("policy"), self.sampler, self._memory
+            )
         if self.sampler is not None:
             await self.sampler.reconcile(layout)
 
@@ -306,7 +312,10 @@ class RankWorker:
             available = self._peak_flops * recorder.train_s
             metrics.append(Metric(name="perf/mfu", sum=flops, weight=available, unit="fraction"))
         metrics += recorder.step_metrics(blocking=self.device.type == "cpu")
-        return metrics, self.engines["policy"].memory() if self.engines else {}
+        parts = Counter[str]()
+        for engine in self.engines.values():
+            parts.update(engine.memory())
+        return metrics, dict(parts)
 
     # ---- traces
 
@@ -365,6 +374,11 @@ class RankWorker:
         for engine in self.engines.values() if self._profiler is not None else ():
             parts |= {name: parts.get(name, 0) + size for name, size in engine.memory().items()}
         return parts
+
+    @property
+    def _policy(self) -> TrainEngine:
+        """The engine whose weights samplers get."""
+        return self.engines["policy"]
 
     def _sync(self) -> RankSync:
         if self._weight_sync is None:

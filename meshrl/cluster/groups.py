@@ -86,26 +86,26 @@ class TrainGroup:
         self._sent.drop(rows)
 
     async def forward(self, rows: PlannedRows, role: Role) -> list[np.ndarray]:
-        """Logprobs of all samples under `policy` or `reference`, in their order; float32[T] each."""
+        """Logprobs of all samples under the engine of this role, in their order; float32[T] each."""
         parts = await self._rows(RankWorker.forward, rows, role)
         by_row = {i: array for part in parts for i, array in part.items()}
         return [by_row[i] for i in range(len(rows.samples))]
 
-    async def forward_backward(self, rows: PlannedRows, loss: LossFn, values: bool = False) -> UpdateReport:
+    async def forward_backward(self, rows: PlannedRows, role: Role, loss: LossFn, values: bool = False) -> UpdateReport:
         """Add the gradient of these rows; returns the metrics of all ranks. values: whether the report has the
         trainer's values of each token."""
-        reports = await self._rows(RankWorker.forward_backward, rows, loss, values)
+        reports = await self._rows(RankWorker.forward_backward, rows, role, loss, values)
         return UpdateReport(
             metrics=[m for r in reports for m in r.metrics],
             mismatch={i: row for r in reports for i, row in r.mismatch.items()},
             values={i: row for r in reports for i, row in r.values.items()},
         )
 
-    async def optim_step(self, lr: float) -> StepReport:
+    async def optim_step(self, role: Role, lr: float) -> StepReport:
         """Update the weights; returns the first rank's report, with `not_finite` of the first rank that has any."""
         self.is_synced = False
         self.num_optim_steps += 1
-        reports = await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, lr))
+        reports = await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, role, lr))
         bad = next((report.not_finite for report in reports if report.not_finite), "")
         return dataclasses.replace(reports[0], not_finite=bad)
 
@@ -130,8 +130,9 @@ class TrainGroup:
         await self._all(lambda rank: self.executor.call(rank, RankWorker.save, folder))
 
     async def finish_save(self) -> dict[str, FileFact]:
-        """Wait until every rank's file is on disk; other commands may run. Raises: CheckpointError."""
-        return dict(await self._each(lambda rank: self.executor.call(rank, RankWorker.finish_save)))
+        """Wait until every rank's files are on disk; other commands may run. Raises: CheckpointError."""
+        of_ranks = await self._each(lambda rank: self.executor.call(rank, RankWorker.finish_save))
+        return {name: fact for files in of_ranks for name, fact in files.items()}
 
     async def load(self, folder: Path | None, version: int) -> None:
         """Load a saved training state; None: new ranks have the weights of model.path already. The weights had this

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import torch
-import torch.distributed as dist
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.core.device import empty_cache, transfer_device
+from meshrl.cluster.shared_device import SharedDevice
+from meshrl.core.device import transfer_device
 from meshrl.core.errors import SyncInterrupted
 from meshrl.parallel.mesh import replica_group
 from meshrl.process.connect import LOOPBACK
@@ -33,11 +33,12 @@ class RankSync:
         layout: Layout,
         trainer: TrainEngine | None,
         sampler: RolloutEngine | None,
+        memory: SharedDevice,
     ):
         assert spec.rollout is not None, "weights are sent to samplers"
         self.layout = layout
         self._spec, self._cfg, self._device = spec, spec.rollout, device
-        self._trainer, self._sampler = trainer, sampler
+        self._trainer, self._sampler, self._memory = trainer, sampler, memory
         self._sender: WeightSender | None = None
         self._transport: Transport | None = None  # made by the first sync that needs it
         self._running: asyncio.Task[Ack | None] | None = None
@@ -81,20 +82,13 @@ class RankSync:
 
     async def _sync(self, order: SyncOrder) -> Ack | None:
         sampler, trainer = self._sampler, self._trainer
-        shares_device = self._colocated and self._cfg.release_memory
-        if shares_device:
-            self._empty_caches()
-            if sampler is not None:
-                await sampler.restore({"weights"})
+        await self._memory.for_sync()
         if self._sender is not None and trainer is not None:
             held = trainer.weights(merged=not self._cfg.takes_adapters).held
             self._sender.begin(held, changes=order.header.mode != "full")
         targets = sampler.targets if self._in_place and isinstance(sampler, EmbeddedEngine) else None
         ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)
-        if shares_device:
-            self._empty_caches()
-            if sampler is not None:
-                await sampler.restore({"kv_cache"})
+        await self._memory.for_sampling()
         if trainer is not None:
             trainer.version = order.header.version
         return ack
@@ -152,9 +146,3 @@ class RankSync:
         if not self._colocated and self._cfg.sync_transport == "broadcast":
             return Broadcast(self.layout, sender, host, transfer_device(self._device), timeout_s)
         return Sockets(self.layout, sender, host, machine=spec.rank // spec.num_local_ranks, timeout_s=timeout_s)
-
-    def _empty_caches(self) -> None:
-        """Release torch's cached memory to the device, on all ranks: a sampler may be another process, on the devices
-        of several ranks (a collective)."""
-        empty_cache(self._device)
-        dist.barrier()

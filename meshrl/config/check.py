@@ -75,6 +75,7 @@ def _unused_in_sft() -> Unused:
     yield "cluster.deadlines", NOT_IN_SFT, "SFT has no such phase", ""
     yield "train", "updates_per_step", "an SFT step is one optimizer step", ""
     yield "train", "share_prompts", "rows of SFT share no prompts", ""
+    yield "train", "param_offload", "SFT samples nothing", ""
 
 
 def _unused_in_rl(config: RunConfig) -> Unused:
@@ -98,7 +99,9 @@ def _unused_in_rl(config: RunConfig) -> Unused:
         key = "rollout.endpoint.weights"
         yield "rollout.endpoint", "reload_url folder", f"{key} is none", key
     if config.cluster.num_rollout_ranks:
-        yield "rollout", "release_memory", f"{ranks} is above 0: samplers have devices of their own", ranks
+        reason = f"{ranks} is above 0: samplers have devices of their own"
+        yield "rollout", "release_memory", reason, ranks
+        yield "train", "param_offload", reason, ranks
     else:
         yield "rollout", "sync_transport", f"{ranks} is 0", ranks
     yield from _unused_in_algo(config)

@@ -72,6 +72,12 @@ class TrainConfig(Slice):
     must divide loop.prompts_per_step"""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the stored parameters and optimizer moments; bfloat16 loses the small steps of lr 1e-6 in rounding"""
+    optimizer_offload: bool = False
+    """AdamW's moments are in host memory except during the optimizer step, which takes longer by the time to copy them
+    to the device and back; for accelerators: on a CPU nothing is moved"""
+    param_offload: bool = False
+    """parameters, also those of the reference model, are in host memory while colocated samplers work; for
+    accelerators: on a CPU nothing is moved"""
     optimizer: OptimizerConfig = OptimizerConfig()
     """the optimizer"""
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -84,6 +84,11 @@ def local_device(local_rank: int) -> torch.device:
     return torch.device(kind, index)
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether tensors on this device are outside of host memory."""
+    return device.type != "cpu"
+
+
 def device_name(device: torch.device) -> str:
     """The product name of an accelerator; cpu for the CPU."""
     return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))

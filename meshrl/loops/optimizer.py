@@ -13,7 +13,7 @@ async def optimizer_step(trainer: TrainGroup, step: int, lr: float) -> tuple[Ste
 
     Raises: MeshrlError when a weight is not finite after the update.
     """
-    report = await trainer.optim_step(lr)
+    report = await trainer.optim_step("policy", lr)
     if report.not_finite:
         raise MeshrlError(
             f"step {step + 1}: {report.not_finite} has values that are not finite in model.dtype "

@@ -63,7 +63,7 @@ async def sft(job: SftJob) -> None:
         assign_loss_weights(samples, denominator, max_new_tokens=0)
         with job.run.updating(job):
             with spans("train"):
-                result = await trainer.forward_backward(trainer.plan_rows(samples), loss)
+                result = await trainer.forward_backward(trainer.plan_rows(samples), "policy", loss)
                 lr = learning_rate(job.step, cfg.sft.num_steps, cfg.peak_lr, cfg.train.scheduler)
                 _, of_the_step = await optimizer_step(trainer, job.step, lr)
             num_tokens = sum(len(s) for s in samples)

@@ -122,7 +122,7 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
             continue
         scored = rows_without_gradient(cfg.algo, part.samples)
         rows = job.trainer.plan_rows(part.samples, scored) if scored else part
-        report = await job.trainer.forward_backward(rows, loss, job.token_values is not None)
+        report = await job.trainer.forward_backward(rows, "policy", loss, job.token_values is not None)
         job.trainer.drop_rows(part)
         share = Metric(name="train/no_gradient_fraction", sum=len(scored), weight=len(part.samples), unit="fraction")
         metrics.append(share)

@@ -77,7 +77,7 @@ class Checkpoints:
     async def _commit(self, step: int, final: Path, temporary: Path, saved: dict[str, Any]) -> None:
         began = time.perf_counter()
         files = await self.trainer.finish_save()
-        num_ranks = len(files)
+        num_ranks = self.trainer.num_ranks
         files[CONTROLLER] = await asyncio.to_thread(write_json, temporary / CONTROLLER, saved)
         await asyncio.to_thread(commit, final, Manifest(step=step, num_ranks=num_ranks, files=files))
         with output_errors(self.folder, CONTINUE_LATER, CheckpointError):

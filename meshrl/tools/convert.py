@@ -36,7 +36,7 @@ def convert(checkpoint: Path, out: Path) -> None:
     lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
     if model.lora.enabled:
         add_adapters(lm, model.lora, DTYPES[masters], model.path)
-    load_model(folder, lm)
+    load_model(folder, "policy", lm)
     if not model.lora.enabled:
         cast_parameters(lm, DTYPES[model.dtype])  # one by one, so that memory never has a second model
     with output_errors(out, "Make room, or give another folder"), replacing(out) as aside:

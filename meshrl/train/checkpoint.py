@@ -1,8 +1,9 @@
 """Save the tensors of all ranks in a folder and load them, with any number of ranks and any sharding.
 
-Each rank writes one safetensors file with the boxes that it holds; the file's metadata has the offsets of each box and
-the shapes of the full tensors. The first box of a tensor has the tensor's name, further boxes have NAME@OFFSETS, so
-that torch's own reader of distributed checkpoints can read the files of ranks that hold one box of each tensor.
+Each rank writes one safetensors file for each trained role, with the boxes that it holds; the file's metadata has the
+offsets of each box and the shapes of the full tensors. The first box of a tensor has the tensor's name, further boxes
+have NAME@OFFSETS, so that torch's own reader of distributed checkpoints can read the files of a role whose ranks hold
+one box of each tensor.
 Replicas, which hold the same boxes, write a part each. A rank that loads reads what it needs of each box from any file;
 there is no separate index, and no pickle.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -51,16 +52,18 @@ class StoredSlice:
     data: torch.Tensor
 
 
-def stage(tensors: Tensors) -> list[StoredSlice]:
+def stage(
+    tensors: Tensors, readable: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+) -> list[StoredSlice]:
     """This rank's share of the tensors, copied to the host (a collective: all ranks need the same names, except plain
-    tensors that only one rank has)."""
+    tensors that only one rank has). readable: from a tensor to one with its values, if it may be released."""
     saves = _saves_plain(tensors)
     slices = []
     for number, (name, tensor) in enumerate(tensors.items()):
         index, count = replica(tensor)
         if saves[name] if name in saves else number % count == index:
             for offsets, values in boxes(tensor):
-                data = values.contiguous().to("cpu", copy=True)
+                data = readable(values).contiguous().to("cpu", copy=True)
                 slices.append(StoredSlice(name, offsets, tuple(tensor.shape), data))
     return slices
 
@@ -72,10 +75,10 @@ def _saves_plain(tensors: Tensors) -> dict[str, bool]:
     return {name: name not in before for name in plain}
 
 
-def write_in_background(folder: Path, slices: list[StoredSlice]) -> Future[tuple[str, FileFact]]:
-    """`write` this rank's file in a thread, which does not keep the process alive. The result is the file's name, size
-    and hash."""
-    name, written = f"rank_{dist.get_rank():05d}.safetensors", Future[tuple[str, FileFact]]()
+def write_in_background(folder: Path, role: str, slices: list[StoredSlice]) -> Future[tuple[str, FileFact]]:
+    """`write` this rank's file of a role in a thread, which does not keep the process alive. The result is the file's
+    name, size and hash."""
+    name, written = f"{role}_rank_{dist.get_rank():05d}.safetensors", Future[tuple[str, FileFact]]()
 
     def run() -> None:
         try:
@@ -127,12 +130,12 @@ class SavedTensor:
 
 
 class SavedTensors:
-    """The tensors of a checkpoint. The constructor verifies every file before any of it is used.
+    """The tensors of a role in a checkpoint. The constructor verifies every file before any of it is used.
 
     The constructor raises: CheckpointError naming the file (a collective; every rank raises the same).
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, role: str):
         self.folder = folder
         manifest = read_manifest(folder)
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -140,7 +143,7 @@ class SavedTensors:
         if problems:
             raise CheckpointError("\n".join(dict.fromkeys(problems)))
         self.entries: dict[str, SavedTensor] = {}
-        for file in sorted(folder / name for name in manifest.files if name.endswith(".safetensors")):
+        for file in sorted(folder / name for name in manifest.files if name.startswith(f"{role}_rank_")):
             try:
                 self._read_header(file)
             except (AttributeError, LookupError, TypeError, ValueError) as cause:

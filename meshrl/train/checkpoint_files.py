@@ -1,7 +1,7 @@
 """The files of a checkpoint: written to a temporary folder, hashed, listed, renamed; and verified before they are read.
 
     RUN/checkpoints/step_000012/state/
-        rank_00000.safetensors ...   tensors, each rank its shards (train/checkpoint.py)
+        policy_rank_00000.safetensors ...   tensors of a trained role, each rank its shards (train/checkpoint.py)
         controller.json              the state of run and loop (run/live.py)
         manifest.json                size and hash of every other file, and its own hash
 
@@ -26,7 +26,7 @@ from typing import Any
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import CONTINUE_LATER, Unreadable, open_plain, output_errors, read_json
 
-CHECKPOINT_SCHEMA = 2
+CHECKPOINT_SCHEMA = 3
 MANIFEST, CONTROLLER = "manifest.json", "controller.json"
 _CHUNK_BYTES = 16 << 20
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")

@@ -5,7 +5,7 @@ All methods are collectives: every rank of the mesh calls them in the same order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
-from meshrl.core.device import current_device
+from meshrl.core.device import current_device, has_own_memory
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric
@@ -45,16 +45,19 @@ from meshrl.parallel.mesh import coordinates
 from meshrl.parallel.timing import timed
 from meshrl.train.checkpoint import stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
+from meshrl.train.offload import HostMemory
 from meshrl.train.optim import build_optimizer, clip_gradients
 from meshrl.train.packing import pack
 from meshrl.train.probe import require_independent_rows
-from meshrl.train.state import load_state, state_bytes, state_tensors
+from meshrl.train.state import base_digest, load_state, state_bytes, state_tensors
 from meshrl.train.weights import HeldWeights, held_weights
 
 if TYPE_CHECKING:
     from meshrl.model.causal import PreTrainedModel
 
 Role = Literal["policy", "reference"]
+TRAINED: frozenset[Role] = frozenset({"policy"})  # the roles that have gradients, an optimizer and a checkpoint
+Part = Literal["params", "optimizer"]
 MAX_SKIPPED_IN_A_ROW = 5
 RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
 
@@ -89,7 +92,8 @@ class TrainEngine:
         self.model, self.mesh, self.cfg, self.role = model, mesh, cfg, role
         self.lora, self.compute_dtype, self.device = recipe.lora, recipe.compute_dtype, recipe.device
         self.coordinates = coordinates(mesh.shape, mesh.get_rank())
-        self.optimizer = build_optimizer(model, cfg.optimizer) if role == "policy" else None
+        self.optimizer = build_optimizer(model, cfg.optimizer) if role in TRAINED else None
+        self._host = HostMemory(self.device)
         self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
         self.version = 0
@@ -102,7 +106,7 @@ class TrainEngine:
         Raises: ConfigError when the folder can't be loaded, when our forward differs from that of Transformers, or when
         the model's packed rows are not independent.
         """
-        lora = model_cfg.lora if role == "policy" and model_cfg.lora.enabled else None
+        lora = model_cfg.lora if role in TRAINED and model_cfg.lora.enabled else None
         compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
         recipe = _recipe(train_cfg, mesh, role, compute, masters, lora)
         engine = cls(build_model(model_cfg.path, recipe), mesh, train_cfg, role, recipe)
@@ -221,11 +225,13 @@ class TrainEngine:
         if not skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+            self.restore({"optimizer"})
             with timed("optimizer", "compute", self.device):
                 self.optimizer.step()
                 bad = not_finite(trained_weights(self.model.lm), self.compute_dtype)
             self.num_optimizer_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
+        self._offload_optimizer()
         return StepReport(
             grad_norm=norm,
             skipped=skipped,
@@ -302,7 +308,7 @@ class TrainEngine:
         counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
         state = state_tensors(self.model.lm, self.optimizer, counters, self.device)
         with recorder.span("stage", "copy", bytes=self.state_bytes()):
-            self._write = write_in_background(Path(folder), stage(state))
+            self._write = write_in_background(Path(folder), self.role, stage(state, self._host.readable))
 
     def finish_save(self) -> tuple[str, FileFact]:
         """Wait until this rank's file is on disk. Returns its name, size and hash. Raises: CheckpointError."""
@@ -316,23 +322,44 @@ class TrainEngine:
         Raises: CheckpointError, before anything is changed, when a file is damaged or of another model.
         """
         reshard(self.model)
-        counters = load_state(Path(folder), self.model.lm, self.optimizer, self.device)
+        self.restore({"params"})
+        counters = load_state(Path(folder), self.role, self.model.lm, self.optimizer, self.device)
         self.num_optimizer_steps, self.num_skipped_in_a_row = counters
+        self._offload_optimizer()
 
     def state_bytes(self) -> int:
         """Bytes of this rank's share of a checkpoint."""
         return state_bytes(self.model.lm, self.optimizer)
 
-    def memory(self) -> dict[str, int]:
-        """Bytes this rank holds: params, grads, optimizer, buffers."""
-        params = list(self.model.parameters())
-        grads = [p.grad for p in params if p.grad is not None]
-        slots = self.optimizer.state.values() if self.optimizer else []
+    # ---- memory of the device
+
+    def release(self, parts: Collection[Part]) -> int:
+        """Move these tensors to host memory; returns bytes. Saving reads them there; everything else needs `restore`
+        first, except that `optim_step` restores the optimizer's state by itself. A collective, with LoRA."""
+        reshard(self.model)
+        base_digest(self.model.lm)  # saved with adapters, and computed once
+        return self._host.release(self._tensors(parts))
+
+    def restore(self, parts: Collection[Part]) -> None:
+        """Move these tensors back to the device, those that were released."""
+        self._host.restore(self._tensors(parts))
+
+    def _offload_optimizer(self) -> None:
+        if self.cfg.optimizer_offload and has_own_memory(self.device):
+            self._host.release(self._tensors({"optimizer"}))
+
+    def _tensors(self, parts: Collection[Part]) -> list[torch.Tensor]:
+        slots = self.optimizer.state.values() if self.optimizer and "optimizer" in parts else ()
         state = [t for slot in slots for t in slot.values() if isinstance(t, torch.Tensor)]
+        return state + (list(self.model.parameters()) if "params" in parts else [])
+
+    def memory(self) -> dict[str, int]:
+        """Bytes this rank holds on its device: params, grads, optimizer, buffers."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         return {
-            "params": _num_bytes(params),
+            "params": _num_bytes(self._tensors({"params"})),
             "grads": _num_bytes(grads),
-            "optimizer": _num_bytes(state),
+            "optimizer": _num_bytes(self._tensors({"optimizer"})),
             "buffers": _num_bytes(list(self.model.buffers())),
         }
 
@@ -345,7 +372,7 @@ def _recipe(
     masters: torch.dtype,
     lora: LoraConfig | None,
 ) -> Recipe:
-    trains = role == "policy"
+    trains = role in TRAINED
     return Recipe(
         dtype=masters if trains and lora is None else compute,
         lora=lora,
@@ -368,4 +395,5 @@ def _collect_rows(into: RowArrays, batch: Batch, values: torch.Tensor) -> None:
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(local_shard(t).numel() * t.element_size() for t in tensors)
+    shards = [local_shard(t) for t in tensors]
+    return sum(t.numel() * t.element_size() for t in shards if t.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""The training state of one rank as tensors by name: a checkpoint holds it, and a resume restores it to the bit.
+"""The training state of a role in one rank, as tensors by name: a checkpoint holds it, a resume restores it to the bit.
 
 model.NAME               parameters in their master dtype; with LoRA only the adapters, since the rest never changes
 buffer.NAME              buffers that belong to a model's files, such as a router's correction bias
@@ -38,7 +38,7 @@ def state_tensors(
     lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, counters: Counters, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The full state of this rank, as views of the engine's tensors: copy them before the next optimizer step."""
-    tensors = _model_tensors(lm) | _base(lm)
+    tensors = _model_tensors(lm) | base_digest(lm)
     for name, p in trained_weights(lm).items():
         for slot, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             tensors[f"optimizer.{slot}.{name}"] = value
@@ -49,17 +49,17 @@ def state_tensors(
 
 
 def load_state(
-    folder: Path, lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
+    folder: Path, role: str, lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
 ) -> Counters:
-    """Fill a model and its optimizer in place, and set the generators (a collective). Returns the counters.
+    """Fill the model of a role and its optimizer in place, and set the generators (a collective). Returns the counters.
 
     Raises: CheckpointError, before anything is changed, when a file is damaged or of another model.
     """
-    saved = SavedTensors(folder)
+    saved = SavedTensors(folder, role)
     tensors, counters = _model_tensors(lm), torch.zeros(2, dtype=torch.int64)
     for name in saved.entries:
         if name.startswith(("model.", "buffer.")) and name not in tensors:
-            lora = "; model.lora.enabled has changed, too" if bool(_base(lm)) != (_BASE in saved.entries) else ""
+            lora = "; model.lora.enabled has changed, too" if bool(base_digest(lm)) != (_BASE in saved.entries) else ""
             raise CheckpointError(
                 f"{folder} holds {name}, which this model does not have; it is of another model{lora}"
             )
@@ -82,9 +82,12 @@ def load_state(
     return steps, skipped
 
 
-def load_model(folder: Path, lm: torch.nn.Module) -> None:
-    """Fill an unsharded model in one process, without a process group. Raises: CheckpointError, as load_state."""
-    saved = SavedTensors(folder)
+def load_model(folder: Path, role: str, lm: torch.nn.Module) -> None:
+    """Fill an unsharded model of a role in one process, without a process group.
+
+    Raises: CheckpointError, as load_state.
+    """
+    saved = SavedTensors(folder, role)
     _require_same_base(saved, folder, lm)
     saved.load(_model_tensors(lm))
 
@@ -102,7 +105,7 @@ def _model_tensors(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors | {f"buffer.{name}": b for name, b in persistent_buffers(lm).items()}
 
 
-def _base(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+def base_digest(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The entry `lora.base`, which identifies the base model; empty for a model without adapters (a collective, if
     there is a process group)."""
     adapters = adapters_of(lm)
@@ -115,7 +118,7 @@ def _base(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _digest_of_base(lm: torch.nn.Module) -> torch.Tensor:
-    """The digest of all frozen parameters, independent of the sharding (a collective, as `_base`)."""
+    """The digest of all frozen parameters, independent of the sharding (a collective, as `base_digest`)."""
     total = torch.zeros((), dtype=torch.int64)
     for name, p in named_weights(lm):
         if not is_adapter(name) and replica(p)[0] == 0:
@@ -153,7 +156,7 @@ def _keys(start: int, count: int, dim: int, device: torch.device) -> torch.Tenso
 
 def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -> None:
     """Adapters fit only the base model that they were trained with. Raises: CheckpointError."""
-    mine = _base(lm).get(_BASE)
+    mine = base_digest(lm).get(_BASE)
     if mine is None or _BASE not in saved.entries:
         return
     theirs = torch.zeros_like(mine)

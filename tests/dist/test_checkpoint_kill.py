@@ -45,7 +45,8 @@ def save_for_ever(checkpoints: Path) -> None:
         for step in range(first, first + 10_000):
             final = state_folder(checkpoints, step)
             temporary = make_temporary_folder(final)
-            write = write_in_background(temporary, stage({name: torch.full((60, 1000), float(step)) for name in NAMES}))
+            slices = stage({name: torch.full((60, 1000), float(step)) for name in NAMES})
+            write = write_in_background(temporary, "policy", slices)
             files = dict([write.result()])
             files[CONTROLLER] = write_json(temporary / CONTROLLER, {"step": step})
             commit(final, Manifest(step=step, num_ranks=1, files=files))
@@ -71,7 +72,7 @@ def kill_and_look(checkpoints: Path, rounds: int, seed: int) -> None:
             manifest = read_manifest(folder)
             assert faults(folder, manifest) == [] and manifest.step == step == read_controller(folder)["step"]
             tensors = {name: torch.zeros(60, 1000) for name in NAMES}
-            SavedTensors(folder).load(tensors)
+            SavedTensors(folder, "policy").load(tensors)
             assert all(bool((t == step).all()) for t in tensors.values())
         rest = sum(1 for _ in checkpoints.glob("step_*/state.aside"))
         remove_leftovers(checkpoints)

@@ -154,7 +154,7 @@ def saved(pool, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
 def test_one_process_reads_the_model_without_a_process_group(saved):
     folder, want = saved
     lm = tiny_qwen2(seed=7, **UNEVEN)
-    load_model(folder, lm)
+    load_model(folder, "policy", lm)
     for name, p in lm.named_parameters():
         assert torch.equal(p, want[name]), name
 
@@ -209,7 +209,7 @@ def _flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-SECOND = "rank_00001.safetensors"
+SECOND = "policy_rank_00001.safetensors"
 DAMAGES: dict[str, tuple[Any, str]] = {
     "cut": (lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-7]), f"{SECOND} has .* bytes, but was"),
     "a flipped bit of a tensor": (lambda f: _flip(f / SECOND, -100), f"{SECOND} is damaged"),
@@ -315,7 +315,8 @@ def _through_files(rank: int, world: int, final: Path) -> dict[str, bool]:
     temporary = make_temporary_folder(final) if rank == 0 else final.with_name("state.aside")
     dist.barrier()
     files: list[Any] = [None] * world
-    dist.all_gather_object(files, write_in_background(temporary, stage(dict(module.named_parameters()))).result())
+    write = write_in_background(temporary, "policy", stage(dict(module.named_parameters())))
+    dist.all_gather_object(files, write.result())
     if rank == 0:
         own = {CONTROLLER: write_json(temporary / CONTROLLER, {})}
         commit(final, Manifest(step=1, num_ranks=world, files={**own, **dict(files)}))
@@ -323,7 +324,7 @@ def _through_files(rank: int, world: int, final: Path) -> dict[str, bool]:
     found = {}
     for dp, tp in ((2, 2), (4, 1), (1, 4)):
         other, _ = _over_two_axes(dp, tp, -1.0)
-        SavedTensors(final).load(dict(other.named_parameters()))
+        SavedTensors(final, "policy").load(dict(other.named_parameters()))
         found[f"{dp} x {tp}"] = all(
             torch.equal(local.tensor, numbers[name][index_of(local.box)])
             for name, p in other.named_parameters()

@@ -74,7 +74,7 @@ def test_a_state_that_is_not_finite_is_not_written(pool, tmp_path, slot):
     (_, first), (name, last) = pool.run(_saved, 2, tmp_path, slot)
     kind = "model" if slot is None else f"optimizer.{slot}"
     assert first == "" and f"values that are not finite: {kind}.{name}. " in last
-    assert [file.name for file in tmp_path.iterdir()] == ["rank_00000.safetensors"]
+    assert [file.name for file in tmp_path.iterdir()] == ["policy_rank_00000.safetensors"]
 
 
 def _trained(rank: int, world: int, final: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_state_that_is_not_finite_is_refused_by_every_rank_before_anything_is_
     pool, state, tmp_path, prefix, world
 ):
     """Also by the ranks that do not read the damaged part."""
-    name = poison(state, tmp_path / "state", "rank_00001.safetensors", prefix)
+    name = poison(state, tmp_path / "state", "policy_rank_00001.safetensors", prefix)
     for message, untouched in pool.run(_refused, world, tmp_path / "state", UNEVEN):
         assert untouched
         assert f"{tmp_path / 'state'} contains values that are not finite in {name}: " in message

@@ -71,7 +71,7 @@ def test_a_weight_that_is_not_finite_in_one_rank_ends_the_run_and_a_poisoned_sta
     assert step == 1 and list(checkpoints.glob("*/model")) == [state.with_name("model")]
 
     bad = tmp_path / "bad" / "step_000001" / "state"
-    name = poison(state, bad, "rank_00001.safetensors", "model.")
+    name = poison(state, bad, "policy_rank_00001.safetensors", "model.")
     reason = f"{bad} contains values that are not finite in {name}: "
     capsys.readouterr()
     assert main(["convert", str(bad.parent), str(tmp_path / "out")]) == 1

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from sglang_servers import KEY, broken, serving
 from tiny_run import steps_of, train, write_run
 from transformers import AutoModelForCausalLM
 
-from meshrl.cluster import rank_sync
+from meshrl.cluster import shared_device
 from meshrl.cluster.actors import RankWorker
 from meshrl.core.errors import CapabilityError
+from meshrl.core.types import Request, Turn
 from meshrl.rollout.embedded.engine import EmbeddedEngine
+from meshrl.train import engine
+from meshrl.train.checkpoint_files import state_folder
 
 pytestmark = pytest.mark.timeout(400)
 RELEASED = "memory/released_bytes"
+LORA = ("model.lora.enabled=true", "model.lora.rank=4")
 
 
 def model_bytes(folder: Path) -> int:
@@ -28,7 +34,7 @@ def model_bytes(folder: Path) -> int:
     [
         ("cluster.executor=inline",),
         ("cluster.num_train_ranks=2",),
-        ("cluster.executor=inline", "model.lora.enabled=true", "model.lora.rank=4"),
+        ("cluster.executor=inline", *LORA),
     ],
     ids=["one rank", "two ranks", "LoRA"],
 )
@@ -72,9 +78,49 @@ def test_the_trainer_frees_its_cached_memory_before_samplers_restore_theirs(
         return await restore(engine, parts)
 
     monkeypatch.setattr(EmbeddedEngine, "restore", recording)
-    monkeypatch.setattr(rank_sync, "empty_cache", lambda device: seen.append("freed"))
+    monkeypatch.setattr(shared_device, "empty_cache", lambda device: seen.append("freed"))
     train(write_run(tmp_path), "release", "cluster.executor=inline", "rollout.release_memory=true")
     assert len(seen) >= 8 and seen == ["freed", "weights", "freed", "kv_cache"] * (len(seen) // 4)
+
+
+@pytest.mark.parametrize(
+    "more", [(), LORA, ("algo.kl.coef=0.1", "rollout.release_memory=true")], ids=["", "LoRA", "KL"]
+)
+def test_a_trainer_whose_state_is_on_the_host_while_it_is_not_needed_trains_the_same_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+):
+    """Also across a resume, with a checkpoint that is saved while the state is on the host."""
+    config = write_run(tmp_path)
+    options = ("cluster.executor=inline", "loop.save_every_steps=1", *more)
+    usual = train(config, "usual", *options)
+    while_sampling: list[int] = []
+    generate, backward = RankWorker.generate, engine.TrainEngine.forward_backward
+
+    async def generates(worker: RankWorker, request: Request) -> Turn:
+        sizes = [trainer.memory() for trainer in worker.engines.values()]
+        while_sampling.append(sum(parts["params"] + parts["optimizer"] for parts in sizes))
+        return await generate(worker, request)
+
+    def trains(trainer: engine.TrainEngine, *args: Any, **kwargs: Any) -> engine.ForwardBackward:
+        parts = trainer.memory()
+        assert parts["params"] >= model_bytes(tmp_path) and parts["optimizer"] == 0
+        return backward(trainer, *args, **kwargs)
+
+    for module in (shared_device, engine):
+        monkeypatch.setattr(module, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(RankWorker, "generate", generates)
+    monkeypatch.setattr(engine.TrainEngine, "forward_backward", trains)
+    options = (*options, "train.optimizer_offload=true", "train.param_offload=true")
+    offloaded = train(config, "offloaded", *options)
+    assert while_sampling == [0] * 2 * 16
+    assert steps_of(offloaded) == steps_of(usual)
+    resumed = train(config, "resumed", *options, f"run.resume={state_folder(offloaded / 'checkpoints', 1)}")
+    assert steps_of(resumed)[-1] == steps_of(usual)[-1]
+    for folder in (offloaded, resumed):
+        for kind in ("model/model.safetensors", "state/policy_rank_00000.safetensors"):
+            files = [load_file(run / "checkpoints" / "step_000002" / kind) for run in (usual, folder)]
+            assert files[0].keys() == files[1].keys()
+            assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
 
 def test_a_server_restores_weights_before_the_sync_and_caches_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

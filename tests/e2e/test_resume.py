@@ -171,12 +171,12 @@ def test_a_resume_that_is_refused_changes_nothing(config):
 def test_a_damaged_checkpoint_ends_the_resume_and_names_the_file(config):
     """If no other checkpoint is left; the folder stays as it is."""
     folder = train_inline(config, "damaged", "loop.num_steps=1")
-    path = folder / "checkpoints" / "step_000001" / "state" / "rank_00000.safetensors"
+    path = folder / "checkpoints" / "step_000001" / "state" / "policy_rank_00000.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     before = _files(folder)
-    with pytest.raises(CheckpointError, match=r"step_000001/state/rank_00000.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"step_000001/state/policy_rank_00000.safetensors is damaged"):
         train_inline(config, "damaged", "run.resume=auto")
     assert _files(folder) == before
 
@@ -201,7 +201,7 @@ def test_a_save_that_fails_in_the_background_ends_the_run(config, monkeypatch):
     monkeypatch.setattr(checkpoint, "write", failing)
     for steps, name in ((NUM_STEPS, "fails_midway"), (2, "fails_at_the_end")):
         written.clear()
-        with pytest.raises(CheckpointError, match=r"step_000002/state\.aside/rank_00000\.safetensors can't"):
+        with pytest.raises(CheckpointError, match=r"step_000002/state\.aside/policy_rank_00000\.safetensors can't"):
             train_inline(config, name, "loop.save_every_steps=1", f"loop.num_steps={steps}")
         folder = config.parent / "runs" / name
         result = json.loads((folder / "result.json").read_text())

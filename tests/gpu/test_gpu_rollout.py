@@ -164,13 +164,15 @@ def test_steps_of_trainer_and_sampler(accelerator, tmp_path: Path, executor, sam
                     _sample(r.id, t, 1.0 if i % 2 else -1.0, 1 / total)
                     for i, (r, t) in enumerate(zip(requests, turns, strict=True))
                 ]
-                report = await trainer.forward_backward(trainer.plan_rows(samples), make_policy_loss(AlgoConfig()))
+                report = await trainer.forward_backward(
+                    trainer.plan_rows(samples), "policy", make_policy_loss(AlgoConfig())
+                )
                 found.append(
                     divide(merge(mismatch_metrics(np.stack([*report.mismatch.values()]))))[
                         "proof/logprob_abs_diff_mean"
                     ]
                 )
-                assert (await trainer.optim_step(1e-3)).grad_norm > 0
+                assert (await trainer.optim_step("policy", 1e-3)).grad_norm > 0
         return found
 
     off = asyncio.run(scenario())

@@ -226,7 +226,7 @@ FAULTS = [
     Fault(
         "the optimizer steps before the sampler's proof",
         "meshrl/loops/train_step.py::update",
-        "metrics += report.metrics => metrics += report.metrics; await job.trainer.optim_step(1e-6)",
+        "metrics += report.metrics => metrics += report.metrics; await job.trainer.optim_step('policy', 1e-6)",
         "tests/contract/test_executors.py::test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step",
     ),
 ]

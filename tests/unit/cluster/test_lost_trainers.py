@@ -90,8 +90,8 @@ async def _pids(groups: Groups) -> list[int]:
 async def step(trainer: TrainGroup) -> float:
     """One optimizer step; its gradient's norm."""
     samples = weigh(random_samples(0, [9, 12, 5, 7]))
-    await trainer.forward_backward(trainer.plan_rows(samples), sft_loss)
-    return (await trainer.optim_step(1e-2)).grad_norm
+    await trainer.forward_backward(trainer.plan_rows(samples), "policy", sft_loss)
+    return (await trainer.optim_step("policy", 1e-2)).grad_norm
 
 
 def kill_at_the_first_transfer(worker: RankWorker, process: int) -> None:

@@ -362,12 +362,12 @@ def test_a_training_rank_that_raises_is_named_with_its_traceback(tmp_path):
         group = TrainGroup(executor)
         samples = weigh(random_samples(0, [9, 12, 5, 7]))
         rows = group.plan_rows(samples)
-        report = await group.forward_backward(rows, sft_loss)
+        report = await group.forward_backward(rows, "policy", sft_loss)
         assert sum(m.weight for m in report.metrics if m.name == "loss/nll") == sum(s.mask.sum() for s in samples)
-        assert not (await group.optim_step(1e-3)).skipped
+        assert not (await group.optim_step("policy", 1e-3)).skipped
         samples[rows.batch_plan.rows(1)[0]].old_logprobs = None  # which its neighbours have
         with pytest.raises(RankFailure, match="rank 1 failed in phase 'train': raised ") as error:
-            await group.forward_backward(rows, sft_loss)
+            await group.forward_backward(rows, "policy", sft_loss)
         assert "Traceback" in error.value.details and "packing.py" in error.value.details
 
     _with(_specs(2, train=True, folder=tmp_path), body)

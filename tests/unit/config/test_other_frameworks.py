@@ -34,15 +34,15 @@ VERL = {  # the keys of a script that runs GRPO on GSM8K and MATH -> the key of 
     "actor_rollout_ref.actor.kl_loss_type": "algo.kl.estimator",
     "actor_rollout_ref.actor.entropy_coeff": "algo.entropy_coef",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "train.activation_checkpointing",
-    "actor_rollout_ref.actor.fsdp_config.param_offload": NONE,
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": NONE,
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "train.param_offload",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "train.optimizer_offload",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "train.max_tokens_per_microbatch",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.mesh.infer_tp",
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "actor_rollout_ref.rollout.n": "loop.samples_per_prompt",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "train.max_tokens_per_microbatch",
-    "actor_rollout_ref.ref.fsdp_config.param_offload": NONE,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "train.param_offload",
     "algorithm.use_kl_in_reward": "algo.kl.place",
     "trainer.critic_warmup": NONE,
     "trainer.logger": "monitor.sinks",
@@ -110,7 +110,7 @@ PRIME_RL = {
     "orchestrator.eval.interval": "loop.eval_every_steps",
     "ckpt.interval": "loop.save_every_steps",
     "inference.parallel.dp": "rollout.mesh.dp",
-    "trainer.model.optim_cpu_offload": NONE,
+    "trainer.model.optim_cpu_offload": "train.optimizer_offload",
 }
 
 
@@ -147,7 +147,7 @@ actor_rollout_ref:
   actor:
     ppo_mini_batch_size: 64
     optim: {lr: 1e-6}
-    fsdp_config: {param_offload: true}
+    fsdp_config: {offload_policy: true}
   rollout:
     n: 5
 algorithm:
@@ -160,7 +160,7 @@ algorithm:
         "is train.updates_per_step here: a count of optimizer steps: train_batch_size / ppo_mini_batch_size.",
         "actor_rollout_ref.actor.optim.lr = 1e-06 [run.yaml:20]",
         "is train.optimizer.lr here.",
-        "param_offload of verl is not available: ",
+        "offload_policy of verl is not available: ",
         "actor_rollout_ref.rollout.n = 5 [run.yaml:23]",
         "is loop.samples_per_prompt here.",
         "adv_estimator of verl is algo.advantage here",
@@ -256,7 +256,7 @@ def test_edits_are_letters_that_are_inserted_deleted_replaced_or_exchanged(one: 
 def test_only_keys_within_two_edits_are_similar():
     keys = every_key()
     assert nearest(keys, "loop.num_stepz") == ["loop.num_steps", "sft.num_steps"]
-    assert nearest(keys, "param_offload") == nearest(keys, "num_train_epochs") == nearest(keys, "zz") == []
+    assert nearest(keys, "forward_prefetch") == nearest(keys, "num_train_epochs") == nearest(keys, "zz") == []
 
 
 def test_readme_and_the_config_page_link_to_the_names_of_other_frameworks():

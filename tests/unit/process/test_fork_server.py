@@ -123,8 +123,8 @@ def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, m
     async def body(executor: ProcessExecutor) -> tuple[list[str], dict[str, Any], str]:
         found = await executor.call(0, facts)
         group, samples = TrainGroup(executor), weigh(random_samples(0, [9, 12, 5, 7]))
-        report = await group.forward_backward(group.plan_rows(samples), sft_loss)
-        return await executor.call(0, started_as), found, repr((report, await group.optim_step(1e-3)))
+        report = await group.forward_backward(group.plan_rows(samples), "policy", sft_loss)
+        return await executor.call(0, started_as), found, repr((report, await group.optim_step("policy", 1e-3)))
 
     def refused(pid: int) -> int:
         raise OSError(errno.ENOSYS, "pidfd_open")

@@ -11,7 +11,7 @@ from tiny_models import tiny_lm
 from tiny_specs import worker_spec
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.shared_device import SharedDevice
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import (
@@ -352,17 +352,17 @@ def test_releasing_only_the_cache_keeps_the_weights(old):
 
 
 def test_a_rank_that_trains_frees_the_caches_of_its_sampler_unless_that_has_work(old):
-    rank = RankWorker(worker_spec(rank=0, num_train_ranks=1))
-    rank.sampler = engine = tiny_engine(old)
+    engine = tiny_engine(old)
+    memory = SharedDevice(worker_spec(rank=0, num_train_ranks=1), torch.device("cpu"), {}, engine)
     request = ask("a", CONTEXT, max_new_tokens=12)
     engine.submit(request)
     turns = dict(engine.step())
-    rank._make_room()
+    memory.for_training()
     assert engine._runner.num_bytes > 0 and engine.has_work
     while engine.has_work:
         turns |= engine.step()
     assert engine._runner.num_bytes > 0
-    rank._make_room()
+    memory.for_training()
     assert engine._runner.num_bytes == 0
     again = run(engine, [ask("b", CONTEXT, max_new_tokens=12)])["b"]
     assert again.output_ids.tolist() == turns["a"].output_ids.tolist()

@@ -321,12 +321,12 @@ def test_resume_auto_passes_over_damaged_checkpoints_with_a_note(config: Path, t
     overrides = ("loop.save_every_steps=1", "loop.eval_every_steps=0", f"reward.terms.answer.args.script={script}")
     folder = train(config, "damaged", *overrides, "run.keep_checkpoints=9")
     damaged = [folder / "checkpoints" / f"step_00000{step}" / "state" for step in (3, 4)]
-    content = bytearray((damaged[0] / "rank_00000.safetensors").read_bytes())
+    content = bytearray((damaged[0] / "policy_rank_00000.safetensors").read_bytes())
     content[-1] ^= 1
-    (damaged[0] / "rank_00000.safetensors").write_bytes(content)
+    (damaged[0] / "policy_rank_00000.safetensors").write_bytes(content)
     (damaged[1] / "manifest.json").write_text("{}")
     state = folder / "checkpoints" / "step_000002" / "state"
-    name = poison(state, tmp_path / "poisoned", "rank_00000.safetensors", "model.")
+    name = poison(state, tmp_path / "poisoned", "policy_rank_00000.safetensors", "model.")
     shutil.rmtree(state)
     shutil.copytree(tmp_path / "poisoned", state)
     capsys.readouterr()
@@ -334,7 +334,7 @@ def test_resume_auto_passes_over_damaged_checkpoints_with_a_note(config: Path, t
     train(config, "damaged", *overrides, "run.resume=auto")
     text = capsys.readouterr().out
     assert f"checkpoint passed over: {damaged[1] / 'manifest.json'}" in text
-    assert f"checkpoint passed over: {damaged[0] / 'rank_00000.safetensors'} is damaged" in text
+    assert f"checkpoint passed over: {damaged[0] / 'policy_rank_00000.safetensors'} is damaged" in text
     assert f"checkpoint passed over: {state} contains values that are not finite in {name}" in text
     assert f"continues from {folder / 'checkpoints' / 'step_000001' / 'state'}, after step 1" in text
     assert (folder / "earlier_1" / "checkpoints" / "step_000003" / "state").is_dir()

@@ -1,0 +1,52 @@
+"""Move tensors of a device to host memory and back, in place: tensors and their views stay the same objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from meshrl.parallel.fsdp import local_shard
+
+
+class HostMemory:
+    """The storages that are on the host instead of on this device. Its buffers stay allocated, for the next time."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._buffers: dict[int, torch.Tensor] = {}  # by storage: uint8[bytes], page-locked for an accelerator
+        self._moved: dict[int, torch.UntypedStorage] = {}
+
+    def release(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Copy the storages of these tensors' local shards to the host and free them; returns bytes."""
+        storages = {s._cdata: s for s in (local_shard(t.detach()).untyped_storage() for t in tensors)}
+        fresh = {key: s for key, s in storages.items() if s.nbytes() and s.device.type == self.device.type}
+        for key, storage in fresh.items():
+            if key not in self._buffers or self._buffers[key].numel() != storage.nbytes():
+                pinned = self.device.type != "cpu"
+                self._buffers[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            self._buffers[key].copy_(_bytes_of(storage))
+        for storage in fresh.values():
+            storage.resize_(0)
+        self._moved |= fresh
+        return sum(self._buffers[key].numel() for key in fresh)
+
+    def restore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy the storages of these tensors back, those that were released."""
+        for tensor in tensors:
+            key = local_shard(tensor.detach()).untyped_storage()._cdata
+            if (storage := self._moved.pop(key, None)) is not None:
+                storage.resize_(self._buffers[key].numel())
+                _bytes_of(storage).copy_(self._buffers[key])
+
+    def readable(self, local: torch.Tensor) -> torch.Tensor:
+        """This tensor, or the same values on the host if its storage is released."""
+        key = local.untyped_storage()._cdata
+        if key not in self._moved:
+            return local
+        buffer = self._buffers[key].view(local.dtype)
+        return buffer.as_strided(local.shape, local.stride(), local.storage_offset())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
