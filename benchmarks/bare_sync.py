@@ -70,7 +70,7 @@ def choose(worker: Any, contender: str) -> None:
 def copy_in_place(worker: Any, contender: str) -> float:
     """The bare transfer of one rank that trains and samples. Returns seconds."""
     choose(worker, contender)
-    held, targets = worker.engines["policy"].weights().held, worker.sampler._weights._tensors()
+    held, targets = worker.engines["policy"].weights().sources, worker.sampler._weights._tensors()
     began = time.perf_counter()
     for name, boxes in held.items():
         for box in boxes:
@@ -109,7 +109,7 @@ def set_keep_base(worker: Any, keep_base: bool) -> None:
 def change_weights(worker: Any, share: float, seed: int) -> None:
     """Change this share of the rank's weights, at random places, by more than the rounding of the sampler's dtype."""
     numbers = torch.Generator().manual_seed(seed + worker.spec.rank)
-    for boxes in worker.engines["policy"].weights().held.values():
+    for boxes in worker.engines["policy"].weights().sources.values():
         for box in boxes:
             flat = box.elements[0 : box.elements.numel()]
             places = torch.randint(flat.numel(), (round(flat.numel() * share),), generator=numbers)
@@ -119,7 +119,7 @@ def change_weights(worker: Any, share: float, seed: int) -> None:
 @torch.no_grad()
 def find_changes(worker: Any) -> float:
     """Only find the elements that have changed since the last sync: cast, compare, search. Returns seconds."""
-    base, held, chunk = worker._sync()._sender._base, worker.engines["policy"].weights().held, 1 << 18
+    base, held, chunk = worker._sync()._sender._base, worker.engines["policy"].weights().sources, 1 << 18
     cast = torch.empty(chunk, dtype=next(iter(base.values())).dtype)
     began = time.perf_counter()
     for (name, offsets), before in base.items():

@@ -17,7 +17,7 @@ from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, Layout, SyncHeader, make_layout
 from meshrl.sync.sender import WeightSender
-from meshrl.train.weights import HeldWeights, held_weights
+from meshrl.train.weights import RankWeights, rank_weights
 
 
 def tiny_engine(lm: torch.nn.Module, trusted: bool = True, **changes: Any) -> EmbeddedEngine:
@@ -69,7 +69,7 @@ def layout_of(lm: torch.nn.Module, transfer_bytes: int = 4096) -> Layout:
 def deliveries(lm: torch.nn.Module, layout: Layout) -> Iterator[Delivery]:
     """All transfers of `layout_of`, each in its own memory."""
     sender = WeightSender(layout, 0, keep_base=False)
-    sender.begin(_held(lm).held)
+    sender.begin(_held(lm).sources)
     for transfer in layout.transfers:
         yield sender.fill(transfer, torch.empty(layout.slot_bytes, dtype=torch.uint8))
 
@@ -88,5 +88,5 @@ async def sync(lm: torch.nn.Module, engine: Any, version: int, transfer_bytes: i
     return ack
 
 
-def _held(lm: torch.nn.Module) -> HeldWeights:
-    return held_weights(lm, HubNames(lm), next(lm.parameters()).dtype)
+def _held(lm: torch.nn.Module) -> RankWeights:
+    return rank_weights(lm, HubNames(lm), next(lm.parameters()).dtype)

@@ -16,7 +16,7 @@ from meshrl.sync.delivery import Delivery, Transport
 from meshrl.sync.digest import DigestKind
 from meshrl.sync.layout import Ack, Box, Layout, SyncHeader, SyncMode, make_layout
 from meshrl.sync.receiver import Receiver
-from meshrl.sync.sender import Elements, HeldBox, SendReport, WeightSender
+from meshrl.sync.sender import Elements, SendReport, SourceBox, WeightSender
 from meshrl.sync.transaction import SyncOrder, SyncState, make_header, sync_rank, with_reports
 
 Tensors = Mapping[str, torch.Tensor]
@@ -79,14 +79,14 @@ def layout_on(
     return make_layout(specs, boxes_on(mesh), TIED, transfer_bytes, digest)
 
 
-def held_of(weights: Tensors, boxes: Iterable[Box]) -> dict[str, list[HeldBox]]:
+def held_of(weights: Tensors, boxes: Iterable[Box]) -> dict[str, list[SourceBox]]:
     """Views of the full tensors."""
-    held: dict[str, list[HeldBox]] = {name: [] for name in weights}
+    held: dict[str, list[SourceBox]] = {name: [] for name in weights}
     for box in boxes:
         view = weights[box.name]
         for dim, (start, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
             view = view.narrow(dim, start, size)
-        held[box.name].append(HeldBox(box.offsets, box.shape, Elements(view)))
+        held[box.name].append(SourceBox(box.offsets, box.shape, Elements(view)))
     return held
 
 

@@ -74,7 +74,7 @@ class UpdateReport:
 
 
 @dataclass(kw_only=True, slots=True)
-class HeldBoxes:
+class RankBoxes:
     """The part of the weights that one rank holds. sender: its number among the ranks of its replica. tensors: {name:
     (shape, dtype as sent)}. tied: alias -> the name that is sent for it. digest: the faster one on its device."""
 
@@ -217,16 +217,16 @@ class RankWorker:
     # ---- weights
 
     @phase("load")
-    def weights(self) -> HeldBoxes:
+    def weights(self) -> RankBoxes:
         """The boxes that this rank holds of each tensor that samplers need (a collective, with LoRA)."""
         trainer, cfg = self._policy, self.spec.rollout
-        held = trainer.weights(merged=cfg is not None and not cfg.takes_adapters)
-        return HeldBoxes(
+        weights = trainer.weights(merged=cfg is not None and not cfg.takes_adapters)
+        return RankBoxes(
             sender=trainer.coordinates.sender,
             replica=trainer.coordinates.replica,
-            tensors=held.tensors,
-            boxes=held.boxes(),
-            tied=held.tied,
+            tensors=weights.tensors,
+            boxes=weights.boxes(),
+            tied=weights.tied,
             digest=kind_for(self.device),
         )
 

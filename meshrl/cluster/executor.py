@@ -52,8 +52,8 @@ def phase(name: str) -> Callable[[F], F]:
 
 def phase_of(method: Callable[..., Any]) -> str:
     """The phase of a method when the controller calls it now; the method's name if it is not marked."""
-    found: str = getattr(method, _PHASE, method.__name__)
-    return "eval" if found == "rollout" and current_span() == "eval" else found
+    name: str = getattr(method, _PHASE, method.__name__)
+    return "eval" if name == "rollout" and current_span() == "eval" else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

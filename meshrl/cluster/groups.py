@@ -111,11 +111,11 @@ class TrainGroup:
 
     async def layout(self, transfer_bytes: int) -> Layout:
         """The layout of syncs, made from the boxes of one replica's ranks."""
-        found = await self._all(lambda rank: self.executor.call(rank, RankWorker.weights))
-        senders = sorted((held for held in found if held.replica == 0), key=lambda held: held.sender)
+        of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.weights))
+        senders = sorted((own for own in of_ranks if own.replica == 0), key=lambda own: own.sender)
         first = senders[0]
         limit = transfer_bytes - transfer_bytes // _DIGEST_PART
-        return make_layout(first.tensors, [held.boxes for held in senders], first.tied, limit, first.digest)
+        return make_layout(first.tensors, [own.boxes for own in senders], first.tied, limit, first.digest)
 
     async def model_bytes(self) -> int:
         """Bytes of the exported model."""

@@ -84,8 +84,8 @@ class RankSync:
         sampler, trainer = self._sampler, self._trainer
         await self._memory.for_sync()
         if self._sender is not None and trainer is not None:
-            held = trainer.weights(merged=not self._cfg.takes_adapters).held
-            self._sender.begin(held, changes=order.header.mode != "full")
+            weights = trainer.weights(merged=not self._cfg.takes_adapters)
+            self._sender.begin(weights.sources, changes=order.header.mode != "full")
         targets = sampler.targets if self._in_place and isinstance(sampler, EmbeddedEngine) else None
         ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)
         await self._memory.for_sampling()

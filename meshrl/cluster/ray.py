@@ -86,9 +86,9 @@ class RayExecutor(RemoteExecutor):
                 return
             except ConnectionError as error:
                 if self._address is not None or self.specs[0].nodes > 1 or "RAY_ADDRESS" in os.environ:
-                    where = self._address or os.environ.get("RAY_ADDRESS") or "null, and no Ray runs on this machine"
+                    address = self._address or os.environ.get("RAY_ADDRESS") or "null, and no Ray runs on this machine"
                     raise ConfigError(
-                        f"cluster.address is {where}: no Ray cluster answers there ({error}). Start one with "
+                        f"cluster.address is {address}: no Ray cluster answers there ({error}). Start one with "
                         "`ray start --head`, and join it on every other machine with `ray start --address HOST:6379`"
                     ) from error
         ray.init(

@@ -70,7 +70,7 @@ class Replacement:
 
         Raises: the failure, if its rank trains, the run has failed, or max_restarts is used up.
         """
-        began, rank, lost = time.monotonic(), failure.rank, failure
+        started_at, rank, lost = time.monotonic(), failure.rank, failure
         while True:
             if not self.is_possible(lost):
                 raise lost
@@ -86,7 +86,7 @@ class Replacement:
                 await self.executor.restart([rank])
                 if self.layout is not None and self.executor.specs[rank].samples:
                     await self.executor.call(rank, RankWorker.set_layout, self.layout)
-                return self.note(f"rank {rank} was replaced in {time.monotonic() - began:.1f} s")
+                return self.note(f"rank {rank} was replaced in {time.monotonic() - started_at:.1f} s")
             except RankFailure as again:
                 if again is lost:
                     raise

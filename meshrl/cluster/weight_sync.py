@@ -75,8 +75,8 @@ async def _sync(
     """One call for each rank that sends, receives or both. When one fails, all others are cancelled."""
     executor = trainer.executor
     ranks = sorted({*range(trainer.num_ranks), *samplers})
-    found = await asyncio.gather(*(executor.call(rank, RankWorker.sync_state, connection_id) for rank in ranks))
-    states: dict[int, SyncState] = dict(zip(ranks, found, strict=True))
+    answers = await asyncio.gather(*(executor.call(rank, RankWorker.sync_state, connection_id) for rank in ranks))
+    states: dict[int, SyncState] = dict(zip(ranks, answers, strict=True))
     header = make_header(layout, version, list(states.values()), trainer.changes_mode)
     orders = {
         rank: sync_order(header, connection_id, rank, states, samplers)

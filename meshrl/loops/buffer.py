@@ -110,8 +110,8 @@ class GroupBuffer:
             self.fill()
             if self._failed is not None:
                 self._failed.result()
-            if (found := self.limits.take(self._job.trainer.version)) is not None:
-                return self._removed(*found)
+            if (removed := self.limits.take(self._job.trainer.version)) is not None:
+                return self._removed(*removed)
             await self._group_ended.wait()
 
     def _removed(self, taken: list[int], late: list[int]) -> ScoredBatch:

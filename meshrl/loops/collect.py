@@ -32,23 +32,23 @@ async def collect(
     min_version: the oldest weights that may answer. ended: awaited with each attempt as soon as it has ended.
     """
     is_eval = purpose == "eval"
-    given = cfg.eval_sampling if is_eval else cfg.rollout.sampling
+    keys = cfg.eval_sampling if is_eval else cfg.rollout.sampling
     num_attempts = cfg.loop.eval_samples if is_eval else cfg.loop.samples_per_prompt
     sampling = SamplingParams(
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        stop_token_ids=tuple(sorted({*task.stop_token_ids, *given.stop_token_ids})),
-        stop=tuple(given.stop),
+        temperature=keys.temperature,
+        top_p=keys.top_p,
+        top_k=keys.top_k,
+        min_p=keys.min_p,
+        repetition_penalty=keys.repetition_penalty,
+        stop_token_ids=tuple(sorted({*task.stop_token_ids, *keys.stop_token_ids})),
+        stop=tuple(keys.stop),
     )
     runs = []
     for prompt in prompts:
         context = AgentContext(
             tokenizer=task.tokenizer,
             sampling=sampling,
-            max_new_tokens=given.max_new_tokens,
+            max_new_tokens=keys.max_new_tokens,
             max_context_tokens=task.max_context_tokens,
             run_seed=cfg.run.seed,
             group_id=group_id(prompt, purpose),

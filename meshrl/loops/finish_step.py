@@ -40,7 +40,7 @@ def _use_of_devices(job: Job, num_trained_tokens: int) -> list[Metric]:
     """The trained tokens per second and device, and the fraction of a step in which each side had nothing to do, if
     samplers have ranks of their own."""
     now, spans = time.perf_counter(), job.run.spans
-    wall, job.began = now - job.began, now
+    wall, job.step_started_at = now - job.step_started_at, now
     busy = job.rollouts.routes.take_busy_s() / len(job.rollouts.routes.ranks)
     speed = throughput(job.cfg.cluster, num_trained_tokens, wall)
     if not job.cfg.cluster.num_rollout_ranks:

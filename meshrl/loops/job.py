@@ -126,7 +126,7 @@ class Job:
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
     num_refused_steps: int = 0  # in succession, in which the engine refused every answer
     noted: set[str] = field(default_factory=set)  # notes of this start that are written once
-    began: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
+    step_started_at: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
     probed: list[Sample] | None = None  # rows that the next sync scores on both sides; None = no row
     probe: asyncio.Task[list[Metric]] | None = None  # of the last sync
     token_values: TrainerValues | None = None  # of the current step, if its rollouts are logged
@@ -147,8 +147,8 @@ class Job:
         them in another order, trained before this run was resumed."""
         finished, prompts = set(self.cursor.get("finished", ())), list[Prompt]()
         while len(prompts) < count:
-            found = self.feed.next(count - len(prompts))
-            prompts += [prompt for prompt in found if prompt.ordinal not in finished]
+            drawn = self.feed.next(count - len(prompts))
+            prompts += [prompt for prompt in drawn if prompt.ordinal not in finished]
         later = sorted(ordinal for ordinal in finished if ordinal > prompts[-1].ordinal)
         return prompts, {**self.feed.state(), **({"finished": later} if later else {})}
 

@@ -19,20 +19,20 @@ def note_what_is_wrong(
 ) -> None:
     """values: the metrics of the step. rollouts: the file of its answers, None if there is none."""
     step, cut = f"step {job.step + 1}", values.get("rollout/truncated_fraction", 0.0)
-    found: dict[str, str] = {}
+    notes: dict[str, str] = {}
     crashes = crash_note(trajectories, job.cfg.agent.kind)
     if crashes is not None:
-        found["crashes"] = crashes
+        notes["crashes"] = crashes
     if _has_no_signal(job, values):
-        where = f"are in {rollouts}" if rollouts else "have no file (monitor.rollout_log_every_steps)"
-        found["no signal"] = f"{NO_SIGNAL}. The answers and their rewards {where}"
+        place = f"are in {rollouts}" if rollouts else "have no file (monitor.rollout_log_every_steps)"
+        notes["no signal"] = f"{NO_SIGNAL}. The answers and their rewards {place}"
     if cut > _MOST:
-        found["cut"] = (
+        notes["cut"] = (
             f"{cut:.0%} of the answers were cut off, at rollout.sampling.max_new_tokens = "
             f"{job.cfg.rollout.sampling.max_new_tokens} or at the end of the model's context, so the graders read "
             "incomplete answers. Raise this key, or ask for shorter answers (data.system); see also algo.truncated"
         )
-    for name, text in found.items():
+    for name, text in notes.items():
         if name not in job.noted:
             job.noted.add(name)
             for line in f"{step}: {text}".splitlines():
@@ -45,9 +45,9 @@ def note_run_without_signal(job: Job) -> None:
     steps = [line.metrics for line in lines if "reward/groups_without_signal" in line.metrics]  # without evaluations
     if len(steps) > 1 and all(_has_no_signal(job, values) for values in steps):
         rollouts = job.run.folder / "rollouts"
-        where = f"in {rollouts}" if rollouts.exists() else "of a run with monitor.rollout_log_every_steps=1"
+        place = f"in {rollouts}" if rollouts.exists() else "of a run with monitor.rollout_log_every_steps=1"
         job.run.note(
-            f"all {len(steps)} steps: {NO_SIGNAL}. Check the rewards {where}; change the reward function if it does "
+            f"all {len(steps)} steps: {NO_SIGNAL}. Check the rewards {place}; change the reward function if it does "
             "not distinguish answers, or the prompts if all are too hard or too easy"
         )
 

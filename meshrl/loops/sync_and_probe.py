@@ -21,11 +21,11 @@ from meshrl.sync.layout import Ack
 async def first_sync(job: Job) -> list[Metric]:
     """The sync before the loop's first step. Its metrics are named first_sync/* and belong to step 1. A resumed run
     drops them: it has reported them before, and its metrics must equal those of an uninterrupted run."""
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     metrics = await _sync(job)
-    job.began = time.perf_counter()
+    job.step_started_at = time.perf_counter()
     job.rollouts.routes.take_busy_s()
-    metrics.append(Metric(name="sync/latency_s", sum=job.began - began, reduce="sum", unit="s"))
+    metrics.append(Metric(name="sync/latency_s", sum=job.step_started_at - started_at, reduce="sum", unit="s"))
     first = metrics if job.step == 0 else []
     return [replace(m, name=f"first_sync/{m.name.partition('/')[2]}") for m in first]
 
@@ -44,9 +44,9 @@ async def sync(job: Job) -> list[Metric]:
 
 
 async def _sync(job: Job) -> list[Metric]:
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     acks = await sync_weights(job.trainer, job.rollouts, job.layout)
-    took_s = time.perf_counter() - began
+    took_s = time.perf_counter() - started_at
     sent, extra = max(ack.num_bytes for ack in acks), max(ack.extra_bytes for ack in acks)
     metrics = [
         Metric(name="sync/num_bytes", sum=float(sent), reduce="max", unit="bytes"),

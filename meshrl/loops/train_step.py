@@ -47,9 +47,9 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Seq
     samples, metrics = flatten(trajectories)
     job.token_values = None  # of a step that failed
     if not samples:
-        why = f". The engine refused {len(refusals)} of them, such as: {refusals[0]}" if refusals else ""
-        what = f"none of {len(trajectories)} trajectories has a reward; nothing to train on{why}"
-        job.run.note(f"step {job.step + 1}: {what}")
+        reason = f". The engine refused {len(refusals)} of them, such as: {refusals[0]}" if refusals else ""
+        text = f"none of {len(trajectories)} trajectories has a reward; nothing to train on{reason}"
+        job.run.note(f"step {job.step + 1}: {text}")
     else:
         if job.rollout_log.has_file(job.step + 1):
             job.token_values = TrainerValues(version=job.trainer.version, samples=samples)

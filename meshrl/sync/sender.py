@@ -54,7 +54,7 @@ class Elements:
         return rows.reshape(-1)[low - first * inner : high - first * inner]
 
 
-class HeldBox(NamedTuple):
+class SourceBox(NamedTuple):
     """A box that a rank holds, and its elements."""
 
     offsets: tuple[int, ...]
@@ -93,7 +93,7 @@ class WeightSender:
         self._changes = False
         self._scratch: torch.Tensor | None = None
 
-    def begin(self, boxes_by_name: Mapping[str, Sequence[HeldBox]], changes: bool = False) -> None:
+    def begin(self, boxes_by_name: Mapping[str, Sequence[SourceBox]], changes: bool = False) -> None:
         """boxes_by_name: {name: this rank's boxes of it}, in any floating dtype. changes: send what changed since
         base_version: with keep_base the elements that differ, without it all tensors that are not frozen.
 

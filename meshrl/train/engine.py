@@ -50,7 +50,7 @@ from meshrl.train.optim import build_optimizer, clip_gradients
 from meshrl.train.packing import pack
 from meshrl.train.probe import require_independent_rows
 from meshrl.train.state import base_digest, load_state, state_bytes, state_tensors
-from meshrl.train.weights import HeldWeights, held_weights
+from meshrl.train.weights import RankWeights, rank_weights
 
 if TYPE_CHECKING:
     from meshrl.model.causal import PreTrainedModel
@@ -272,10 +272,10 @@ class TrainEngine:
 
     # ---- weights for samplers and files
 
-    def weights(self, merged: bool = False) -> HeldWeights:
-        """This rank's boxes of each tensor that samplers need (with merged, a collective; see `held_weights`)."""
+    def weights(self, merged: bool = False) -> RankWeights:
+        """This rank's boxes of each tensor that samplers need (with merged, a collective; see `rank_weights`)."""
         reshard(self.model)
-        return held_weights(self.model.lm, self.names, self.compute_dtype, merged)
+        return rank_weights(self.model.lm, self.names, self.compute_dtype, merged)
 
     def frozen(self) -> frozenset[str]:
         """Hub names of the tensors that no optimizer step changes."""

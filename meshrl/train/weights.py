@@ -11,31 +11,31 @@ from meshrl.model.lora import adapters_of, is_adapter, named_weights
 from meshrl.model.lora import merged as merged_with
 from meshrl.parallel.boxes import LocalBox, boxes
 from meshrl.sync.layout import Box
-from meshrl.sync.sender import Elements, HeldBox
+from meshrl.sync.sender import Elements, SourceBox
 
 
 @dataclass(kw_only=True, slots=True)
-class HeldWeights:
-    """tensors: {name: (shape of the full tensor, dtype on the wire)}. held: this rank's boxes of each. tied: alias ->
-    the name that is sent for it."""
+class RankWeights:
+    """tensors: {name: (shape of the full tensor, dtype on the wire)}. sources: this rank's boxes of each. tied: alias
+    -> the name that is sent for it."""
 
     tensors: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    held: dict[str, list[HeldBox]] = field(default_factory=dict)
+    sources: dict[str, list[SourceBox]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
     def boxes(self) -> list[Box]:
         """The boxes without their elements."""
-        return [Box(name, box.offsets, box.shape) for name, own in self.held.items() for box in own]
+        return [Box(name, box.offsets, box.shape) for name, own in self.sources.items() for box in own]
 
 
 @torch.no_grad()
-def held_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merged: bool = False) -> HeldWeights:
+def rank_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merged: bool = False) -> RankWeights:
     """This rank's boxes of each parameter, as views in the master dtype, to be sent in `dtype`; and of the buffers that
     belong to the model's files, in their own dtype.
 
     merged (a collective): LoRA adapters are merged when the elements are read, for a sampler without adapters.
     """
-    weights = HeldWeights(tied=dict(names.tied))
+    weights = RankWeights(tied=dict(names.tied))
     adapters = adapters_of(lm) if merged else {}
     parameters = {name: p for name, p in named_weights(lm) if not (merged and is_adapter(name))}
     buffers = persistent_buffers(lm)
@@ -43,11 +43,11 @@ def held_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merge
         sent = full.dtype if name in buffers else dtype
         for hub_name in names.of(name):
             weights.tensors[hub_name] = names.tensors[hub_name], str(sent).removeprefix("torch.")
-            weights.held[hub_name] = []
+            weights.sources[hub_name] = []
         rows_of = merged_with(adapters[name]) if name in adapters else None
         for offsets, local in boxes(full):
             for hub_name, start, view in names.split(name, offsets, local):
                 # A layer with an adapter is one tensor of the files.
                 rows = None if rows_of is None else rows_of(LocalBox(start, view))
-                weights.held[hub_name].append(HeldBox(start, tuple(view.shape), Elements(view, rows)))
+                weights.sources[hub_name].append(SourceBox(start, tuple(view.shape), Elements(view, rows)))
     return weights

@@ -29,7 +29,7 @@ from meshrl.sync.delivery import Delivery, Transport
 from meshrl.sync.layout import Box, Layout, Transfer, make_layout
 from meshrl.sync.sender import WeightSender
 from meshrl.sync.sockets import Sockets
-from meshrl.train.weights import held_weights
+from meshrl.train.weights import rank_weights
 
 NUM_SENDERS, TRANSFER_BYTES = 2, 8192
 GATHER_S = 6.0  # time limit of the other ranks for a rank that never connects
@@ -82,7 +82,7 @@ class Synced:
     def __init__(self, transport: str):
         lm = tiny_lm("qwen2", tie_word_embeddings=True)
         self.masters = {name: p.detach().clone() for name, p in lm.named_parameters()}
-        full = held_weights(lm, HubNames(lm), torch.float32)
+        full = rank_weights(lm, HubNames(lm), torch.float32)
         halves: list[list[Box]] = [[], []]
         for name, (shape, _) in full.tensors.items():
             half, rest = -(-shape[0] // 2), (0,) * (len(shape) - 1)

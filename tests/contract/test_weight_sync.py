@@ -18,7 +18,7 @@ from meshrl.model.hub_names import HubNames
 from meshrl.sync.delivery import ALL
 from meshrl.sync.digest import digest_bytes
 from meshrl.sync.layout import Box, make_layout
-from meshrl.train.weights import held_weights
+from meshrl.train.weights import rank_weights
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for a server to start
 
@@ -177,7 +177,7 @@ class TwoRanks(Trainer):
     """A trainer on two ranks: each has half of the rows of every tensor, and the last sent values as base."""
 
     def __init__(self, lm):
-        full = held_weights(lm, HubNames(lm), torch.float32)
+        full = rank_weights(lm, HubNames(lm), torch.float32)
         ranks = [[], []]
         for name, (shape, _) in full.tensors.items():
             half = -(-shape[0] // 2)

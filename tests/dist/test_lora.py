@@ -179,7 +179,7 @@ def _rows(
     """This rank's merged rows, read in chunks of 37 elements, and the full tensors that an export gathers."""
     engine = engine_over(with_adapters(**UNEVEN), world, train, dtype)
     rows = {}
-    for name, boxes in engine.weights(merged=True).held.items():
+    for name, boxes in engine.weights(merged=True).sources.items():
         elements = [box.elements for box in boxes]
         cuts = [(own, [*range(0, own.numel(), 37), own.numel()]) for own in elements]
         read = [own[a:b].reshape(-1) for own, at in cuts for a, b in itertools.pairwise(at)]

@@ -28,7 +28,7 @@ from meshrl.sync.sender import WeightSender
 from meshrl.sync.sockets import Sockets
 from meshrl.sync.transaction import SyncOrder, sync_rank
 from meshrl.train.engine import TrainEngine
-from meshrl.train.weights import held_weights
+from meshrl.train.weights import rank_weights
 
 UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
@@ -263,12 +263,12 @@ def _cut_in_two_dims(rank: int, world: int) -> list[str]:
     """Names of tensors that differ from the original ones after one sync."""
     lm = tiny_lm("qwen3_moe", **MIXTURE)
     names = HubNames(lm)
-    full = {name: held[0].elements for name, held in held_weights(lm, names, torch.bfloat16).held.items()}
+    full = {name: held[0].elements for name, held in rank_weights(lm, names, torch.bfloat16).sources.items()}
     wanted: Mapping[str, torch.Tensor] = {
         name: elements[0 : elements.numel()].bfloat16().view(names.tensors[name]) for name, elements in full.items()
     }
     assert len({str(each) for each in _shard(lm).values()}) == 6
-    held = held_weights(lm, HubNames(lm), torch.bfloat16)
+    held = rank_weights(lm, HubNames(lm), torch.bfloat16)
     boxes: list[Any] = [None] * world
     dist.all_gather_object(boxes, held.boxes())
     layout = make_layout(held.tensors, boxes, held.tied, 2048)
@@ -276,7 +276,7 @@ def _cut_in_two_dims(rank: int, world: int) -> list[str]:
     addresses: list[Any] = [None] * world
     dist.all_gather_object(addresses, transport.prepare("first"))
     sender, model = WeightSender(layout, rank, keep_base=False), Model(layout)
-    sender.begin(held.held)
+    sender.begin(held.sources)
     order = SyncOrder(
         header=SyncHeader(version=0, layout_hash=layout.hash),
         connection_id="first",

@@ -12,7 +12,7 @@ from tiny_models import tiny_lm, tiny_qwen2
 
 from meshrl.model.recipe import cast_parameters
 from meshrl.parallel.fsdp import local_shard
-from meshrl.train.weights import HeldWeights
+from meshrl.train.weights import RankWeights
 
 UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
@@ -27,21 +27,21 @@ STRATEGIES = {
 
 def _held(
     rank: int, world: int, model: dict[str, Any], train: dict[str, Any], dtype: torch.dtype
-) -> tuple[HeldWeights, int]:
+) -> tuple[RankWeights, int]:
     """This rank's boxes, and the size of its smallest shard."""
     engine = engine_over(tiny_qwen2(**model), world, train, dtype)
     engine.require_independent_rows()  # a forward without a backward must not leave gathered parameters behind
     return engine.weights(), min(local_shard(p).numel() for p in engine.model.parameters())
 
 
-def _check(answers: list[tuple[HeldWeights, int]], model: dict[str, Any], dtype: torch.dtype) -> None:
+def _check(answers: list[tuple[RankWeights, int]], model: dict[str, Any], dtype: torch.dtype) -> None:
     """Each box is a block of a fresh model's tensor, and the boxes of all ranks cover the tensor."""
     fresh = dict(cast_parameters(tiny_qwen2(**model), dtype).named_parameters())
     covered = {name: torch.zeros(want.shape, dtype=torch.bool) for name, want in fresh.items()}
     for held, _ in answers:
         sent = str(dtype).removeprefix("torch.")
         assert list(held.tensors.items()) == [(name, (tuple(want.shape), sent)) for name, want in fresh.items()]
-        for name, boxes in held.held.items():
+        for name, boxes in held.sources.items():
             for offsets, shape, elements in boxes:
                 block = tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
                 values = elements[0 : elements.numel()].to(dtype).view(shape)

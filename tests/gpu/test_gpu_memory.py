@@ -91,7 +91,7 @@ def test_a_sync_in_place_takes_only_the_memory_of_its_digests(meshes, accelerato
     async def sync(version: int) -> None:
         if version == 0:
             await sampler.reconcile(layout)
-        sender.begin(engine.weights().held)
+        sender.begin(engine.weights().sources)
         order = SyncOrder(header=SyncHeader(version=version, layout_hash=layout.hash), connection_id="")
         await sync_rank(order, layout, None, sender, sampler, sampler.targets)
 

@@ -115,7 +115,7 @@ FAULTS = [
     Fault(
         "a run that continues as another schedule trains prompts twice",
         "meshrl/loops/job.py::Job.next_prompts",
-        "[prompt for prompt in found if prompt.ordinal not in finished] => found",
+        "[prompt for prompt in drawn if prompt.ordinal not in finished] => drawn",
         _RESUMED_GROUPS + "test_another_schedule_leaves_out_prompts_that_were_trained",
     ),
     Fault(

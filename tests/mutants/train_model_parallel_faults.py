@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "buffers that the forward reads are not sent",
-        "meshrl/train/weights.py::held_weights",
+        "meshrl/train/weights.py::rank_weights",
         "[*parameters.items(), *buffers.items()] => parameters.items()",
         _BUFFERS_OUT + "test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them[2-deepseek_v3-False]",
     ),

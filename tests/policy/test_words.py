@@ -51,7 +51,7 @@ SELF = "tests/policy/test_words.py"
 
 
 def words_of(name: str) -> str:
-    """A name's words, in lower case between spaces: HeldBoxes and held_boxes are " held boxes "."""
+    """A name's words, in lower case between spaces: RankBoxes and rank_boxes are " rank boxes "."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_", " ", name)
     return f" {apart.lower()} "
 

@@ -21,7 +21,7 @@ from meshrl.sync.delivery import Delivery, delivery_to_json
 from meshrl.sync.digest import BlockDigests, lap, require_in_place
 from meshrl.sync.layout import Ack, Layout, SyncHeader, layout_to_json, make_layout
 from meshrl.sync.receiver import Incoming, reconcile
-from meshrl.sync.sender import Elements, HeldBox, WeightSender
+from meshrl.sync.sender import Elements, SourceBox, WeightSender
 from meshrl.sync.shared_memory import SharedRing
 from meshrl.sync.transaction import WeightState
 
@@ -183,14 +183,14 @@ class _HostCopy:
 
     def deliveries(self, version: int, ring: SharedRing) -> Iterator[Delivery]:
         """All transfers for the server, in the ring's slot; each one is valid until the next one is requested."""
-        boxes: dict[str, list[HeldBox]] = {}
+        boxes: dict[str, list[SourceBox]] = {}
         for name in self.served.by_name:
             weight = self._tensors[name]
             a, b = adapter_names(name)
             rows = None
             if a in self._tensors:
                 rows = merged_rows(weight, self._tensors[a], self._tensors[b], self._scale)
-            boxes[name] = [HeldBox((0,) * weight.dim(), tuple(weight.shape), Elements(weight, rows))]
+            boxes[name] = [SourceBox((0,) * weight.dim(), tuple(weight.shape), Elements(weight, rows))]
         self._sender.begin(boxes)
         for transfer in self.served.transfers:
             yield replace(self._sender.fill(transfer, ring.slots[0]), slot_address=ring.slot_address(0))
