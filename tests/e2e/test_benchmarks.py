@@ -75,6 +75,7 @@ def bars(line: dict[str, Any]) -> set[str]:
     return {bar["name"] for bar in line["bars"]}
 
 
+@pytest.mark.slow
 def test_packing(tmp_path: Path) -> None:
     line = smoke("packing", tmp_path, "--dtype", "float32")
     assert bars(line) == {"ratio_packed_over_padded_float32", "balance_alone", "balance_shared"}
@@ -94,6 +95,7 @@ def test_where_time_goes(tmp_path: Path) -> None:
     assert abs(sum(shares.values()) - 1) < 0.01 and shares["share_training_float32_matrix_products"] > 0
 
 
+@pytest.mark.slow
 def test_engine_overhead(tmp_path: Path) -> None:
     line = smoke("engine_overhead", tmp_path, "--only", "engine")
     assert bars(line) == {"engine_overhead"}
@@ -125,6 +127,7 @@ def test_controller_scale(tmp_path: Path) -> None:
     assert all(line["figures"][f"cpu_s_{part}_256"] > 0 for part in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not chromium.PROGRAM, reason="Chromium is not installed")
 def test_viewer(tmp_path: Path) -> None:
     line = smoke("viewer", tmp_path)
@@ -136,6 +139,7 @@ def test_viewer(tmp_path: Path) -> None:
 CELLS = {f"smoke_float32_16_{kind}" for kind in ("mixed", "equal")}
 
 
+@pytest.mark.slow
 def test_rollout(tmp_path: Path) -> None:
     line = smoke("rollout", tmp_path, "--no-generate-batch")
     assert bars(line) == {f"{cell}_over_generate" for cell in CELLS}

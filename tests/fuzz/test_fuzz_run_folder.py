@@ -19,6 +19,8 @@ from meshrl.tools.convert import convert
 from meshrl.tools.report.page import write_report
 from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST
 
+pytestmark = pytest.mark.slow
+
 
 def report(folder: Path) -> int:
     """The size of the report, which is removed again: the test checks that no other file is left in the folder."""
