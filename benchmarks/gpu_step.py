@@ -124,7 +124,7 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
     ) as groups:
         trainer, rollouts = groups.trainer, groups.rollouts
         assert trainer is not None and rollouts is not None
-        layout = await trainer.layout(RolloutConfig().sync_bucket_bytes)
+        layout = await trainer.layout()
         await rollouts.reconcile(layout)
         run = Steps(trainer, rollouts, layout, device, args)
         await run.sync()

@@ -138,8 +138,9 @@ class Sampler:
     async def begin(self, header: SyncHeader) -> None:
         self.receiver.begin(header)
 
-    async def receive(self, delivery: Delivery) -> None:
-        self.receiver.receive(delivery)
+    async def receive(self, *deliveries: Delivery) -> None:
+        for delivery in deliveries:
+            self.receiver.receive(delivery)
 
     async def commit(self) -> Ack:
         return self.receiver.commit(self.read_back if self.reads_back else None)

@@ -33,6 +33,7 @@ from meshrl.train.engine import Role, StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_HOST_BYTES, _DEVICE_BYTES = 64 << 20, 1 << 30  # of the transfers of a window
 _DIGEST_PART = 64  # 1/64 of the bytes of the transfers is reserved for their digests
 
 
@@ -109,11 +110,14 @@ class TrainGroup:
         bad = next((report.not_finite for report in reports if report.not_finite), "")
         return dataclasses.replace(reports[0], not_finite=bad)
 
-    async def layout(self, transfer_bytes: int) -> Layout:
-        """The layout of syncs, made from the boxes of one replica's ranks."""
+    async def layout(self, transfer_bytes: int | None = None) -> Layout:
+        """The layout of syncs, made from the boxes of one replica's ranks. transfer_bytes: of all senders together;
+        None = 64 MiB in host memory, 1 GiB on accelerators, where a transfer has to pay for more calls."""
         of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.weights))
         senders = sorted((own for own in of_ranks if own.replica == 0), key=lambda own: own.sender)
         first = senders[0]
+        if transfer_bytes is None:
+            transfer_bytes = _HOST_BYTES if first.digest == "xxh3" else _DEVICE_BYTES
         limit = transfer_bytes - transfer_bytes // _DIGEST_PART
         return make_layout(first.tensors, [own.boxes for own in senders], first.tied, limit, first.digest)
 

@@ -14,6 +14,7 @@ from meshrl.parallel.mesh import replica_group
 from meshrl.process.connect import LOOPBACK
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.embedded.engine import EmbeddedEngine
+from meshrl.sync.all_gather import AllGather
 from meshrl.sync.broadcast import Broadcast
 from meshrl.sync.delivery import Transport
 from meshrl.sync.layout import Ack, Layout
@@ -136,13 +137,14 @@ class RankSync:
         return self._transport
 
     def _new_transport(self, sender: int | None) -> Transport:
-        """Shared memory and sockets; or broadcasts, if the config selects them, or if colocated ranks are on several
-        machines or hold their weights on accelerators."""
+        """Shared memory and sockets; or an all-gather, if colocated ranks are on several machines or hold their weights
+        on accelerators; or broadcasts, if the config selects them."""
         spec, timeout_s = self._spec, self._spec.deadline_s("sync") / 2  # fails before the rank misses its deadline
         host = LOOPBACK if spec.nodes == 1 else spec.address
         if self._trainer is not None and self._colocated and (spec.nodes > 1 or self._device.type != "cpu"):
-            shared = replica_group(self._trainer.mesh)
-            return Broadcast(self.layout, sender, host, self._device, timeout_s, shared)
+            assert sender is not None, "colocated train ranks send"
+            group, for_server = replica_group(self._trainer.mesh), self._cfg.engine != "embedded"
+            return AllGather(self.layout, sender, group, self._device, for_server)
         if not self._colocated and self._cfg.sync_transport == "broadcast":
             return Broadcast(self.layout, sender, host, transfer_device(self._device), timeout_s)
         return Sockets(self.layout, sender, host, machine=spec.rank // spec.num_local_ranks, timeout_s=timeout_s)

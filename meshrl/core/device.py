@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import json
 import os
 import platform
 import random
@@ -185,6 +186,27 @@ def generators_restored() -> Iterator[None]:
             set_generator_state(kind, state)
         np.random.set_state(of_numpy)
         random.setstate(of_python)
+
+
+def exports_memory(device: torch.device) -> bool:
+    """Whether another process can open memory of this accelerator (`export_memory`)."""
+    return device.type == "cuda"
+
+
+def export_memory(memory: torch.Tensor) -> str:
+    """A handle, as text, with which another process opens this memory of an accelerator, as long as it exists."""
+    _, *parts = memory.untyped_storage()._share_cuda_()
+    return json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
+
+
+def import_memory(handle: str, device: torch.device) -> torch.Tensor:
+    """uint8[N]: the memory of a handle of `export_memory`, which is on this device."""
+    names = ("handle", "num_bytes", "offset", "counter", "counter_offset", "event", "is_event_used")
+    parts = dict(zip(names, json.loads(handle), strict=True))
+    for name in ("handle", "counter", "event"):
+        parts[name] = bytes.fromhex(parts[name])
+    storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *parts.values())
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def synchronize(device: torch.device) -> None:

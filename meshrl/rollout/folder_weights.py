@@ -70,7 +70,7 @@ class FolderWeights:
     def begin(self, header: dict[str, Any]) -> dict[str, Any]:
         """Create the folder of this version, with copies of all files of the model folder except the weights."""
         self.cancel()
-        self._assembly = Assembly(self._layout, SyncHeader(**header), self._name)
+        self._assembly = Assembly(self._layout, SyncHeader(**header), self._name, torch.device("cpu"))
         folder = self._incoming
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -79,10 +79,10 @@ class FolderWeights:
                 shutil.copyfile(file, folder / file.name)
         return {}
 
-    def receive(self, **message: Any) -> dict[str, Any]:
-        """Take the tensors that a transfer completes."""
+    def receive(self, transfers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Take the tensors that these transfers complete."""
         assert self._assembly is not None
-        self._add(self._assembly, self._assembly.take(message))
+        self._add(self._assembly, self._assembly.take(transfers))
         return {}
 
     async def commit(self) -> dict[str, Any]:

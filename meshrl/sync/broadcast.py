@@ -1,9 +1,8 @@
 """Transfers by broadcast: each sender and its receivers are a process group, over gloo or the accelerator's own
 backend. A sender sends its bytes once, whatever the number of receivers.
 
-Train ranks that also sample already have a group. Samplers in their own ranks form a group with each sender. A group
-can't be joined later, so a rank that replaces a failed one needs new groups. An unfinished broadcast ends with its
-group.
+Samplers in their own ranks form a group with each sender. A group can't be joined later, so a rank that replaces a
+failed one needs new groups. An unfinished broadcast ends with its group.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import torch.distributed as dist
 from meshrl.core.device import abort_group, separate_group
 from meshrl.core.errors import SyncInterrupted
 from meshrl.parallel.store import listening_store
-from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, Transport, delivery_from_facts, facts_bytes
+from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, TransferByTransfer, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer
 
 
-class Broadcast(Transport):
+class Broadcast(TransferByTransfer):
     """One rank's end."""
 
     def __init__(
@@ -34,12 +33,10 @@ class Broadcast(Transport):
         host: str,
         device: torch.device,
         timeout_s: float,
-        shared: Any = None,
     ):
         """sender: this rank's number among the senders; None = it only receives. host: the address under which other
-        ranks reach this machine. timeout_s: for forming a group, and for one broadcast. shared: the existing process
-        group of ranks that send and receive, in which rank s is sender s; None = form groups."""
-        self._sender, self._host, self._device, self._shared = sender, host, device, shared
+        ranks reach this machine. timeout_s: for forming a group, and for one broadcast."""
+        self._sender, self._host, self._device = sender, host, device
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._connection_id = self._prepared = ""
         self._store: dist.TCPStore | None = None
@@ -47,13 +44,12 @@ class Broadcast(Transport):
         self._slot_bytes = layout.slot_bytes
         self._slots = [self._empty() for _ in range(NUM_SLOTS)] if sender is not None else []
         self._sending: list[list[Any]] = [[] for _ in range(NUM_SLOTS)]
-        self._received: torch.Tensor | None = None
-        self.collective = shared is not None
+        self._received: dict[int, torch.Tensor] = {}  # by sender
         self.num_bytes = len(self._slots) * layout.slot_bytes
 
     def prepare(self, connection_id: str) -> Address | None:
         """The address at which receivers form a group with this rank."""
-        if self._shared is not None or self._sender is None:
+        if self._sender is None:
             return None
         if self._store is None or connection_id != self._prepared:
             self.disconnect()
@@ -68,7 +64,7 @@ class Broadcast(Transport):
 
         Raises: SyncError.
         """
-        if self._shared is not None or connection_id == self._connection_id:
+        if connection_id == self._connection_id:
             return
 
         def join(sender: int, rank: int, at: Address) -> Any:
@@ -93,7 +89,7 @@ class Broadcast(Transport):
     async def put(self, delivery: Delivery) -> Delivery:
         payload, transfer = delivery.payload, delivery.transfer
         assert payload is not None
-        if self._shared is not None or transfer.sender in self._groups:  # else this rank is its only receiver
+        if transfer.sender in self._groups:  # else this rank is its only receiver
             facts = torch.frombuffer(bytearray(delivery.facts()), dtype=torch.uint8).to(self._device)
             works = [self._begin(transfer, tensor) for tensor in (facts, payload) if tensor.numel()]
             self._sending[transfer.index % NUM_SLOTS] = works
@@ -102,11 +98,12 @@ class Broadcast(Transport):
     async def get(self, transfer: Transfer) -> Delivery:
         facts = torch.empty(facts_bytes(transfer), dtype=torch.uint8, device=self._device)
         await self._wait(transfer, [self._begin(transfer, facts)])
-        if self._received is None:
-            self._received = self._empty()
-        delivery = delivery_from_facts(transfer, facts.cpu().numpy().tobytes(), self._received)
+        if transfer.sender not in self._received:
+            self._received[transfer.sender] = self._empty()
+        slot = self._received[transfer.sender]
+        delivery = delivery_from_facts(transfer, facts.cpu().numpy().tobytes(), slot)
         if delivery.num_bytes:
-            await self._wait(transfer, [self._begin(transfer, self._received[: delivery.num_bytes])])
+            await self._wait(transfer, [self._begin(transfer, slot[: delivery.num_bytes])])
         return delivery
 
     def disconnect(self) -> None:
@@ -126,8 +123,6 @@ class Broadcast(Transport):
 
     def _begin(self, transfer: Transfer, tensor: torch.Tensor) -> Any:
         with _interrupted(f"{transfer} could not be broadcast"):
-            if self._shared is not None:
-                return self._shared.broadcast(tensor, transfer.sender)
             return self._groups[transfer.sender].broadcast(tensor, 0)
 
     async def _wait(self, transfer: Transfer, works: list[Any]) -> None:

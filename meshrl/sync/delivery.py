@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -23,13 +23,15 @@ _HEAD = struct.Struct("<3Q")  # of the facts: number of the transfer, length of 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotAddress:
-    """A slot of a SharedRing of this machine: what another process needs to open it
-    (`shared_memory.SharedRingView`)."""
+    """A slot of memory of this machine: what another process needs to open it (`shared_memory.open_slots`). at: the
+    payload's first byte. handles: of `shared_memory.DeviceMemory`; none for host memory."""
 
     ring: str
     num_slots: int
     slot_bytes: int
     slot: int
+    at: int = 0
+    handles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,11 +111,16 @@ def delivery_to_json(delivery: Delivery, slot_address: SlotAddress) -> dict[str,
     return {"number": delivery.transfer.number, "facts": delivery.facts().hex(), **asdict(slot_address)}
 
 
-def delivery_from_json(layout: Layout, message: dict[str, Any], slot: torch.Tensor) -> Delivery:
+def delivery_from_json(
+    layout: Layout, message: dict[str, Any], open_slots: Callable[[SlotAddress], list[torch.Tensor]]
+) -> Delivery:
     """The transfer of a message of `delivery_to_json`. Raises: SyncError for an unknown number."""
     transfers, number = layout.transfers, message["number"]
     if not 0 <= number < len(transfers):
         raise SyncError(f"transfer {number} was received; the layout has {len(transfers)}")
+    places = {field.name: message[field.name] for field in fields(SlotAddress)}
+    address = SlotAddress(**{**places, "handles": tuple(places["handles"])})
+    slot = open_slots(address)[address.slot][address.at :]
     return delivery_from_facts(transfers[number], bytes.fromhex(message["facts"]), slot)
 
 
@@ -160,12 +167,12 @@ class Address:
 
 class Transport(Protocol):
     """One rank's end of all its connections. All ranks handle the layout's transfers in the same order, so they can't
-    deadlock: a sender calls `buffer` and `put` for each of its own transfers, a receiver `get` and `release_slot` for
-    each transfer of the others.
+    deadlock: for each window a sender calls `buffer`, all call `exchange`, and a receiver calls `release_slot` for each
+    transfer of the others.
 
     Every wait ends when its task is cancelled; `disconnect` then ends the waits of other ranks.
-    collective: whether a rank that only sends has to `get` the transfers of the others, too. num_bytes: memory of this
-    rank's slots.
+    collective: whether a rank without a sampler takes part in every exchange, too. num_bytes: memory of this rank's
+    slots.
     """
 
     collective: bool = False
@@ -186,13 +193,9 @@ class Transport(Protocol):
         """The slot for a transfer of this rank, as soon as its previous content may be replaced. Raises: SyncError."""
         ...
 
-    async def put(self, delivery: Delivery) -> Delivery:
-        """Begin to send a transfer, which is in its slot. Returns it with the slot's address, if other processes can
-        open the slot. Raises: SyncError."""
-        ...
-
-    async def get(self, transfer: Transfer) -> Delivery:
-        """Wait for a transfer of another rank; valid until `release_slot`. Raises: SyncError."""
+    async def exchange(self, window: Sequence[Transfer], filled: Delivery | None, receives: bool) -> list[Delivery]:
+        """Send the transfer of a window that is in this rank's slot, if it has one, and get those of the others, if it
+        receives; they are valid until `release_slot`. Raises: SyncError."""
         ...
 
     async def release_slot(self, delivery: Delivery) -> None:
@@ -205,6 +208,28 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+        ...
+
+
+class TransferByTransfer(Transport, Protocol):
+    """A transport in which each sender sends its transfers alone, and each receiver gets them one after the other."""
+
+    async def exchange(self, window: Sequence[Transfer], filled: Delivery | None, receives: bool) -> list[Delivery]:
+        deliveries = []
+        for transfer in window:
+            if filled is not None and transfer is filled.transfer:
+                deliveries.append(await self.put(filled))
+            elif receives:
+                deliveries.append(await self.get(transfer))
+        return deliveries
+
+    async def put(self, delivery: Delivery) -> Delivery:
+        """Begin to send a transfer, which is in its slot. Returns it with the slot's address, if other processes can
+        open the slot. Raises: SyncError."""
+        ...
+
+    async def get(self, transfer: Transfer) -> Delivery:
+        """Wait for a transfer of another rank; valid until `release_slot`. Raises: SyncError."""
         ...
 
 

@@ -203,13 +203,19 @@ class WeightSender:
         source = self._elements[part.tensor.name, part.box_offsets]
         running = RunningDigest(self.layout.digest)
         readable, since = running.readable(payload), time.perf_counter()
+        is_moved = source.device != payload.device  # then cast and digested on the source's device, before it is moved
         for low, high, base in self._chunks(part, source.device):
-            chunk = out[low:high]
-            chunk.copy_(source[part.first + low : part.first + high])
+            elements = source[part.first + low : part.first + high]
+            if is_moved:
+                elements = self._cast(elements, out.dtype)
+            chunk = out[low:high].copy_(elements)
             if base is not None:
-                base.copy_(chunk)
+                base.copy_(elements if is_moved else chunk)
             since = lap(self.report.seconds, "cast", since)
-            running.update(readable[low * out.element_size() : high * out.element_size()])
+            if is_moved:
+                running.update(running.readable(as_bytes(elements)))
+            else:
+                running.update(readable[low * out.element_size() : high * out.element_size()])
             since = lap(self.report.seconds, "verify", since)
         return running
 

@@ -1,4 +1,5 @@
-"""Slots of shared memory for the processes of one machine: nothing is pickled, and all processes read the same bytes.
+"""Slots of memory for the processes of one machine, which all read the same bytes; nothing is pickled. In host memory,
+or in the memory of a device that they share.
 
 This file maps segments itself instead of using multiprocessing.shared_memory.SharedMemory, for three reasons: up to
 Python 3.12 attaching registers the segment with the attaching process's resource tracker, which unlinks the segment
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from meshrl.core.device import export_memory, import_memory
 from meshrl.core.errors import SyncError
 from meshrl.process.leases import new_name, take_lease
 from meshrl.sync.delivery import SlotAddress
@@ -73,6 +75,32 @@ class SharedRing(SharedRingView):
             self._linked = False
             _posixshmem.shm_unlink(_path(self.name))  # while it is mapped: the lease ends with the last mapping
         super().close()
+
+
+class DeviceMemory:
+    """One slot in the memory of this process's accelerator. handles: what the processes on the devices of several ranks
+    need, the first for this device, the next ones for the devices after it."""
+
+    def __init__(self, memory: torch.Tensor):
+        self.name, self.slots = new_name(), [memory]
+        self.handle = export_memory(memory)
+        self.handles: tuple[str, ...] = ()
+
+    def slot_address(self, slot: int) -> SlotAddress:
+        """The address of the slot for other processes."""
+        size = self.slots[slot].numel()
+        return SlotAddress(ring=self.name, num_slots=1, slot_bytes=size, slot=slot, handles=self.handles)
+
+    def close(self) -> None:
+        """Release the memory."""
+        self.slots = []
+
+
+def open_slots(address: SlotAddress, device: torch.device, number: int) -> list[torch.Tensor]:
+    """The slots of another process's memory. device, number: of this process among those of its server."""
+    if address.handles:
+        return [import_memory(address.handles[number], device)]
+    return SharedRingView(address.ring, address.num_slots, address.slot_bytes).slots
 
 
 def _path(name: str) -> str:

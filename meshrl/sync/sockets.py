@@ -23,7 +23,7 @@ import torch
 
 from meshrl.core.errors import SyncInterrupted
 from meshrl.process.connect import listening_socket
-from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, Transport, delivery_from_facts, facts_bytes
+from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, TransferByTransfer, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer
 from meshrl.sync.shared_memory import SharedRing, SharedRingView
 
@@ -31,7 +31,7 @@ _HELLO = struct.Struct("<64s64s?")  # token, connection_id (padded with zeros), 
 _HELLO_S = 20.0
 
 
-class Sockets(Transport):
+class Sockets(TransferByTransfer):
     """One rank's end of its connections: as a sender, a receiver, or both."""
 
     def __init__(self, layout: Layout, sender: int | None, host: str, machine: int, timeout_s: float = 600.0):
@@ -46,7 +46,7 @@ class Sockets(Transport):
         self._receivers: list[tuple[socket.socket, bool]] = []  # and whether it reads the shared memory itself
         self._slots_in_use = [False] * NUM_SLOTS
         self._senders: dict[int, tuple[socket.socket, SharedRingView | None]] = {}
-        self._buffer: torch.Tensor | None = None  # for what other machines send
+        self._buffers: dict[int, torch.Tensor] = {}  # by sender, for what other machines send
         if sender is not None:
             self._ring = SharedRing(NUM_SLOTS, layout.slot_bytes)
             self.num_bytes = NUM_SLOTS * layout.slot_bytes
@@ -115,10 +115,11 @@ class Sockets(Transport):
                 if view is not None:
                     slot = transfer.index % NUM_SLOTS
                     return delivery_from_facts(transfer, facts, view.slots[slot], view.slot_address(slot))
-                if self._buffer is None:
-                    self._buffer = torch.empty(self._layout.slot_bytes, dtype=torch.uint8)
-                delivery = delivery_from_facts(transfer, facts, self._buffer)
-                await _read(sock, self._buffer.numpy().data[: delivery.num_bytes])
+                if transfer.sender not in self._buffers:
+                    self._buffers[transfer.sender] = torch.empty(self._layout.slot_bytes, dtype=torch.uint8)
+                buffer = self._buffers[transfer.sender]
+                delivery = delivery_from_facts(transfer, facts, buffer)
+                await _read(sock, buffer.numpy().data[: delivery.num_bytes])
                 return delivery
         except OSError as error:
             raise SyncInterrupted(f"{transfer} was not received from its sender: {self._reason(error)}") from error

@@ -29,8 +29,8 @@ class WeightReceiver(Protocol):
         """Close admission, flush every cache that depends on the weights, and expect this version's transfers."""
         ...
 
-    async def receive(self, delivery: Delivery) -> None:
-        """Load one transfer; its payload is not used after this returns."""
+    async def receive(self, *deliveries: Delivery) -> None:
+        """Load the next transfers; their payloads are not used after this returns."""
         ...
 
     async def commit(self) -> Ack:
@@ -240,18 +240,15 @@ async def _run_window(
             slot = await transport.buffer(transfer)
             with recorder.span("fill", "copy", bytes=transfer.num_bytes):
                 filled = sender.fill(transfer, slot)
-    for transfer in window:
-        if filled is not None and transfer is filled.transfer:
-            delivery = await transport.put(filled)
-            if receiver is not None:
-                await receiver.receive(delivery)
-        elif receiver is not None or transport.collective:
-            with recorder.span("get", "copy", bytes=transfer.num_bytes):  # with the wait for its sender
-                delivery = await transport.get(transfer)
-            if receiver is not None:
-                with recorder.span("load", "copy", bytes=transfer.num_bytes):
-                    await receiver.receive(delivery)
-            await transport.release_slot(delivery)
+    num_bytes = sum(transfer.num_bytes for transfer in window)
+    with recorder.span("get", "copy", bytes=num_bytes):  # with the wait for the senders
+        deliveries = await transport.exchange(window, filled, receiver is not None)
+    if receiver is not None and deliveries:
+        with recorder.span("load", "copy", bytes=num_bytes):
+            await receiver.receive(*deliveries)
+        for delivery in deliveries:
+            if filled is None or delivery.transfer is not filled.transfer:
+                await transport.release_slot(delivery)
 
 
 def make_header(layout: Layout, version: int, states: Sequence[SyncState], mode: SyncMode) -> SyncHeader:

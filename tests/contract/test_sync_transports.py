@@ -24,6 +24,7 @@ from meshrl.core.device import separate_group
 from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.model.hub_names import HubNames
 from meshrl.rollout.embedded.engine import EmbeddedEngine
+from meshrl.sync.all_gather import AllGather
 from meshrl.sync.broadcast import Broadcast
 from meshrl.sync.delivery import Delivery, Transport
 from meshrl.sync.layout import Box, Layout, Transfer, make_layout
@@ -63,7 +64,7 @@ def shared_group(layout: Layout, num_ranks: int) -> Make:
 
     with ThreadPoolExecutor(num_ranks) as pool:
         groups = list(pool.map(join, range(num_ranks)))
-    return lambda layout, sender, number: Broadcast(layout, sender, "127.0.0.1", CPU, GATHER_S, groups[number])
+    return lambda layout, sender, number: AllGather(layout, number, groups[number], CPU, for_server=number == 0)
 
 
 TRANSPORTS: dict[str, tuple[Callable[[Layout, int], Make], int]] = {  # -> and the number of separate sampler ranks

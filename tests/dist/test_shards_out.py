@@ -218,8 +218,9 @@ class Model:
     async def begin(self, header: SyncHeader) -> None:
         self.receiver.begin(header)
 
-    async def receive(self, delivery: Delivery) -> None:
-        self.receiver.receive(delivery)
+    async def receive(self, *deliveries: Delivery) -> None:
+        for delivery in deliveries:
+            self.receiver.receive(delivery)
 
     async def commit(self) -> Ack:
         return self.receiver.commit(self.named.items)

@@ -307,8 +307,9 @@ class EmbeddedEngine:
         self._flush()
         self._weights.begin(header)
 
-    async def receive(self, delivery: Delivery) -> None:
-        self._weights.receive(delivery)
+    async def receive(self, *deliveries: Delivery) -> None:
+        for delivery in deliveries:
+            self._weights.receive(delivery)
 
     async def commit(self) -> Ack:
         """Read every parameter back, make the version visible, and resume."""

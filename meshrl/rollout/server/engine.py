@@ -136,8 +136,8 @@ class ServerEngine:
         await self._dialect.begin_update(self._label(header.version), "kv_cache" not in self._released)
         await self._weights.begin(header)
 
-    async def receive(self, delivery: Delivery) -> None:
-        await self._weights.receive(delivery)
+    async def receive(self, *deliveries: Delivery) -> None:
+        await self._weights.receive(*deliveries)
 
     async def commit(self) -> Ack:
         """Read every parameter back, make the version visible, and resume. Every cache has been dropped."""

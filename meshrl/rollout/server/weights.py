@@ -56,7 +56,7 @@ class ServerWeights:
         if self._keep_copy:
             self._copy = _HostCopy(layout, self._scale)
             self._served = served = self._copy.served
-            self._ring = SharedRing(1, served.slot_bytes)
+            self._ring = self._new_ring()
         answers = await self._call("reconcile", {"layout": layout_to_json(served)})
         self._hidden = {name for answer in answers for name in answer["hidden"]}
         shapes = {tensor.name: (tensor.shape, tensor.dtype) for tensor in served.tensors}
@@ -88,14 +88,15 @@ class ServerWeights:
             served = SyncHeader(version=header.version, layout_hash=self._served.hash)
             await self._call("begin", {"header": asdict(served)})
 
-    async def receive(self, delivery: Delivery) -> None:
-        """Write one transfer into the copy, or have the workers read it. Raises: SyncError."""
-        with self.state.step(delivery.transfer):
-            self._num_bytes += delivery.num_bytes
-            if self._copy is not None:
-                self._copy.receive(delivery)
+    async def receive(self, *deliveries: Delivery) -> None:
+        """Write the next transfers into the copy, or have the workers read them by one call. Raises: SyncError."""
+        with self.state.step(deliveries[0].transfer):
+            self._num_bytes += sum(delivery.num_bytes for delivery in deliveries)
+            if self._copy is None:
+                await self._forward(*deliveries)
             else:
-                await self._forward(delivery)
+                for delivery in deliveries:
+                    self._copy.receive(delivery)
 
     async def commit(self) -> Ack:
         """Have the workers finish and read back their parameters, and check the proofs. Raises: SyncError."""
@@ -134,16 +135,24 @@ class ServerWeights:
             self._ring.close()
         self._ring = self._copy = None
 
-    async def _forward(self, delivery: Delivery) -> None:
-        """Have the workers read a transfer. It is copied into shared memory first, if it is not there already."""
-        slot_address = delivery.slot_address
-        if slot_address is None:
-            assert delivery.payload is not None
-            if self._ring is None:
-                self._ring = SharedRing(1, self._served.slot_bytes)  # read before the next transfer comes
-            self._ring.slots[0][: delivery.num_bytes].copy_(delivery.payload)
-            slot_address = self._ring.slot_address(0)
-        await self._call("receive", delivery_to_json(delivery, slot_address))
+    async def _forward(self, *deliveries: Delivery) -> None:
+        """Have the workers read transfers of one window. Those that are not in memory which other processes can open
+        are copied into shared memory first."""
+        messages = []
+        for delivery in deliveries:
+            slot_address, slot = delivery.slot_address, delivery.transfer.sender
+            if slot_address is None:
+                assert delivery.payload is not None
+                if self._ring is None:
+                    self._ring = self._new_ring()
+                self._ring.slots[slot][: delivery.num_bytes].copy_(delivery.payload)
+                slot_address = self._ring.slot_address(slot)
+            messages.append(delivery_to_json(delivery, slot_address))
+        await self._call("receive", {"transfers": messages})
+
+    def _new_ring(self) -> SharedRing:
+        """A slot for each transfer of a window, which are read before the next window comes."""
+        return SharedRing(len(self._served.senders), self._served.slot_bytes)
 
     async def _call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         answers = await self._call_workers(step, arguments)

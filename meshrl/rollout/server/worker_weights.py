@@ -13,47 +13,65 @@ from typing import Any
 
 import torch
 
+from meshrl.core.device import synchronize
 from meshrl.core.errors import SyncError
 from meshrl.rollout.server.name_map import MakePlaceholder, NameMap, trace_loader
-from meshrl.sync.delivery import Progress, delivery_from_json
-from meshrl.sync.digest import BlockDigests, as_bytes, digest_bytes, kind_for, lap
-from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from_json
-from meshrl.sync.shared_memory import SharedRingView
+from meshrl.sync.delivery import Progress, SlotAddress, delivery_from_json
+from meshrl.sync.digest import BlockDigests, RunningDigest, as_bytes, digest_bytes, kind_for, lap, values
+from meshrl.sync.layout import Layout, Part, SyncHeader, TensorSpec, Transfer, layout_from_json
+from meshrl.sync.shared_memory import open_slots
 
 
 class Assembly(Progress):
     """Takes the transfers of one sync in order. Each tensor gets memory of its own, because a loader that waits for a
     complete layer may still need it when the transfer's memory is used again."""
 
-    def __init__(self, layout: Layout, header: SyncHeader, name: str):
-        """name: the receiver's name in errors."""
+    def __init__(
+        self,
+        layout: Layout,
+        header: SyncHeader,
+        name: str,
+        device: torch.device,
+        number: int = 0,
+    ):
+        """name: the receiver's name in errors. device, number: of this worker among those of its server."""
         super().__init__(layout, header, name)
-        self._views: dict[str, SharedRingView] = {}  # of the senders' shared memory
+        self._device, self._number = device, number
+        self._slots: dict[str, list[torch.Tensor]] = {}  # the senders' memory
         self._open: dict[str, torch.Tensor] = {}  # incomplete tensors
         self._missing = {tensor.name: tensor.num_bytes for tensor in layout.tensors}
 
-    def take(self, message: dict[str, Any]) -> list[tuple[TensorSpec, torch.Tensor]]:
-        """The tensors that a transfer in shared memory completes. message: of `delivery_to_json`. Raises: SyncError."""
-        ring = message["ring"]
-        if ring not in self._views:
-            self._views[ring] = SharedRingView(ring, message["num_slots"], message["slot_bytes"])
-        delivery = delivery_from_json(self.layout, message, self._views[ring].slots[message["slot"]])
-        self.check(delivery)
-        complete = []
-        for number, (part, _, section) in enumerate(delivery.sections()):
-            started_at = time.perf_counter()
-            arrived = digest_bytes(self.layout.digest, section)
-            started_at = lap(self.seconds, "verify", started_at)
-            self.require(delivery.digests[number], arrived, delivery.transfer, part)
-            tensor, name = part.tensor, part.tensor.name
-            if name not in self._open:
-                self._open[name] = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
-            part.of(self._open[name]).copy_(section.view(tensor.torch_dtype).view(part.shape))
-            self._missing[name] -= part.num_bytes
-            lap(self.seconds, "load", started_at)
-            if self._missing[name] == 0:
-                complete.append((tensor, self._open.pop(name)))
+    def take(self, messages: list[dict[str, Any]]) -> list[tuple[TensorSpec, torch.Tensor]]:
+        """The tensors that these transfers complete. messages: of `delivery_to_json`. Their bytes are verified where
+        they are, by one read of all digests. Raises: SyncError."""
+        complete, sent, running = [], list[tuple[int, Transfer, Part]](), list[RunningDigest]()
+        for message in messages:
+            delivery = delivery_from_json(self.layout, message, self._slots_at)
+            self.check(delivery)
+            for digest, (part, _, section) in zip(delivery.digests, delivery.sections(), strict=True):
+                started_at = time.perf_counter()
+                running.append(RunningDigest(self.layout.digest))
+                running[-1].update(running[-1].readable(section))
+                sent.append((digest, delivery.transfer, part))
+                started_at = lap(self.seconds, "verify", started_at)
+                tensor, name = part.tensor, part.tensor.name
+                if name not in self._open:
+                    self._open[name] = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device=section.device)
+                part.of(self._open[name]).copy_(section.view(tensor.torch_dtype).view(part.shape))
+                self._missing[name] -= part.num_bytes
+                lap(self.seconds, "load", started_at)
+                if self._missing[name] == 0:
+                    complete.append((tensor, self._open.pop(name)))
+        started_at = time.perf_counter()
+        for (digest, transfer, part), arrived in zip(sent, values(running), strict=True):
+            self.require(digest, arrived, transfer, part)
+        lap(self.seconds, "verify", started_at)
         return complete
+
+    def _slots_at(self, address: SlotAddress) -> list[torch.Tensor]:
+        if address.ring not in self._slots:
+            self._slots[address.ring] = open_slots(address, self._device, self._number)
+        return self._slots[address.ring]
 
     def finish(self) -> list[tuple[TensorSpec, torch.Tensor]]:
         """After the last transfer: returns the tensors without elements, which no transfer contains. Raises: SyncError
@@ -64,9 +82,7 @@ class Assembly(Progress):
 
     def close(self) -> None:
         """Unmap the senders' memory."""
-        for view in self._views.values():
-            view.close()
-        self._views.clear()
+        self._slots.clear()
 
 
 class WorkerWeights:
@@ -75,8 +91,9 @@ class WorkerWeights:
 
     packed: Container[str] = ()
 
-    def __init__(self, model: Any, name: str, make_placeholder: MakePlaceholder):
-        self.model, self.name = model, name
+    def __init__(self, model: Any, name: str, make_placeholder: MakePlaceholder, number: int = 0):
+        """number: of this worker among those of its server."""
+        self.model, self.name, self.number = model, name, number
         self.layout = Layout(tensors=(), senders=())
         self.map = NameMap()
         self._make_placeholder = make_placeholder
@@ -126,12 +143,13 @@ class WorkerWeights:
         opened = SyncHeader(**header)
         self.before_loading(opened)
         self._digests = BlockDigests(opened.version)
-        self._assembly = Assembly(self.layout, opened, self.name)
+        self._assembly = Assembly(self.layout, opened, self.name, self._device, self.number)
         return {}
 
-    def receive(self, **message: Any) -> dict[str, Any]:
-        """Read a transfer from shared memory, and load the tensors that it completes."""
-        self._load(self._open().take(message))
+    def receive(self, transfers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Read the transfers of a window, and load the tensors that they complete."""
+        self._load(self._open().take(transfers))
+        synchronize(self._device)  # the memory of the transfers may be written again after the answer
         return {}
 
     def commit(self) -> dict[str, Any]:

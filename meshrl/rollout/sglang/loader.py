@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshrl.core.files import write_text
 from meshrl.rollout.server.worker_weights import WorkerWeights
@@ -31,7 +32,9 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     message = json.loads(bytes(tensor.tolist()))
     weights = _WORKERS.get(id(model))
     if weights is None:
-        weights = _WORKERS[id(model)] = WorkerWeights(model, f"sglang worker {os.getpid()}", make_placeholder)
+        number = dist.get_rank() if dist.is_initialized() else 0
+        weights = WorkerWeights(model, f"sglang worker {os.getpid()}", make_placeholder, number)
+        _WORKERS[id(model)] = weights
     write_text(Path(message["answer"]), json.dumps(weights.call(message["step"], message["arguments"])))
 
 

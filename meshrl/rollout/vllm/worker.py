@@ -39,7 +39,7 @@ class VllmWeights(WorkerWeights):
     """The weights of one worker, loaded by vLLM's layer-by-layer reload; and its memory."""
 
     def __init__(self, worker: Any):
-        super().__init__(worker.get_model(), f"vllm worker {worker.rank}", _make_placeholder)
+        super().__init__(worker.get_model(), f"vllm worker {worker.rank}", _make_placeholder, worker.rank)
         self.worker, self.memory = worker, WorkerMemory(worker)
         self.steps |= {"release": self.release, "restore": self.restore}
         self.packed: PackedLayers = PackedLayers(self.model, -1)

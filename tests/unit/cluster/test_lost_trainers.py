@@ -98,10 +98,10 @@ def kill_at_the_first_transfer(worker: RankWorker, process: int) -> None:
     """Kill another rank's process when this rank receives the first transfer of the next sync."""
     receive = EmbeddedEngine.receive
 
-    async def received(self: EmbeddedEngine, delivery: Delivery) -> None:
+    async def received(self: EmbeddedEngine, *deliveries: Delivery) -> None:
         EmbeddedEngine.receive = receive  # type: ignore[method-assign]
         os.kill(process, signal.SIGKILL)
-        await receive(self, delivery)
+        await receive(self, *deliveries)
 
     EmbeddedEngine.receive = received  # type: ignore[method-assign]
 

@@ -1,12 +1,19 @@
-"""Which syncs send only changes."""
+"""Which syncs send only changes, and how much a sync sends at once."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from types import SimpleNamespace
 
+import pytest
+from tiny_specs import worker_spec
+
+from meshrl.cluster.actors import RankBoxes
+from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.launch import with_fastest_sync
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.sync.layout import Box
 
 
 @pytest.mark.parametrize(
@@ -30,3 +37,19 @@ def test_under_torchrun_changes_are_sent_because_the_ranks_may_be_on_several_mac
         monkeypatch.setenv(name, value)
     rollout = RolloutConfig(sync_mode="delta")
     assert with_fastest_sync(rollout, ModelConfig(path="model"), 1).sync_mode == "delta"
+
+
+@pytest.mark.parametrize(
+    ("digest", "given", "want"),
+    [("xxh3", None, 64 << 20), ("sum64", None, 1 << 30), ("sum64", 4096, 4096)],
+    ids=["host memory", "accelerator", "of the config"],
+)
+def test_a_window_is_larger_on_accelerators_where_each_call_costs_more(digest, given, want):
+    tensors, boxes = {"w": ((4,), "float32")}, [Box("w", (0,), (4,))]
+    own = RankBoxes(sender=0, replica=0, tensors=tensors, boxes=boxes, tied={}, digest=digest)
+
+    async def call(rank: int, method: object) -> RankBoxes:
+        return own
+
+    group = TrainGroup(SimpleNamespace(specs=[worker_spec(rank=0, num_train_ranks=1)], call=call))
+    assert want * 0.9 < asyncio.run(group.layout(given)).transfer_bytes < want

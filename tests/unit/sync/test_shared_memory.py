@@ -20,14 +20,16 @@ from tiny_sync import Sampler, Trainer, header_of, held_of, layout_on, weights_o
 from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import delivery_from_json, delivery_to_json
 from meshrl.sync.layout import SyncHeader, layout_from_json, layout_to_json
-from meshrl.sync.shared_memory import SharedRing, SharedRingView
+from meshrl.sync.shared_memory import SharedRing, SharedRingView, open_slots
+
+CPU = torch.device("cpu")
 
 
 def serve(pipe: Any, layout_message: str) -> None:
     """A receiver in its own process: runs each step from the pipe, and answers with the version or the error."""
     torch.set_num_threads(1)
     layout = layout_from_json(json.loads(layout_message))
-    sampler, views = Sampler(layout, f"process {os.getpid()}"), dict[str, SharedRingView]()
+    sampler, slots_at = Sampler(layout, f"process {os.getpid()}"), lambda address: open_slots(address, CPU, 0)
     while (order := pipe.recv()) is not None:
         step, message = order[0], json.loads(order[1])
         try:
@@ -36,9 +38,7 @@ def serve(pipe: Any, layout_message: str) -> None:
             elif step == "commit":
                 sampler.receiver.commit(sampler.read_back)
             else:
-                ring = message["ring"]
-                views.setdefault(ring, SharedRingView(ring, message["num_slots"], message["slot_bytes"]))
-                sampler.receiver.receive(delivery_from_json(layout, message, views[ring].slots[message["slot"]]))
+                sampler.receiver.receive(delivery_from_json(layout, message, slots_at))
             pipe.send(sampler.receiver.state.version)
         except SyncError as error:
             pipe.send(error)

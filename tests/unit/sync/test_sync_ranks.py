@@ -95,7 +95,7 @@ def test_a_failing_rank_ends_the_sync_of_all_ranks(samplers, stage):
 def test_a_rank_that_disconnects_ends_the_waits_of_others():
     async def main(ranks: list[Rank]) -> None:
         class Stuck(Sampler):
-            async def receive(self, delivery):
+            async def receive(self, *deliveries):
                 blocked.set()
                 await asyncio.Event().wait()
 

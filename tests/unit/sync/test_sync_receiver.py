@@ -129,7 +129,7 @@ def test_facts_of_another_transfer_are_refused():
         with pytest.raises(SyncError, match=r"transfer 0 .* was expected; transfer"):
             delivery_from_facts(first.transfer, facts, payload)
     with pytest.raises(SyncError, match="transfer 9999 was received; the layout has"):
-        delivery_from_json(layout, {"number": 9999}, first.payload)
+        delivery_from_json(layout, {"number": 9999}, lambda address: [first.payload])
 
 
 # ---- faults in the engine
