@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
     device_name,
     dist_backend,
+    has_own_memory,
     keep_freed_memory,
     local_device,
     memory_stats,
@@ -103,11 +104,11 @@ class RankWorker:
     @phase("load")
     def start(self) -> None:
         """Seed the generators, join the process group and build this rank's engines (collective over train ranks)."""
-        spec = self.spec
         recorder.clear()
         recorder.measure = self._memory_now
-        set_threads(spec.num_local_ranks)
-        self.device = local_device(spec.local_rank)
+        set_threads(self.spec.num_local_ranks)
+        self.device = local_device(self.spec.local_rank)
+        self.spec = spec = _with_release_memory(self.spec, has_own_memory(self.device))
         seed_generators(spec.seed, spec.rank)
         if spec.trains:
             settle(self.device)
@@ -235,8 +236,9 @@ class RankWorker:
         return self._policy.model_bytes()
 
     @phase("load")
-    async def set_layout(self, layout: Layout) -> None:
-        """Set the layout of later syncs, and compare it with the parameters of this rank's sampler.
+    async def set_layout(self, layout: Layout) -> bool:
+        """Set the layout of later syncs, and compare it with the parameters of this rank's sampler. Returns whether
+        this rank is colocated and its sampler releases its memory while it trains.
 
         Raises: UnloadedParamsError.
         """
@@ -248,6 +250,7 @@ class RankWorker:
             )
         if self.sampler is not None:
             await self.sampler.reconcile(layout)
+        return self.spec.trains and self.spec.rollout is not None and bool(self.spec.rollout.release_memory)
 
     @phase("sync")
     def sync_state(self, connection_id: str) -> SyncState:
@@ -389,6 +392,14 @@ class RankWorker:
         if self.sampler is None:
             raise ValueError(f"rank {self.spec.rank} has no sampler")
         return self.sampler
+
+
+def _with_release_memory(spec: WorkerSpec, on_accelerators: bool) -> WorkerSpec:
+    """The spec with rollout.release_memory true or false."""
+    if spec.rollout is None:
+        return spec
+    releases = spec.num_rollout_ranks == 0 and spec.rollout.releases(on_accelerators)
+    return replace(spec, rollout=spec.rollout.model_copy(update={"release_memory": releases}))
 
 
 def _open_store(spec: WorkerSpec) -> dist.Store:

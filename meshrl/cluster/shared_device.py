@@ -33,7 +33,7 @@ class SharedDevice:
     ):
         self._device, self._engines, self._sampler = device, engines, sampler
         colocated = spec.trains and spec.rollout is not None and spec.num_rollout_ranks == 0
-        self._releases_sampler = colocated and spec.rollout is not None and spec.rollout.release_memory
+        self._releases_sampler = colocated and spec.rollout is not None and bool(spec.rollout.release_memory)
         self._offloads = colocated and spec.train.param_offload and has_own_memory(device)
         self._on_host = False
 

@@ -168,12 +168,19 @@ class RolloutConfig(Slice):
     With LoRA, an embedded sampler always gets only the adapters; another engine gets only the adapters with
     delta, and merged weights with full"""
 
-    release_memory: bool = False
+    release_memory: bool | None = None
     """samplers on the train ranks' devices free their weights and KV caches while the train ranks train; each sync then
-    sends all weights"""
+    sends all weights; null = on accelerators, if the engine can and sync_mode is full"""
     sync_transport: Literal["auto", "broadcast"] = "auto"
     """how weights are sent to samplers in separate ranks: auto = by shared memory, or by TCP between machines;
     broadcast = by a process group of each sender and all samplers (NCCL on GPUs, else gloo), for many samplers"""
+
+    def releases(self, on_accelerators: bool) -> bool:
+        """Whether colocated samplers release their memory."""
+        if self.release_memory is not None:
+            return self.release_memory
+        own = self.engine in CAN_RELEASE_MEMORY and (self.engine != "sglang" or self.sglang.url is None)
+        return on_accelerators and own and self.sync_mode == "full"
 
     @property
     def tp_size(self) -> int:

@@ -32,7 +32,7 @@ async def first_sync(job: Job) -> list[Metric]:
 
 async def sync(job: Job) -> list[Metric]:
     """Send the samplers the trainer's weights, with proofs, unless they have them; returns the metrics."""
-    if job.trainer.is_synced and not job.cfg.rollout.release_memory:
+    if job.trainer.is_synced and not job.rollouts.releases_memory:
         return []
     with job.run.spans("sync"):
         metrics = await probe_result(job) + await _sync(job)

@@ -86,7 +86,7 @@ def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list
 
 async def release_samplers(job: Job) -> list[Metric]:
     """Release the memory of colocated samplers for the trainer, until the next sync."""
-    if not job.cfg.rollout.release_memory:
+    if not job.rollouts.releases_memory:
         return []
     return [
         Metric(name="memory/released_bytes", sum=float(await job.rollouts.release_memory()), reduce="sum", unit="bytes")

@@ -101,7 +101,7 @@ FAULTS = [
     Fault(
         "a worker that assembles tensors compares no digest",
         "meshrl/rollout/server/worker_weights.py::Assembly.take",
-        "delivery.digests[number] => arrived",
+        "self.require(digest, arrived, transfer, part) => self.require(arrived, arrived, transfer, part)",
         "tests/unit/sync/test_sync_slices.py::test_workers_refuse_damaged_transfers",
     ),
     Fault(

@@ -214,4 +214,16 @@ FAULTS = [
         "versions |= {state.version for state in states if state.version is not None} => pass",
         _SYNC_RANKS + "test_only_changes_are_sent_if_all_senders_and_samplers_hold_one_version",
     ),
+    Fault(
+        "the facts of a gathered transfer are lost",
+        "meshrl/sync/all_gather.py::AllGather.exchange",
+        "by_sender = await self._gather(facts) => by_sender = await self._gather(facts.zero_())",
+        "tests/unit/sync/test_all_gather.py::test_every_rank_gets_each_window_at_once_where_its_server_can_open_it",
+    ),
+    Fault(
+        "the workers of a server open the memory of another rank's device",
+        "meshrl/sync/all_gather.py::AllGather.connect",
+        "(*texts[self._sender :], *texts[: self._sender]) => tuple(texts)",
+        "tests/unit/sync/test_all_gather.py::test_the_workers_of_a_server_open_the_memory_of_their_own_devices",
+    ),
 ]

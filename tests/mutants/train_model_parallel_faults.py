@@ -253,4 +253,11 @@ FAULTS = [
         "isinstance(module, FSDPModule) => module is root",
         _STREAMED_LOAD + "test_every_sharding_strategy_reads_its_own_shards[SHARD_GRAD_OP]",
     ),
+    Fault(
+        "a checkpoint has the values of parameters from before they were moved to the host",
+        "meshrl/train/offload.py::HostMemory.release",
+        "self._buffers[key].copy_(_bytes_of(storage)) => self._buffers[key].zero_()",
+        "tests/e2e/test_release_memory.py::"
+        "test_a_trainer_whose_state_is_on_the_host_while_it_is_not_needed_trains_the_same_to_the_bit",
+    ),
 ]

@@ -166,7 +166,7 @@ def start_vllm(
 ) -> VllmDialect:
     """Start the server and wait until it is ready. Blocks. Raises: EngineFailure."""
     server = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, logs)
-    return VllmDialect(http_of(server), server, can_release=device.type == "cpu" or rollout_cfg.release_memory)
+    return VllmDialect(http_of(server), server, can_release=device.type == "cpu" or bool(rollout_cfg.release_memory))
 
 
 def start_server(
