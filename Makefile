@@ -9,6 +9,8 @@ PY := .venv/bin/python
 STAMP := .venv/setup-done
 VLLM_PY := .venv-vllm/bin/python
 VLLM_STAMP := .venv-vllm/setup-done
+KERNEL_TESTS := tests/unit/model/test_head_kernels.py tests/unit/sync/test_sync_kernels.py \
+  tests/e2e/test_compiled_kernels.py
 VLLM_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_sync.py \
   tests/unit/rollout/test_vllm_*.py tests/e2e/test_vllm_run.py
 
@@ -48,6 +50,7 @@ test: setup  ## run the CPU suite without the slow tests
 
 test-all: setup setup-vllm  ## run all tests that need no GPU, with the slow ones and those of the vLLM engine
 	$(VLLM_PY) -m pytest -k vllm $(VLLM_TESTS)
+	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest $(KERNEL_TESTS)
 	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
 
 mutants: setup  ## mutation testing: insert one fault at a time; a test must fail for each
@@ -69,5 +72,6 @@ $(VLLM_STAMP): constraints.txt requirements-vllm.txt pyproject.toml
 	$(VLLM_PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(VLLM_STAMP)
 
-test-vllm: setup-vllm  ## run the tests of the vLLM engine with the real vLLM
+test-vllm: setup-vllm  ## run the tests of the vLLM engine with the real vLLM, and those of the Triton kernels
 	$(VLLM_PY) -m pytest -k vllm -m "not slow" $(VLLM_TESTS)
+	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest $(KERNEL_TESTS)

@@ -25,7 +25,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-LIBRARIES = ("torch", "transformers", "numpy", "trl", "accelerate")
+LIBRARIES = ("torch", "triton", "transformers", "numpy", "trl", "accelerate")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -242,6 +243,14 @@ def has_varlen_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether our Triton kernels are used for tensors on this device: on NVIDIA GPUs from Ampere on, where Triton is
+    installed (PyTorch for CUDA requires it). MESHRL_TRITON=0 keeps torch's functions."""
+    if not has_varlen_kernels(device) or os.environ.get("MESHRL_TRITON") == "0":
+        return False
+    return importlib.util.find_spec("triton") is not None  # a search of folders, so last
 
 
 def num_cores() -> int:

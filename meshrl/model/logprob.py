@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from meshrl.core.device import has_triton
 from meshrl.model import prepack
 
 SAVED_LOGITS = 1 << 24  # fp32 numbers of [N, V] (64 MiB) that a forward may store instead of computing them twice
@@ -77,7 +78,10 @@ def token_logprobs(
     if chunk_tokens is None:
         limit = CHUNK_LOGITS_ON_CPU if hidden.device.type == "cpu" else CHUNK_LOGITS
         chunk_tokens = max(1, limit // head.weight.shape[0])
-    logp, ent = _ChunkedLogprob.apply(
+    function: type[torch.autograd.Function] = _ChunkedLogprob
+    if hidden.dtype == head.weight.dtype and hidden.dtype.itemsize == 2 and has_triton(hidden.device):
+        from meshrl.model.kernels import TiledLogprob as function
+    logp, ent = function.apply(
         hidden, head.weight, head.bias, targets, temperature, head.scale, head.softcap, chunk_tokens, entropy
     )
     return logp, ent if entropy else None

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import xxhash
 
+from meshrl.core.device import has_triton
 from meshrl.core.errors import SyncError
 from meshrl.core.types import mix64
 
@@ -42,6 +43,7 @@ _ROW = 16384  # words
 _ROW_BYTES = 4 * _ROW
 _ONES = 0x01010101
 _SMALL_BYTES = 1 << 20  # below this, threads cost more than they gain
+_BATCH_BYTES = 1 << 28  # of an accelerator's memory whose digests are read at once: copies of slices live until then
 _MAX_LISTED = 20  # tensors listed in an error
 _lock = threading.Lock()
 _ROW_SEED = 1 << 40  # so that row keys and column keys use different counters
@@ -67,6 +69,7 @@ class RunningDigest:
     def __init__(self, kind: DigestKind):
         self._position = 0
         self._sum: torch.Tensor | None = None
+        self._pieces: list[tuple[torch.Tensor, int]] = []  # not summed yet: bytes, and the row at which they begin
         self._hash = xxhash.xxh3_64() if kind == "xxh3" else None
 
     def readable(self, raw: torch.Tensor) -> Readable:
@@ -75,14 +78,19 @@ class RunningDigest:
         return raw if self._hash is None else raw.cpu().numpy().data
 
     def update(self, part: Readable) -> None:
-        """part: a slice of the result of `readable`. sum64: complete rows of 64 KiB, except in the last part."""
+        """part: a slice of the result of `readable`. sum64: complete rows of 64 KiB, except in the last part; where
+        Triton is used, `values` reads them, so they must not change before."""
         if self._hash is not None:
             assert isinstance(part, memoryview)
             self._hash.update(part)
         else:
             assert isinstance(part, torch.Tensor) and self._position % _ROW_BYTES == 0
-            added = _sum64(part, self._position // _ROW_BYTES)
-            self._sum = added if self._sum is None else self._sum + added
+            first = self._position // _ROW_BYTES
+            if has_triton(part.device):
+                self._pieces.append((part, first))
+            else:
+                added = _sum64(part, first)
+                self._sum = added if self._sum is None else self._sum + added
             self._position += part.numel()
 
     @property
@@ -91,7 +99,15 @@ class RunningDigest:
 
 
 def values(running: Sequence[RunningDigest]) -> list[int]:
-    """All digests, with one copy from the device to the host."""
+    """All digests, with one copy from the device to the host, and where Triton is used with one launch."""
+    pieces = [(number, *piece) for number, each in enumerate(running) for piece in each._pieces if piece[0].numel()]
+    if pieces:
+        from meshrl.sync import kernels
+
+        device, end = pieces[0][1].device, max(first + -(-raw.numel() // _ROW_BYTES) for _, raw, first in pieces)
+        row_keys = _row_table((end - 1).bit_length(), device)
+        found = kernels.sum64(pieces, len(running), _columns(device)[0], row_keys, _ONES)
+        return [number & _MASK64 for number in found.tolist()]
     sums = [each._sum for each in running if each._sum is not None]
     numbers = iter(torch.stack(sums).tolist() if sums else ())
     return [
@@ -104,7 +120,17 @@ def digests_in_threads(
     kind: DigestKind, digest: Callable[[S], RunningDigest], items: Sequence[S], num_bytes: Sequence[int]
 ) -> list[int]:
     """The digest of each item; of host memory by all threads. num_bytes: of each item."""
-    return values(in_threads(digest, items, num_bytes) if kind == "xxh3" else [digest(item) for item in items])
+    if kind == "xxh3":
+        return values(in_threads(digest, items, num_bytes))
+    found: list[int] = []
+    running, size = [], 0
+    for item, count in zip(items, num_bytes, strict=True):
+        running.append(digest(item))
+        size += count
+        if size >= _BATCH_BYTES:
+            found += values(running)
+            running, size = [], 0
+    return found + values(running)
 
 
 class BlockDigests:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from meshrl.core.device import has_triton
 from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import ALL, Delivery, pack_changes, section_bytes
 from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, digest_bytes, digests_in_threads, lap, values
@@ -228,12 +229,19 @@ class WeightSender:
         indices, new, count = [], [], 0
         for low, high, before in self._chunks(part, source.device):
             assert before is not None
-            now = self._cast(source[part.first + low : part.first + high], base.dtype)
-            changed, bits = _differing(bits_of(now), bits_of(before))
+            elements = source[part.first + low : part.first + high]
+            if has_triton(source.device):
+                from meshrl.sync.kernels import take_changes
+
+                changed, bits = take_changes(elements, before)
+                now = before
+            else:
+                now = self._cast(elements, base.dtype)
+                changed, bits = _differing(bits_of(now), bits_of(before))
+                bits_of(before).scatter_(0, changed, bits)
             count += len(changed)
             indices.append((changed + low).int())
             new.append(bits)
-            bits_of(before).scatter_(0, changed, bits)
             since = lap(self.report.seconds, "cast", since)
             running.update(running.readable(as_bytes(now)))
             since = lap(self.report.seconds, "verify", since)

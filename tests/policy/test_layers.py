@@ -27,6 +27,7 @@ LEVELS = {
 EVERYWHERE = {"numpy"}
 HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that may import it
     "xxhash": {"sync"},
+    "triton": {"model/kernels.py", "sync/kernels.py"},  # imported where `has_triton` holds
     "orjson": {"monitor"},
     "torch": {
         "core/batch.py",

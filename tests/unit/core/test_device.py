@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
 from tiny_run import train, write_run
 
-from meshrl.core.device import device_notice, device_type
+from meshrl.core.device import device_notice, device_type, has_triton
 from meshrl.core.errors import ConfigError
 
 
@@ -43,6 +46,32 @@ def test_a_device_that_is_asked_for_needs_no_notice(machine_with, monkeypatch):
     monkeypatch.setenv("MESHRL_DEVICE", "mps")
     with pytest.raises(ConfigError, match="MESHRL_DEVICE is 'mps'; allowed: cpu, cuda, npu, xpu"):
         device_type()
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "installed", "setting", "used"),
+    [
+        ("cuda", (8, 0), None, True, None, True),
+        ("cuda", (9, 0), None, True, "1", True),
+        ("cuda", (9, 0), None, True, "0", False),
+        ("cuda", (9, 0), None, False, None, False),
+        ("cuda", (7, 5), None, True, None, False),
+        ("cuda", (9, 4), "7.0", True, None, False),
+        ("xpu", (9, 0), None, True, None, False),
+        ("meta", (9, 0), None, True, None, False),
+        ("cpu", (9, 0), None, True, None, False),
+    ],
+)
+def test_triton_is_used_on_nvidia_gpus_from_ampere_on(device, capability, hip, installed, setting, used, monkeypatch):
+    triton = ModuleType("triton")
+    triton.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", triton if installed else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.delenv("MESHRL_TRITON", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("MESHRL_TRITON", setting)
+    assert has_triton(torch.device(device)) is used
 
 
 def test_a_run_trains_on_the_cpu_with_a_notice_where_the_accelerator_has_no_backend(

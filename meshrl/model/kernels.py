@@ -1,0 +1,175 @@
+"""Logprobs and entropies over tiles of the vocabulary, in Triton: what `logprob._ChunkedLogprob` computes, without its
+passes over logits in memory. `token_logprobs` imports this file on devices for which `has_triton` holds.
+
+Forward: a program computes the logits of BLOCK_N tokens for one tile of the vocabulary after the other, and keeps three
+numbers for each token: the largest logit m, s = sum exp(z - m) and u = sum exp(z - m) (z - m). With log Z = m + log s,
+H = log s - u / s, of which both terms are at least 0, so nothing cancels. A program ends after SPLIT columns, whatever
+the number of tokens: the result of a token does not depend on the other tokens.
+Backward: a program computes its tile of logits again, and writes dL/dlogits in the operands' dtype, for as many columns
+at a time as the caller allows; the two products with it are matrix products of torch.
+
+Letters: N tokens, D hidden size, V vocabulary, S splits of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from meshrl.model.logprob import Head
+
+BLOCK_N, BLOCK_V, BLOCK_D = 128, 128, 64
+SPLIT = 32 * BLOCK_V  # columns of a program
+GROUP = 16  # blocks of tokens whose programs run side by side, so that they find each other's operands in the L2 cache
+LAUNCH = {"num_warps": 8, "num_stages": 3}
+
+
+@triton.jit
+def _place(num_rows, num_columns, GROUP: tl.constexpr):
+    """The row and the column of this program: GROUP rows are complete before the next ones begin."""
+    first = tl.program_id(0) // (GROUP * num_columns) * GROUP
+    size = tl.minimum(num_rows - first, GROUP)
+    inside = tl.program_id(0) % (GROUP * num_columns)
+    return first + inside % size, inside // size
+
+
+@triton.jit
+def _logits(hidden, weight, bias, tokens, columns, D, scale, softcap, BLOCK_D: tl.constexpr):
+    """The logits of a tile, before the temperature: fp32 products of operands in their own dtype, and fp32 sums."""
+    k = tl.arange(0, BLOCK_D)
+    x = hidden + tokens.to(tl.int64)[:, None] * D + k[None, :]
+    w = weight + columns.to(tl.int64)[None, :] * D + k[:, None]
+    z = tl.zeros((tokens.shape[0], columns.shape[0]), tl.float32)
+    for d in range(0, D, BLOCK_D):
+        left = tl.load(x + d, mask=k[None, :] < D - d, other=0.0)
+        right = tl.load(w + d, mask=k[:, None] < D - d, other=0.0)
+        z = tl.dot(left, right, z, input_precision="ieee")
+    if bias is not None:
+        z += tl.load(bias + columns).to(tl.float32)[None, :]
+    z *= scale
+    if softcap is not None:
+        z = (1 - 2 / (tl.exp(z * (2 / softcap)) + 1)) * softcap  # tanh
+    return z
+
+
+@triton.jit
+def forward_kernel(
+    hidden, weight, bias, targets, temperature, stats, at_target, N, V, D, scale, softcap,
+    ENTROPY: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """stats fp32[3, S, N]: m, s and u of each split. at_target fp32[N]: the target's logit over its temperature."""
+    splits = tl.cdiv(V, SPLIT)
+    block, split = _place(tl.cdiv(N, BLOCK_N), splits, GROUP)
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.minimum(rows, N - 1)  # rows after the last token are computed, but not stored
+    target, t = tl.load(targets + tokens), tl.load(temperature + tokens)
+    m = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    s, u, hit = tl.zeros_like(m), tl.zeros_like(m), tl.zeros_like(m)
+    first, end = split * SPLIT, tl.minimum(split * SPLIT + SPLIT, V)
+    for v in range(first, end, BLOCK_V):
+        columns = v + tl.arange(0, BLOCK_V)
+        z = _logits(hidden, weight, bias, tokens, tl.minimum(columns, V - 1), D, scale, softcap, BLOCK_D) / t[:, None]
+        hit += tl.sum(tl.where(columns[None, :] == target[:, None], z, 0.0), 1)
+        z = tl.where(columns[None, :] < V, z, float("-inf"))
+        top = tl.maximum(m, tl.max(z, 1))
+        e, shrink = tl.exp(z - top[:, None]), tl.exp(m - top)
+        if ENTROPY:
+            u = tl.where(s > 0, (u + s * (m - top)) * shrink, 0.0)
+            u += tl.sum(tl.where(e > 0, e * (z - top[:, None]), 0.0), 1)
+        s = s * shrink + tl.sum(e, 1)
+        m = top
+    out = stats + split.to(tl.int64) * N + rows
+    tl.store(out, m, mask=rows < N)
+    tl.store(out + splits.to(tl.int64) * N, s, mask=rows < N)
+    if ENTROPY:
+        tl.store(out + 2 * splits.to(tl.int64) * N, u, mask=rows < N)
+    tl.store(at_target + rows, hit, mask=(rows < N) & (target >= first) & (target < end))
+
+
+@triton.jit
+def backward_kernel(
+    hidden, weight, bias, targets, temperature, lse, entropy, grad_logp, grad_entropy, dz, bias_sums,
+    first, width, N, V, D, scale, softcap, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dz [N, width]: dL/d(hidden @ weight.T) of the columns from `first` on. bias_sums fp32[blocks of N, width]: its
+    sums, before rounding. grad_entropy: None = the loss has no entropy."""
+    block, tile = _place(tl.cdiv(N, BLOCK_N), tl.cdiv(width, BLOCK_V), GROUP)
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.minimum(rows, N - 1)
+    places = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    columns = tl.minimum(first + places, V - 1)
+    target, t = tl.load(targets + tokens), tl.load(temperature + tokens)[:, None]
+    z = _logits(hidden, weight, bias, tokens, columns, D, scale, softcap, BLOCK_D)
+    logq = z / t - tl.load(lse + tokens)[:, None]
+    p = tl.exp(logq)
+    g = tl.load(grad_logp + tokens)[:, None]
+    grad = tl.where(columns[None, :] == target[:, None], g, 0.0) - g * p
+    if grad_entropy is not None:
+        h, of_h = tl.load(entropy + tokens)[:, None], tl.load(grad_entropy + tokens)[:, None]
+        grad -= of_h * p * (logq + h)
+    grad /= t
+    if softcap is not None:
+        grad *= 1 - (z / softcap) * (z / softcap)
+    grad *= scale
+    inside = (rows[:, None] < N) & (places[None, :] < width)
+    tl.store(dz + rows.to(tl.int64)[:, None] * width + places[None, :], grad.to(dz.dtype.element_ty), mask=inside)
+    if bias_sums is not None:
+        sums = tl.sum(tl.where(rows[:, None] < N, grad, 0.0), 0)
+        tl.store(bias_sums + block.to(tl.int64) * width + places, sums, mask=places < width)
+
+
+class TiledLogprob(torch.autograd.Function):
+    """`logprob._ChunkedLogprob` for 16-bit operands; the same arguments and results."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, chunk, want_entropy):  # type: ignore[override]
+        hidden, weight, temperature = hidden.contiguous(), weight.contiguous(), temperature.float()
+        (n, d), v = hidden.shape, len(weight)
+        stats = torch.empty(3, triton.cdiv(v, SPLIT), n, dtype=torch.float32, device=hidden.device)
+        at_target = torch.empty(n, dtype=torch.float32, device=hidden.device)
+        forward_kernel[(triton.cdiv(n, BLOCK_N) * stats.shape[1],)](
+            hidden, weight, bias, targets, temperature, stats, at_target, n, v, d, scale, softcap,
+            ENTROPY=want_entropy, SPLIT=SPLIT, GROUP=GROUP, BLOCK_N=BLOCK_N, BLOCK_V=BLOCK_V, BLOCK_D=BLOCK_D, **LAUNCH,
+        )  # fmt: skip
+        m, s, u = stats
+        top = m.amax(0)
+        shrink = (m - top).exp()
+        total = (s * shrink).sum(0)
+        log_total = total.log()
+        ent = log_total.new_empty(0)
+        if want_entropy:
+            ent = (log_total - ((u + s * (m - top)) * shrink).sum(0) / total).clamp_(min=0)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, top + log_total, ent)
+        ctx.set_materialize_grads(False)
+        ctx.facts = (scale, softcap, chunk)
+        return ((at_target - top) - log_total).clamp_(max=0), ent
+
+    @staticmethod
+    def backward(ctx, grad_logp, grad_ent):  # type: ignore[override]
+        hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
+        scale, softcap, chunk = ctx.facts
+        (n, d), v = hidden.shape, len(weight)
+        grad_logp = torch.zeros_like(lse) if grad_logp is None else grad_logp.contiguous()
+        grad_ent = None if grad_ent is None else grad_ent.contiguous()
+        grad_hidden = torch.zeros(n, d, dtype=torch.float32, device=hidden.device)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = None if bias is None else torch.empty_like(bias)
+        blocks, width = triton.cdiv(n, BLOCK_N), max(1, chunk * v // max(1, n) // BLOCK_V) * BLOCK_V
+        for first in range(0, v, width):
+            part = slice(first, min(first + width, v))
+            dz = hidden.new_empty(n, part.stop - first)
+            bias_sums = None if bias is None else lse.new_empty(blocks, part.stop - first)
+            backward_kernel[(blocks * triton.cdiv(dz.shape[1], BLOCK_V),)](
+                hidden, weight, bias, targets, temperature, lse, entropy, grad_logp, grad_ent, dz, bias_sums,
+                first, dz.shape[1], n, v, d, scale, softcap,
+                GROUP=GROUP, BLOCK_N=BLOCK_N, BLOCK_V=BLOCK_V, BLOCK_D=BLOCK_D, **LAUNCH,
+            )  # fmt: skip
+            grad_hidden += Head(weight[part].T).logits(dz)  # their product in fp32
+            if grad_weight is not None:
+                torch.mm(dz.T, hidden, out=grad_weight[part])
+            if grad_bias is not None and bias_sums is not None:
+                grad_bias[part] = bias_sums.sum(0)
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None, None

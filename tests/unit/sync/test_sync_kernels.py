@@ -1,0 +1,127 @@
+"""Digests of many pieces in one launch, and the changes of a delta, in Triton's interpreter, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_interpreter  # skips this file where the interpreter can't run
+from tiny_sync import Sampler, Trainer, layout_on, sync, trained, weights_of
+
+from meshrl.sync import digest, kernels, sender
+from meshrl.sync.digest import RunningDigest, bits_of, digest_bytes, digests_in_threads, values
+
+ROW = 65536  # bytes
+
+
+@pytest.fixture(autouse=True)
+def devices_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_interpreter.bf16_as_on_devices(monkeypatch)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The kernel is used on a CPU, too. The number of pieces of each launch."""
+    seen: list[int] = []
+    kernel = kernels.sum64_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            def launch(table, *args, **options):
+                assert not (table[0] % 16).any()  # the interpreter can read words at any address, a device can't
+                seen.append(table.shape[1])
+                kernel[grid](table, *args, **options)
+
+            return launch
+
+    monkeypatch.setattr(digest, "has_triton", lambda device: True)
+    monkeypatch.setattr(kernels, "sum64_kernel", Counted())
+    return seen
+
+
+def _random_bytes(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def _expected(raw: torch.Tensor) -> int:
+    return digest._sum64(raw, 0).item() & ((1 << 64) - 1)
+
+
+def _started(raw: torch.Tensor) -> RunningDigest:
+    running = RunningDigest("sum64")
+    running.update(running.readable(raw))
+    return running
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 1001, ROW - 1, ROW, ROW + 1, 9 * ROW + 7])
+def test_a_digest_equals_that_of_torch(count, launches):
+    """Also of bytes that do not fill a word, a row, or the rows of a program."""
+    raw = _random_bytes(count)
+    assert digest_bytes("sum64", raw) == _expected(raw)
+    assert launches == [1] * (count > 0)
+
+
+def test_digests_of_many_pieces_take_one_launch(launches):
+    """Pieces at any address, and digests of several pieces, of an empty one, and of none."""
+    memory = _random_bytes(20 * ROW)
+    raws = [memory[low : low + count] for low, count in [(0, 5000), (5001, 2 * ROW), (7, 3), (9, 0), (2, 17 * ROW + 2)]]
+    cut = RunningDigest("sum64")
+    for part in (memory[:ROW], memory[ROW : 13 * ROW], memory[13 * ROW : 13 * ROW], memory[13 * ROW : 13 * ROW + 99]):
+        cut.update(part)
+    found = values([*map(_started, raws), RunningDigest("sum64"), cut])
+    assert found == [*map(_expected, raws), 0, _expected(memory[: 13 * ROW + 99])]
+    assert launches == [4 + 3]
+
+
+def test_a_transfer_takes_one_launch_on_each_side_and_arrives_to_the_bit(launches, monkeypatch):
+    layout = layout_on("2 x 2", digest="sum64")
+    trainer, sampler = Trainer(layout, keep_base=False), Sampler(layout)
+    digests = [delivery.digests for delivery in trainer.deliveries(weights_of())]
+    parts = [len(transfer.parts) for transfer in layout.transfers]
+    assert launches == parts and max(parts) == 5
+    launches.clear()
+    assert sync(trainer, sampler, weights_of(), 1).read_back
+    assert launches == [each for each in parts for _ in range(2)] + [sum(parts)]  # sent, received, read back
+    monkeypatch.setattr(digest, "has_triton", lambda device: False)
+    assert [delivery.digests for delivery in trainer.deliveries(weights_of())] == digests
+
+
+def test_a_read_back_of_much_memory_is_digested_in_batches(launches, monkeypatch):
+    """Else all slices that had to be copied would be in memory at one time."""
+    monkeypatch.setattr(digest, "_BATCH_BYTES", 100)
+    raws = [_random_bytes(count, count) for count in (60, 70, 150, 10, 20)]
+    assert digests_in_threads("sum64", _started, raws, [raw.numel() for raw in raws]) == [*map(_expected, raws)]
+    assert launches == [2, 1, 2]
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16], ids=["fp32 masters", "bf16 masters"])
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("count", [1, 31, 64, 500])
+def test_changes_equal_those_of_torch(count, of, to, monkeypatch):
+    """In programs of 32 elements: their indices, in order, and their bits; the base then has them. A zero with another
+    sign is a change, another master that rounds to the same number is none."""
+    monkeypatch.setattr(kernels, "ELEMENTS", 32)
+    numbers = torch.Generator().manual_seed(count)
+    before = torch.randn(count, generator=numbers).to(of)
+    after = torch.where(torch.rand(count, generator=numbers) < 0.3, before * 1.5, before * (1 + 2**-20))
+    after[0], before[0], after[-1] = -0.0, 0.0, torch.inf
+    base = before.to(to)
+    expected, bits = sender._differing(bits_of(after.to(to)), bits_of(base))
+    indices, new = kernels.take_changes(after, base)
+    assert indices.dtype == torch.int32 and torch.equal(indices.long(), expected) and torch.equal(new, bits)
+    assert torch.equal(bits_of(base), bits_of(after.to(to)))
+    assert [len(each) for each in kernels.take_changes(after, base)] == [0, 0]
+
+
+def test_a_delta_arrives_to_the_bit(launches, monkeypatch):
+    monkeypatch.setattr(sender, "has_triton", lambda device: True)
+    monkeypatch.setattr(kernels, "ELEMENTS", 64)
+    layout = layout_on("2 x 2", digest="sum64")
+    trainer, sampler = Trainer(layout), Sampler(layout)
+    sync(trainer, sampler, weights_of(), 0)
+    changed = trained(weights_of(), 1)
+    ack = sync(trainer, sampler, changed, 1, base=0)
+    assert ack.read_back and sampler.holds(changed)
+    assert ack.num_bytes < layout.num_bytes / 2
+    assert sum(report.num_changed for report in trainer.reports) == sum(
+        int((changed[name].bfloat16() != each.bfloat16()).sum()) for name, each in weights_of().items()
+    )
