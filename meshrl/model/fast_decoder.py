@@ -12,7 +12,7 @@ Letters: T new tokens, D hidden size, H query heads, K key/value heads, S head s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from meshrl.model import prepack
 from meshrl.model.attention import AttentionContext, AttentionSpec, PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import Adapter, adapter_of, base_layer_of
+from meshrl.model.verify import computed_in_fp32, in_fp32
 
 # Largest difference of a hidden state, relative to the largest one, in fp32. Rounding stays below it; a scale or norm
 # that is not computed here changes a hundred times more.
@@ -101,17 +102,22 @@ class FastDecoder:
         return [linear for layer in self.layers for linear in layer.fused]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def fast_decoder(model: CausalModel) -> FastDecoder | None:
-    """The fast decoder of this model, None if it has none. Call it in fp32: rounding to bf16 would hide differences."""
+    """The fast decoder of this model, None if it has none. The comparison is in fp32: rounding to bf16 would hide
+    differences."""
     probe = _Probe(model)
-    expected = model.hidden(probe.tokens, probe.positions, probe)
     base: Any = model.lm.base_model
-    if not _fits(base) or sorted(probe.specs) != list(range(len(base.layers))):
-        return None
-    fast = FastDecoder(base, [spec for _, spec in sorted(probe.specs.items())])
-    difference = (fast.hidden(probe.tokens, probe.positions, probe) - expected).abs().max() / expected.abs().max()
-    return fast if difference <= RELATIVE_TOLERANCE else None
+    with in_fp32(model):
+        expected = model.hidden(probe.tokens, probe.positions, probe)
+        if not _fits(base) or sorted(probe.specs) != list(range(len(base.layers))):
+            return None
+        fast = FastDecoder(base, [spec for _, spec in sorted(probe.specs.items())])
+        compared = FastDecoder(base, [layer.spec for layer in fast.layers])
+        pairs = zip(base.layers, fast.layers, strict=True)
+        compared.layers = [partial(computed_in_fp32, *pair) for pair in pairs]  # type: ignore[misc]
+        difference = (compared.hidden(probe.tokens, probe.positions, probe) - expected).abs().max()
+    return fast if difference / expected.abs().max() <= RELATIVE_TOLERANCE else None
 
 
 class _Probe(PackedAttention):

@@ -11,6 +11,7 @@ verify        our forward equals Transformers' own
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,7 +24,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.facts import ModelFacts, as_config_error, meta_copy, model_facts
 from meshrl.model.hub_names import tied_names
 from meshrl.model.lora import add_adapters, init_adapters
-from meshrl.model.verify import ComparedModel, require_same
+from meshrl.model.verify import ComparedModel, in_fp32, require_same
 from meshrl.parallel.checkpointing import checkpoint_blocks
 from meshrl.parallel.fsdp import reshard, shard_model
 from meshrl.parallel.mesh import fsdp_mesh
@@ -57,9 +58,9 @@ class Recipe:
 
 
 def build_model(path: str | Path, recipe: Recipe) -> CausalModel:
-    """The model of a folder, in eval mode.
+    """The model of a folder, in eval mode. Extra memory: a bucket on the host; on the device, for the comparison of a
+    model that is not sharded, its embedding, its head and one block in fp32.
 
-    The comparison is in fp32, so a model that is not sharded needs dtype float32; cast it afterwards.
     Raises: ConfigError when the folder holds no model that Transformers can load, or one that we compute differently.
     """
     facts = model_facts(path)
@@ -78,7 +79,7 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> P
 
     Raises: ConfigError, as build_model.
     """
-    return cast_parameters(build_model(path, Recipe(trains=True)).lm, dtype)
+    return build_model(path, Recipe(trains=True, dtype=dtype)).lm
 
 
 def skeleton(facts: ModelFacts, recipe: Recipe) -> CausalModel:
@@ -144,7 +145,7 @@ def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
     compared.lm.load_state_dict(model.lm.state_dict(), assign=True)
     for module, same in zip(compared.lm.modules(), model.lm.modules(), strict=True):
         module._buffers.update(same._buffers)
-    with as_config_error(facts.path):
+    with as_config_error(facts.path), in_fp32(compared) if recipe.mesh is None else nullcontext():
         differences = compared()
     reshard(compared)
     name = type(model.lm).__name__

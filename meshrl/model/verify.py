@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
+
+T = TypeVar("T")
 
 # Above rounding, below faults. In fp32 other shapes of the same matrix products change a logprob by up to 7e-5 nats
 # (mixtures of experts with large logits). A leak between packed rows changes it by more than 1e-2, even in an untrained
@@ -24,6 +29,39 @@ class ScoreDifferences(NamedTuple):
     alone: torch.Tensor
     packed: torch.Tensor
     layers: list[int]
+
+
+@contextmanager
+def in_fp32(model: CausalModel) -> Iterator[None]:
+    """A context in which the forward of a model that is not sharded computes in fp32, whatever dtype its parameters
+    have. Embedding, norm and head are cast for the whole context, and each block while it computes."""
+    blocks = list(model.layers)
+    in_blocks = {id(p) for block in blocks for p in block.parameters()}
+    with ExitStack() as stack:
+        stack.enter_context(widened([p for p in model.parameters() if id(p) not in in_blocks]))
+        for block in blocks:
+            block.forward = partial(computed_in_fp32, block, block.forward)
+            stack.callback(block.__dict__.pop, "forward")
+        yield
+
+
+def computed_in_fp32(block: torch.nn.Module, forward: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """The result of `forward`, which reads the parameters of this block, in fp32."""
+    with widened(block.parameters()):
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def widened(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """A context in which parameters of less than 32 bits are fp32."""
+    narrow = [(p, p.data) for p in parameters if p.is_floating_point() and p.dtype.itemsize < 4]
+    try:
+        for p, _ in narrow:
+            p.data = p.data.float()
+        yield
+    finally:
+        for p, values in narrow:
+            p.data = values
 
 
 class _RecordedAttention(attention.PackedAttention):

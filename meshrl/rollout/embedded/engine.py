@@ -26,7 +26,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder, fast_decoder
 from meshrl.model.limits import limits_of
 from meshrl.model.lora import init_adapters, randomize_adapters
-from meshrl.model.recipe import DTYPES, Recipe, build_model, cast_parameters
+from meshrl.model.recipe import DTYPES, Recipe, build_model
 from meshrl.rollout.admission import bounds_of, check_admission, check_scorable, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, check_parts
 from meshrl.rollout.embedded.runner import Runner
@@ -47,17 +47,17 @@ def build_embedded_engine(
     engine_id: str,
     stop_token_ids: tuple[int, ...],
 ) -> EmbeddedEngine:
-    """Load the model in its compute dtype, without gradients; no weight version yet.
+    """Load the model in its compute dtype into the device's memory, without gradients; no weight version yet.
 
     Raises: ConfigError when rollout.max_context_tokens is more than the model has positions.
     """
     max_context_tokens, _ = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
-    model = build_model(model_cfg.path, Recipe(lora=model_cfg.lora if model_cfg.lora.enabled else None))
+    dtype, lora = DTYPES[model_cfg.dtype], model_cfg.lora if model_cfg.lora.enabled else None
+    model = build_model(model_cfg.path, Recipe(dtype=dtype, lora=lora, adapter_dtype=dtype, device=device))
     model.requires_grad_(False)
     randomize_adapters(model.lm)  # so that the fast decoder is compared with adapters that do something
     fast = fast_decoder(model)
     init_adapters(model.lm)
-    cast_parameters(model, DTYPES[model_cfg.dtype]).to(device)
     return EmbeddedEngine(
         model,
         fast=fast,

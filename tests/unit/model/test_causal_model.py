@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from tiny_models import FAMILIES, tiny_lm, tiny_qwen2
 from tiny_samples import random_samples
 
 from meshrl.core.errors import ConfigError
-from meshrl.model import attention
+from meshrl.model import attention, verify
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
+from meshrl.model.fast_decoder import fast_decoder
 from meshrl.model.hub_names import tied_names
-from meshrl.model.recipe import cast_parameters, load_causal_lm
+from meshrl.model.recipe import Recipe, build_model, cast_parameters, load_causal_lm
 from meshrl.train.packing import pack
 
 CPU = torch.device("cpu")
@@ -83,6 +85,34 @@ def test_a_folder_loads_as_it_was_saved(tmp_path, tie, dtype):
     assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == tie
     assert lm.config._attn_implementation == attention.NAME
     assert not any(getattr(m, "attention_dropout", 0.0) for m in lm.modules())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+def test_a_model_in_bf16_is_compared_in_fp32_without_a_second_copy_of_it(tmp_path, family, monkeypatch):
+    """Neither when it is loaded nor when its fast decoder is compared: at most one block is in fp32 at a time."""
+    tiny_lm(family, num_hidden_layers=5).save_pretrained(tmp_path)
+    widened, now, most = verify.widened, [0], [0]
+
+    @contextmanager
+    def counted(parameters):
+        parameters = list(parameters)
+        count = sum(p.numel() for p in parameters if p.dtype == torch.bfloat16)
+        with widened(parameters):
+            now[0] += count
+            most[0] = max(most[0], now[0])
+            yield
+            now[0] -= count
+
+    monkeypatch.setattr(verify, "widened", counted)
+    model = build_model(tmp_path, Recipe(dtype=torch.bfloat16))
+    places = {name: p.data_ptr() for name, p in model.lm.named_parameters()}
+    fast = fast_decoder(model)
+    block = sum(p.numel() for p in model.layers[0].parameters())
+    total = sum(p.numel() for p in model.lm.parameters())
+    assert total - 5 * block + block == most[0] and now == [0]
+    assert {p.dtype for p in model.lm.parameters()} == {torch.bfloat16}
+    assert places == {name: p.data_ptr() for name, p in model.lm.named_parameters()}
+    assert (fast is not None) == (family == "qwen2")
 
 
 def test_a_folder_saved_in_bf16_loads_its_buffers_in_fp32(tmp_path):
