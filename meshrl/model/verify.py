@@ -34,7 +34,7 @@ class ScoreDifferences(NamedTuple):
 @contextmanager
 def in_fp32(model: CausalModel) -> Iterator[None]:
     """A context in which the forward of a model that is not sharded computes in fp32, whatever dtype its parameters
-    have. Embedding, norm and head are cast for the whole context, and each block while it computes."""
+    have. Embedding, norm and head are cast until its end, and each block while it computes."""
     blocks = list(model.layers)
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     with ExitStack() as stack:
