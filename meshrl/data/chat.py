@@ -18,6 +18,7 @@ from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, is_there, read_json, read_text, size_of
 from meshrl.core.lookup import did_you_mean
 from meshrl.data.files import as_data_error
+from meshrl.data.hub import require_reachable
 from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]
@@ -69,14 +70,17 @@ def _load(path: str | Path) -> Any:
     is_folder = folder.is_dir()
     if is_folder:
         _require_plain_files(folder)
+    else:
+        require_reachable(str(path))
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=is_folder, trust_remote_code=False)
     except BaseException as cause:  # damaged files may raise anything; a panic in Rust is not an Exception
         if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
             raise
         seen = sorted(p.name for p in folder.iterdir()) if is_folder else "not a folder on this machine"
+        fault = _damage(folder) if is_folder else None
         raise DataError(
-            f"no tokenizer could be loaded from {str(path)!r} ({seen}): {_damage(folder) or str(cause):.1000}. "
+            f"no tokenizer could be loaded from {str(path)!r} ({seen}): {fault or str(cause):.1000}. "
             "Give a folder with complete tokenizer.json and tokenizer_config.json, which need no code of their own."
         ) from cause
 

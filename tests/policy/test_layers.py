@@ -48,7 +48,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "sympy": {"reward"},
     "cloudpickle": {"reward"},
     "transformers": {"data", "model"},
-    "huggingface_hub": {"model"},
+    "huggingface_hub": {"data", "model"},
     "jinja2": {"data"},
     "safetensors": {"model"},
     "peft": {"model"},
