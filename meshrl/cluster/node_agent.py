@@ -14,7 +14,7 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,6 +105,11 @@ class NodeAgent:
     def report(self, number: int, value: Any) -> None:
         with contextlib.suppress(OSError), self.sending:  # the controller has ended; the main thread sees it, too
             frames.send(self.control, (number, value))
+
+
+def variables(names: Sequence[str]) -> dict[str, str]:
+    """Those of these environment variables that are set in this process."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 class AgentConnection:

@@ -27,9 +27,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.node_agent import NodeAgent
+from meshrl.cluster.node_agent import NodeAgent, variables
 from meshrl.cluster.remote import AgentConnection, RemoteExecutor
-from meshrl.core.device import cluster_resources
+from meshrl.core.device import VISIBLE_DEVICES, cluster_resources
 from meshrl.core.errors import ConfigError, RankFailure
 
 _JOINING_S = 15.0  # a new machine may need this long to join the cluster
@@ -52,6 +52,7 @@ class RayExecutor(RemoteExecutor):
         self._served: dict[int, asyncio.Future[int]] = {}
         self._controller = ("", 0)
         self._need: dict[str, float] = {}  # of one rank
+        self._devices: dict[int, dict[str, str]] = {}  # by bundle: variables by which its ranks see its devices
 
     async def find_machines(self) -> str:
         """Join the cluster and wait until Ray has granted the placement group."""
@@ -123,16 +124,40 @@ class RayExecutor(RemoteExecutor):
             self._start_agent(spec)
         return {spec.rank for spec in self.specs}
 
-    def _start_agent(self, spec: WorkerSpec) -> None:
+    async def await_agents(self, ranks: Sequence[int]) -> None:
+        await super().await_agents(ranks)
+        for bundle in {self._bundle_of(self.specs[rank]) for rank in ranks}:
+            self._devices[bundle] = await self._devices_in(bundle)
+
+    def environment(self, spec: WorkerSpec) -> dict[str, str]:
+        return super().environment(spec) | self._devices[self._bundle_of(spec)]
+
+    async def _devices_in(self, bundle: int) -> dict[str, str]:
+        """The variables by which a process sees all devices of a bundle. A server uses the devices of several ranks,
+        so the ranks of a machine see all of them, as under the other executors; no agent reserves one for its rank."""
+        need = {name: count * self.specs[0].num_local_ranks for name, count in self._need.items() if name != "CPU"}
+        if not need:
+            return {}
+        task: Any = ray.remote(variables).options(max_retries=0, **self._options(bundle, {"CPU": 0, **need}))
+        found: dict[str, str] = await asyncio.wrap_future(task.remote(VISIBLE_DEVICES).future())
+        return found
+
+    def _options(self, bundle: int, need: dict[str, float]) -> dict[str, Any]:
+        """Options of an actor or a task that takes these resources of a bundle."""
         assert self._group is not None, "find_machines comes first"
-        bundle = self._bundles[spec.rank // spec.num_local_ranks]
-        actor: Any = ray.remote(NodeAgent).options(
-            num_cpus=self._need["CPU"],
-            num_gpus=self._need.get("GPU", 0),
-            max_restarts=0,
-            resources={name: count for name, count in self._need.items() if name not in ("CPU", "GPU")},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
-        )
+        return {
+            "num_cpus": need["CPU"],
+            "num_gpus": need.get("GPU", 0),
+            "resources": {name: count for name, count in need.items() if name not in ("CPU", "GPU")},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+        }
+
+    def _bundle_of(self, spec: WorkerSpec) -> int:
+        return self._bundles[spec.rank // spec.num_local_ranks]
+
+    def _start_agent(self, spec: WorkerSpec) -> None:
+        options = self._options(self._bundle_of(spec), {"CPU": self._need["CPU"]})
+        actor: Any = ray.remote(NodeAgent).options(max_restarts=0, **options)
         actor = self._actors[spec.rank] = actor.remote(self._controller, self.token, spec.rank)
         served = self._served[spec.rank] = asyncio.wrap_future(actor.serve.remote().future())
         served.add_done_callback(partial(self._agent_ended, spec.rank))

@@ -29,7 +29,10 @@ _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M
 _MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
 _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 SETTINGS = ("CUDA_", "HIP_")  # environment variables of the libraries of devices begin with these
-VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+VISIBLE_DEVICES = (
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
+    *("ONEAPI_DEVICE_SELECTOR", "ZE_AFFINITY_MASK"),
+)
 
 
 def device_type() -> str:
