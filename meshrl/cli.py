@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -100,7 +100,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         sub.add_argument(
             "--explain",
             action="store_true",
-            help="start nothing; print the sizes of a step and the resolved config with the origin of each value",
+            help="start nothing; print the sizes of a step, each value with its origin, and the memory of a rank",
         )
     _add_launch_options(launch)
     _add_schedule_options(schedule)
@@ -284,7 +284,7 @@ def _train(args: argparse.Namespace) -> int:
     from meshrl.run.inputs import load_run
 
     if args.explain:
-        return _explain(load_run(args.config, args.overrides))
+        return _explain(load_run(args.config, args.overrides, starts=False))
     train(args.config, args.overrides)
     return 0
 
@@ -326,7 +326,7 @@ def _launch(args: argparse.Namespace) -> int:
     from meshrl.run.inputs import load_run, load_sft
 
     is_sft = args.run == "sft"
-    load = partial(load_sft, args.config) if is_sft else partial(load_run, args.config, purpose=args.run)
+    load = partial(load_sft, args.config) if is_sft else partial(load_run, args.config, purpose=args.run, starts=False)
     options = {"time": args.time, "partition": args.partition, "account": args.account}
     size = args.nodes, args.gpus_per_node
     text = batch_file(load, args.run, args.config, args.overrides, *size, options, args.measured)
@@ -444,19 +444,32 @@ def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
     from meshrl.config.run import SftRunConfig
     from meshrl.data.check import count_rows
 
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and no hub is waited for
     print_output(explain(loaded, count_rows(loaded.config)), end="")
-    if not isinstance(loaded.config, SftRunConfig):  # last, because loading the tokenizer takes seconds
-        os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and no hub is waited for
-        print_output(f"\n# first prompt: {_first_prompt(loaded.config)}")
+    print_output(f"\n{_if_here('memory', partial(_memory, loaded.config))}")  # last, because of imports of seconds
+    if not isinstance(loaded.config, SftRunConfig):
+        print_output(_if_here("first prompt", partial(_first_prompt, loaded.config)))
     return 0
 
 
-def _first_prompt(config: RunConfig) -> str:
+def _if_here(what: str, text: Callable[[], str]) -> str:
+    """A text for which files of the model are read, or why there is none: the config is explained in any case."""
     try:
-        from meshrl.run.inputs import Objects
-        from meshrl.run.task import first_prompt, load_prompts
+        return text()
+    except (MeshrlError, ImportError) as error:
+        return f"# {what}: can't be shown from what is on this machine: {error}"
 
-        read = load_prompts(config, Objects(), training=True)
-    except (MeshrlError, ImportError) as error:  # the config is explained in any case
-        return f"can't be shown from what is on this machine: {error}"
-    return first_prompt(read.tokenizer, read.feed, read.held_out) or f"rendered by the agent {config.agent.kind}"
+
+def _memory(config: RunConfig | SftRunConfig) -> str:
+    from meshrl.tools.memory import describe_memory
+
+    return describe_memory(config)
+
+
+def _first_prompt(config: RunConfig) -> str:
+    from meshrl.run.inputs import Objects
+    from meshrl.run.task import first_prompt, load_prompts
+
+    read = load_prompts(config, Objects(), training=True)
+    text = first_prompt(read.tokenizer, read.feed, read.held_out)
+    return f"# first prompt: {text or f'rendered by the agent {config.agent.kind}'}"

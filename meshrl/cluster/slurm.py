@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from meshrl.config.load import Loaded
+from meshrl.config.rollout import missing_server
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.monitor.sinks import MetricsLine, read_metrics
@@ -128,10 +129,13 @@ def batch_file(
     lines = [f"#SBATCH --{name}={value}".removesuffix("=") for name, value in directives.items() if value is not None]
     continues = loaded.config.run.name != "auto" and loaded.config.run.resume == "auto"
     lead_text = f"The run gets SIGTERM {lead.seconds} s before the time limit, to end with a checkpoint. {lead.source}"
+    comments = [lead_text, _CONTINUES if continues else _STARTS_AGAIN]
+    if isinstance(loaded.config, RunConfig) and (missing := missing_server(loaded.config.rollout)) is not None:
+        comments.append(f"The nodes need what this machine lacks: {missing.keys[0]}: {missing.text}")
     run = ["meshrl", command, str(Path(config).resolve()), *overrides]
     return _SCRIPT.format(
         directives="\n".join(lines),
-        comments="\n".join(map(_comment, (lead_text, _CONTINUES if continues else _STARTS_AGAIN))),
+        comments="\n".join(map(_comment, comments)),
         folder=shlex.quote(str(Path.cwd())),
         python=shlex.quote(sys.executable),
         shutdown_s=lead.seconds - _KILL_S,

@@ -44,7 +44,7 @@ class Case:
 
     table_names: of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
     a kind is checked. Its entry "needs_answer" has the reward kinds that need the answer of a row. rows: rows in
-    memory, by the config key that they replace.
+    memory, by the config key that they replace. starts: whether the run starts on this machine, now.
     """
 
     config: RunConfig | SftRunConfig
@@ -53,6 +53,7 @@ class Case:
     purpose: Purpose
     table_names: dict[str, set[str]] = field(default_factory=dict)
     rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    starts: bool = True
 
     @property
     def rl(self) -> RunConfig:

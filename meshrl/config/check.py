@@ -18,7 +18,7 @@ from meshrl.config.data import data_problems
 from meshrl.config.loop import loop_problems
 from meshrl.config.model import model_problems
 from meshrl.config.monitor import sink_problems
-from meshrl.config.rollout import EvalSamplingConfig, engine_problems
+from meshrl.config.rollout import EvalSamplingConfig, engine_problems, missing_server
 from meshrl.config.run import RunConfig, SftRunConfig, run_problems
 from meshrl.config.source import COMMAND_LINE
 from meshrl.config.train import train_problems
@@ -233,6 +233,8 @@ def notices(case: Case) -> list[str]:
         texts += _clip_bounds(case)
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:
         texts.append(turns)
+    if isinstance(config, RunConfig) and (missing := missing_server(config.rollout)) is not None:
+        texts.append(f"{missing.keys[0]}: {missing.text} The machines of the run need it.")
     if isinstance(config, RunConfig) and config.rollout.engine == "sglang":
         texts.append(
             "rollout.engine is sglang, which is experimental: it was tested with a simulated server, and never with "

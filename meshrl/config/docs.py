@@ -21,7 +21,7 @@ is a number in both places. `base: other.yaml` (relative to the file) inherits f
 values and lists are replaced. Unknown keys and keys given twice are errors. A relative path to a model, data, a chat
 template or a checkpoint is looked up in the folder of the config file, then in the working folder; the folders that a
 run writes (`run.folder`, `rollout.endpoint.folder`) start at the working folder. `--explain` prints the resolved config
-with the origin of each value, and the sizes of a step.
+with the origin of each value, the sizes of a step and the memory of a rank.
 
 **Keys that do not fit each other.** What the command line states wins over the file, and what the file states wins
 over its `base`; a key that the stronger one makes void is left out, with a note at the start that has the key, its

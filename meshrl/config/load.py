@@ -96,15 +96,16 @@ def load_run_config(
     purpose: Purpose = "train",
     in_memory: InMemory = NOTHING_IN_MEMORY,
     further: Sequence[Check] = (),
+    starts: bool = True,
 ) -> Loaded[RunConfig]:
     """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, where top_p and other filters are allowed.
 
-    source: a file, a dict with the content of a file, or a config. table_names: as in Case. further: checks of higher
-    packages, made together with those of the config.
+    source: a file, a dict with the content of a file, or a config. table_names, starts: as in Case. further: checks of
+    higher packages, made together with those of the config.
 
     Raises: ConfigError that lists all problems at once, each with key, value, origin and what to do.
     """
-    return _load(RunConfig, source, overrides, table_names or {}, purpose, in_memory, further)
+    return _load(RunConfig, source, overrides, table_names or {}, purpose, in_memory, further, starts)
 
 
 def load_sft_config(
@@ -130,6 +131,7 @@ def _load(
     purpose: Purpose,
     in_memory: InMemory,
     further: Sequence[Check],
+    starts: bool = True,
 ) -> Loaded[C]:
     if isinstance(overrides, str | Mapping):
         raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of strings: ['train.optimizer.lr=1e-6']")
@@ -146,7 +148,8 @@ def _load(
     modules = _module_folder(written, reader.folder)
     twice = _given_twice(given_in(objects) | dict.fromkeys(in_memory.unused), written)
     layers.add_objects(objects, len(trees))
-    make_case = partial(Case, folder=reader.folder, table_names=table_names, purpose=purpose, rows=in_memory.rows)
+    rows = in_memory.rows
+    make_case = partial(Case, folder=reader.folder, table_names=table_names, purpose=purpose, rows=rows, starts=starts)
     while True:
         given = given_in(layers.tree) | {key: written[key] for problem in twice for key in problem.keys}
         config, case, faults = _checked(model, layers, given, keys, make_case, [checks.check, *further])

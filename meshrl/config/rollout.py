@@ -208,7 +208,7 @@ def engine_problems(case: Case) -> Iterator[Problem]:
     if rollout.release_memory:
         yield from _release(rollout)
     if rollout.engine == "vllm":
-        yield from _own_server("vllm", rollout.vllm)
+        yield from _own_server(case, "vllm", rollout.vllm)
     if rollout.engine == "sglang":
         yield from _sglang(case)
     if rollout.engine == "endpoint":
@@ -328,14 +328,26 @@ _NOT_INSTALLED = {
 }
 
 
-def _own_server(engine: str, cfg: VllmConfig | SglangConfig) -> Iterator[Problem]:
-    """Problems of the Python and the arguments with which the server of each replica is started."""
+def missing_server(rollout: RolloutConfig) -> Problem | None:
+    """The problem that the server of each replica could not be started on this machine."""
+    engine = rollout.engine
+    if engine not in ("vllm", "sglang") or (engine == "sglang" and rollout.sglang.url is not None):
+        return None
+    cfg = rollout.vllm if engine == "vllm" else rollout.sglang
     if cfg.python is None and importlib.util.find_spec(engine) is None:
         also = ("rollout.sglang.url",) if engine == "sglang" else ()
-        yield Problem(("rollout.engine", f"rollout.{engine}.python", *also), _NOT_INSTALLED[engine])
-    elif cfg.python is not None and shutil.which(cfg.python) is None:
+        return Problem(("rollout.engine", f"rollout.{engine}.python", *also), _NOT_INSTALLED[engine])
+    if cfg.python is not None and shutil.which(cfg.python) is None:
         text = "no such program. Give the path of a Python, such as venv/bin/python."
-        yield Problem((f"rollout.{engine}.python",), text)
+        return Problem((f"rollout.{engine}.python",), text)
+    return None
+
+
+def _own_server(case: Case, engine: str, cfg: VllmConfig | SglangConfig) -> Iterator[Problem]:
+    """Problems of the Python and the arguments with which the server of each replica is started."""
+    missing = missing_server(case.rl.rollout)
+    if case.starts and missing is not None:
+        yield missing
     for arg in cfg.args:
         name = arg.partition("=")[0].replace("_", "-")
         if name in OWN_ARGS[engine].split():
@@ -346,7 +358,7 @@ def _own_server(engine: str, cfg: VllmConfig | SglangConfig) -> Iterator[Problem
 def _sglang(case: Case) -> Iterator[Problem]:
     cfg = case.rl.rollout.sglang
     if cfg.url is None:
-        yield from _own_server("sglang", cfg)
+        yield from _own_server(case, "sglang", cfg)
         return
     yield from _address("rollout.sglang.url", cfg.url)
     name, ranks = case.rl.sampling_ranks

@@ -70,8 +70,7 @@ def _load(path: str | Path) -> Any:
     is_folder = folder.is_dir()
     if is_folder:
         _require_plain_files(folder)
-    else:
-        require_reachable(str(path))
+    require_reachable(str(path))
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=is_folder, trust_remote_code=False)
     except BaseException as cause:  # damaged files may raise anything; a panic in Rust is not an Exception

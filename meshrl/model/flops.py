@@ -94,12 +94,10 @@ def model_flops(lm: Any) -> ModelFlops | None:
     pair: Counter[int | None] = Counter()
     types = getattr(text, "layer_types", None) or ()
     for index, block in enumerate(blocks):
-        # An attention module passes its own head sizes and window to the attention function.
-        own = next((m for m in block.modules() if _HEAD_SIZES & vars(m).keys()), None)
+        own = attention_module(block)
         if own is None or num_heads is None or math.isnan(token) or not all("attention" in kind for kind in types):
             return None
-        keys = next(size for name in ("qk_head_dim", "head_dim", "head_size") if (size := getattr(own, name, None)))
-        values = getattr(own, "v_head_dim", None) or keys
+        keys, values = head_sizes(own)
         window = getattr(own, "sliding_window", None if types else getattr(text, "sliding_window", None))
         if index < len(types) and types[index] == "full_attention":  # Exaone 4's modules have the window all the same
             window = None
@@ -108,7 +106,18 @@ def model_flops(lm: Any) -> ModelFlops | None:
     return ModelFlops(token, 2 * head.numel(), dict(pair), passes)
 
 
-_HEAD_SIZES = {"qk_head_dim", "head_dim", "head_size"}
+_HEAD_SIZES = ("qk_head_dim", "head_dim", "head_size")
+
+
+def attention_module(block: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that passes its own head sizes and window to the attention function."""
+    return next((m for m in block.modules() if vars(m).keys() & set(_HEAD_SIZES)), None)
+
+
+def head_sizes(attention: torch.nn.Module) -> tuple[int, int]:
+    """The sizes of a head's key and value."""
+    keys = next(size for name in _HEAD_SIZES if (size := getattr(attention, name, None)))
+    return keys, getattr(attention, "v_head_dim", None) or keys
 
 
 def _passes(p: torch.nn.Parameter) -> int:

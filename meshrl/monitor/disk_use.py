@@ -61,9 +61,9 @@ def disk_use(
         _Written("metrics", (num_steps + evals) * _METRICS_BYTES, ""),
     ]
     total = sum(part.num_bytes for part in parts)
-    listed = ", ".join(f"{part.name} {_size(part.num_bytes)}{part.text}" for part in parts)
-    written = f" ({_size(sizes.on_disk_bytes)} of it exist)" if sizes.on_disk_bytes else ""
-    text = f"disk: at most {_size(total)}{written}, {_size(free_bytes)} free: {listed}"
+    listed = ", ".join(f"{part.name} {size_text(part.num_bytes)}{part.text}" for part in parts)
+    written = f" ({size_text(sizes.on_disk_bytes)} of it exist)" if sizes.on_disk_bytes else ""
+    text = f"disk: at most {size_text(total)}{written}, {size_text(free_bytes)} free: {listed}"
     if total <= free_bytes + sizes.on_disk_bytes:
         return text
     keys = ["run.keep_checkpoints", "run.keep_models"]
@@ -91,7 +91,9 @@ def _states(
     saved = num_steps if every_s else _times(num_steps, every_steps or at_evals)
     keep = config.run.keep_checkpoints
     count = min(saved, keep + 1)  # an old state is removed when the new one is complete
-    text = f" ({count} x {_size(sizes.state_bytes)}; written {', '.join([*when, 'at the end'])}, newest {keep} kept)"
+    text = (
+        f" ({count} x {size_text(sizes.state_bytes)}; written {', '.join([*when, 'at the end'])}, newest {keep} kept)"
+    )
     return count, _Written("states", count * sizes.state_bytes, text)
 
 
@@ -107,7 +109,7 @@ def _models(
     if config.model.lora.enabled:
         each += sizes.state_bytes // 3  # the adapters, without their moments
     of_best = f" + {best} that were the best," if best else ""
-    text = f" ({count}{of_best} x {_size(each)}; {'all' if keep is None else f'newest {keep}'} kept)"
+    text = f" ({count}{of_best} x {size_text(each)}; {'all' if keep is None else f'newest {keep}'} kept)"
     return _Written("models", (count + best) * each, text)
 
 
@@ -124,13 +126,13 @@ def _rollouts(config: RunConfig, evals: int, sizes: WrittenSizes) -> Iterator[_W
     step = loop.prompts_per_step * group(loop.samples_per_prompt, config.rollout.sampling)
     evaluation = sizes.num_eval_prompts * group(loop.eval_samples, config.eval_sampling)
     files = -(-loop.num_steps // every)
-    text = f" ({files} step{'' if files == 1 else 's'} x {_size(step)}" + (
-        f", {evals} evaluations x {_size(evaluation)})" if evals else ")"
+    text = f" ({files} step{'' if files == 1 else 's'} x {size_text(step)}" + (
+        f", {evals} evaluations x {size_text(evaluation)})" if evals else ")"
     )
     yield _Written("rollouts", files * step + evals * evaluation, text)
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"

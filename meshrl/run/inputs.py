@@ -120,16 +120,17 @@ def load_run(
     overrides: Sequence[str] = (),
     purpose: Literal["train", "eval"] = "train",
     objects: Objects = NO_OBJECTS,
+    starts: bool = True,
 ) -> Loaded[RunConfig]:
     """The checked config. The check constructs rewards and built-in agents from their args, but not a user's agent.
-    Raises: ConfigError that lists all problems at once."""
+    starts: False where the run starts later, or elsewhere. Raises: ConfigError that lists all problems at once."""
     names = {
         "reward": {*REWARDS, *(_name_of(function) for function in objects.rewards.values())},
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
         "needs_answer": set(NEEDS_ANSWER),
     }
     checks: list[Check] = [check_data, partial(check_graders, objects.rewards)]
-    loaded = load_run_config(source, overrides, names, purpose, objects.in_memory(), checks)
+    loaded = load_run_config(source, overrides, names, purpose, objects.in_memory(), checks, starts)
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)
     return loaded

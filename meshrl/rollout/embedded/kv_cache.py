@@ -189,6 +189,15 @@ def tile_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def _grown(tile: torch.Tensor, num_rows: int) -> torch.Tensor:
-    grown = tile.new_zeros((max(8, 1 << (num_rows - 1).bit_length()), *tile.shape[1:]))  # 0 * NaN would be NaN
+    grown = tile.new_zeros((_room(num_rows), *tile.shape[1:]))  # 0 * NaN would be NaN
     grown[: tile.shape[0]] = tile
     return grown
+
+
+def _room(num_rows: int) -> int:
+    return max(8, 1 << (num_rows - 1).bit_length())
+
+
+def room_for(num_rows: int, length: int) -> tuple[int, int]:
+    """(rows, positions) for which a store has memory when it holds num_rows rows of this length."""
+    return _room(num_rows), int(STARTS[np.searchsorted(STARTS, length)])

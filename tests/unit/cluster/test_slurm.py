@@ -77,6 +77,12 @@ def test_the_batch_file_has_the_given_options_and_starts_a_rank_for_each_gpu(con
     subprocess.run(["bash", "-n", str(file)], check=True)
 
 
+def test_the_batch_file_names_a_server_that_is_not_installed_here(config: Path):
+    done = _launch(config, "rollout.engine=vllm", "rollout.vllm.python=/nowhere/python")
+    assert done.returncode == 0, done.stderr
+    assert "The nodes need what this machine lacks: rollout.vllm.python: no such program." in _comments(done.stdout)
+
+
 def test_the_lead_of_the_signal_is_taken_from_the_longest_step_and_save_of_a_run(config: Path, tmp_path: Path):
     """The steps take 20, 100 (two phases overlap: their sum is 160), and an evaluation 60; saves 4 + 16."""
     times = iter([1000.0, 1100.0, 1160.0, 1400.0, 1500.0])

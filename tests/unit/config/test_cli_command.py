@@ -85,6 +85,14 @@ def test_explain_runs_without_torch_at_every_position_of_the_option(good: Path, 
     assert "6 prompts x 8 samples = 48" in done.stdout
 
 
+def test_a_server_that_is_not_installed_here_is_an_error_of_the_run_and_a_note_of_explain(good: Path):
+    """The config of a cluster is written on a machine that has no vLLM."""
+    arguments = ["train", str(good), "rollout.engine=vllm", "rollout.vllm.python=/nowhere/python"]
+    assert "/nowhere/python   [command line]\n      no such program" in meshrl(*arguments).stderr
+    done = meshrl(*arguments, "--explain")
+    assert done.returncode == 0 and "# note: rollout.vllm.python: no such program." in done.stdout, done.stderr
+
+
 def test_explain_of_sft_runs_without_torch(good_sft: Path):
     done = meshrl("sft", "--explain", str(good_sft))
     assert done.returncode == 0 and "rows_per_step: 16" in done.stdout, done.stderr

@@ -1,0 +1,75 @@
+"""Bytes of a model's tensors in a run, from its config.json alone: no weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import TrainConfig
+from meshrl.model import attention
+from meshrl.model.causal import CausalModel
+from meshrl.model.facts import as_config_error
+from meshrl.model.flops import attention_module, head_sizes
+from meshrl.model.limits import text_config
+from meshrl.model.lora import add_adapters
+from meshrl.model.recipe import DTYPES, cast_parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelMemory:
+    """Bytes. weights: of the full model in its compute dtype. masters, gradients, moments, reference: of the train rank
+    with the largest shards. token: of the keys and values of a token; None if they are not those of softmax attention.
+    """
+
+    weights: int
+    masters: int
+    gradients: int
+    moments: int
+    reference: int
+    token: int | None
+
+
+def model_memory(cfg: ModelConfig, train: TrainConfig, num_shards: int) -> ModelMemory:
+    """num_shards: ranks over which FSDP2 shards the parameters. Raises: ConfigError."""
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    text, compute, masters = text_config(cfg.path), DTYPES[cfg.dtype], DTYPES[train.master_dtype]
+    with as_config_error(cfg.path, ImportError), torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(text, attn_implementation=attention.NAME, dtype=compute)
+    model = CausalModel(lm)
+    weights, reference = _num_bytes(model.parameters(), 1), _num_bytes(model.parameters(), num_shards)
+    if cfg.lora.enabled:
+        add_adapters(lm, cfg.lora, masters, cfg.path)
+        reference = 0  # it is the policy without adapters
+    else:
+        cast_parameters(lm, masters)
+    gradients = _num_bytes((p for p in model.parameters() if p.requires_grad), num_shards)
+    return ModelMemory(
+        weights=weights,
+        masters=_num_bytes(model.parameters(), num_shards),
+        gradients=gradients,
+        moments=2 * gradients,
+        reference=reference,
+        token=_token_bytes(model, compute),
+    )
+
+
+def _num_bytes(parameters: Iterable[torch.nn.Parameter], num_shards: int) -> int:
+    """Of the largest shards: FSDP2 cuts the first dim into equal parts, of which the last ones may be smaller."""
+    return sum(ceil(p.shape[0] / num_shards) * p[0].numel() * p.element_size() for p in parameters)
+
+
+def _token_bytes(model: CausalModel, dtype: torch.dtype) -> int | None:
+    text, sizes = model.lm.config.get_text_config(), []
+    for block in model.layers:
+        own = attention_module(block)
+        if own is None:
+            return None
+        sizes.append(sum(head_sizes(own)))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return heads * sum(sizes) * dtype.itemsize

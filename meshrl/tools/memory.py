@@ -1,0 +1,68 @@
+"""What of a rank's memory follows from the config and the model's config.json: part of `meshrl train --explain`."""
+
+from __future__ import annotations
+
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.model.limits import limits_of
+from meshrl.model.memory import ModelMemory, model_memory
+from meshrl.monitor.disk_use import size_text
+from meshrl.rollout.embedded.kv_cache import room_for
+
+
+def describe_memory(config: RunConfig | SftRunConfig) -> str:
+    """Comment lines. Raises: ConfigError, DataError when the model has no config.json that can be read."""
+    train, num_rollout_ranks = config.train, config.cluster.num_rollout_ranks
+    num_shards = train.data_ranks(config.cluster.num_train_ranks)[1]
+    memory = model_memory(config.model, train, num_shards)
+    waits = ", in host memory except in the optimizer step" if train.optimizer_offload else ""
+    leaves = ", in host memory while samplers work" if train.param_offload and not num_rollout_ranks else ""
+    trainer = [
+        ("weights", f"{size_text(memory.masters)}, sharded over {num_shards}{leaves}"),
+        ("gradients", size_text(memory.gradients)),
+        ("moments of AdamW", size_text(memory.moments) + waits),
+    ]
+    sampler: list[tuple[str, str]] = []
+    if isinstance(config, RunConfig):
+        if config.algo.kl.coef and memory.reference:
+            trainer.append(("reference", size_text(memory.reference) + leaves))
+        sampler = _sampler(config, memory)
+    if not num_rollout_ranks:
+        trainer, sampler = trainer + sampler, []
+    texts = []
+    for rank, lines in (("train rank", trainer), ("rank that samples", sampler)):
+        if lines:
+            texts.append(f"# memory of a {rank}, without activations, gathered weights, logits and libraries:")
+            texts += [f"#   {label:<17}  {size}" for label, size in lines]
+    return "\n".join(texts)
+
+
+def _sampler(config: RunConfig, memory: ModelMemory) -> list[tuple[str, str]]:
+    """Of its device; nothing for a server that meshrl does not start."""
+    rollout, is_colocated = config.rollout, not config.cluster.num_rollout_ranks
+    if rollout.engine == "endpoint" or (rollout.engine == "sglang" and rollout.sglang.url is not None):
+        return []
+    releases = is_colocated and rollout.releases(on_accelerators=True)
+    freed = f",{' on accelerators' if rollout.release_memory is None else ''} freed while the trainer works"
+    weights = size_text(memory.weights // rollout.tp_size) + freed * releases
+    if is_colocated and rollout.engine == "embedded":
+        releases, freed = True, ", freed while the trainer works"  # it drops its cache in any case
+    return [("sampler's weights", weights), ("sampler's cache", _cache(config, memory) + freed * releases)]
+
+
+def _cache(config: RunConfig, memory: ModelMemory) -> str:
+    rollout, token = config.rollout, memory.token
+    if token is None:
+        return "unknown for this model"
+    if rollout.engine == "embedded":
+        longest, _ = limits_of(config.model.path, rollout.max_context_tokens)
+        if config.agent.kind == "single_turn":
+            answer = max(rollout.sampling.max_new_tokens, config.eval_sampling.max_new_tokens)
+            longest = min(longest, config.data.max_prompt_tokens + answer)
+        rows, positions = room_for(rollout.max_running_requests, longest)
+        size = f"{rows} rows x {positions:,} tokens x {token:,} bytes"
+        return f"at most {size_text(rows * positions * token)} ({size})"
+    token //= rollout.tp_size
+    if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:
+        return f"{size_text(rollout.vllm.kv_cache_bytes)}, {rollout.vllm.kv_cache_bytes // token:,} tokens"
+    share = rollout.vllm.gpu_memory_utilization if rollout.engine == "vllm" else rollout.sglang.mem_fraction_static
+    return f"what its weights leave of {share:.0%} of the device; {token:,} bytes for each token"

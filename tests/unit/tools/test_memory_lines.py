@@ -1,0 +1,116 @@
+"""The lines of memory that `--explain` prints, and the figures in the comments of the 7B configs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from meshrl.config.load import load_sft_config
+from meshrl.model.limits import stored_numbers, text_config
+from meshrl.run.inputs import load_run
+from meshrl.tools.memory import describe_memory
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "grpo_trainer" / "config"
+QWEN2_7B = {
+    **{"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28},
+    **{"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "max_position_embeddings": 32768,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with no weights: --explain reads config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_7B))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def printed(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^#   (\S.*?)  +(.*)$", text, re.MULTILINE))
+
+
+def lines_of(name: str, model: Path, *overrides: str) -> dict[str, str]:
+    loaded = load_run(CONFIGS / name, [f"model.path={model}", *overrides], starts=False)
+    return printed(describe_memory(loaded.config))
+
+
+def comments_of(name: str) -> tuple[int, str, int, str]:
+    """(total, parts) in training, and in sampling, as the comment states them."""
+    text = " ".join(line.strip("# ") for line in (CONFIGS / name).read_text().splitlines() if line.startswith("#"))
+    found = re.search(r"training, (\d+) of 80: (.*) sampling, (\d+) of 80: (.*)", text)
+    assert found is not None
+    return int(found[1]), found[2], int(found[3]), found[4]
+
+
+@pytest.mark.parametrize("engine", ["", "_vllm"])
+def test_the_comments_of_the_7b_configs_hold(model: Path, engine: str):
+    """Each figure equals that of --explain, and each total is the sum of its parts."""
+    name = f"qwen2-7b_gsm8k_fsdp{engine}.yaml"
+    lines, (training, parts, sampling, others) = lines_of(name, model), comments_of(name)
+    gb = {label: float(re.sub("at most ", "", text).split()[0]) for label, text in lines.items() if "GB" in text}
+    for part in (parts, others):
+        for word, label in (
+            *(("masters", "weights"), ("gradients", "gradients"), ("moments", "moments of AdamW")),
+            *(("reference", "reference"), ("sampler's weights", "sampler's weights")),
+        ):
+            for figure in re.findall(rf"{word} (\d+\.\d+)", part):
+                assert float(figure) == gb[label], word
+    state = gb["weights"] + gb["moments of AdamW"] + gb["reference"]
+    assert lines["sampler's weights"] == "15.2 GB, on accelerators freed while the trainer works"
+    assert training == round(state + gb["gradients"] + 17)
+    if engine:
+        assert sampling == round(state + 0.5 * 80)
+        assert 0.5 * 80 - gb["sampler's weights"] - 22.5 == pytest.approx(2.3)
+        assert "what its weights leave of 50% of the device; 57,344 bytes" in lines["sampler's cache"]
+    else:
+        assert "at most 22.5 GB (256 rows x 1,536 tokens x 57,344 bytes)" in lines["sampler's cache"]
+        assert f"{128 * 1536 * 57344 / 1e9:.1f} for the 128 rows" in others.replace(" #   ", " ")
+        assert sampling == round(state + gb["sampler's weights"] + gb["sampler's cache"])
+
+
+def test_the_comment_about_a_micro_batch_holds(model: Path):
+    """In bf16 with activation checkpointing: what may exist in addition to weights, gradients and moments."""
+    facts, tokens = text_config(str(model)), 16384
+    width, vocabulary = facts.hidden_size, facts.vocab_size
+    heads = facts.num_key_value_heads * width // facts.num_attention_heads
+    block = 2 * width * (width + heads) + 3 * width * facts.intermediate_size  # parameters
+    sizes = {
+        "for inputs of blocks": facts.num_hidden_layers * tokens * width * 2,
+        "within a block": stored_numbers(facts) * tokens * 2,
+        "for logits": 3 * 4 * 2**28,  # train.logprob_chunk_tokens
+        "for embedding and head": 2 * (2 * vocabulary * width * 2),
+        "for two blocks": block * (2 * 2 + 2 + 4),  # both gathered; gradients of one in bf16, of another to be reduced
+    }
+    _, parts, _, _ = comments_of("qwen2-7b_gsm8k_fsdp.yaml")
+    for words, num_bytes in sizes.items():
+        assert f"{num_bytes / 1e9:.1f} {words}" in parts
+    assert 16 < sum(sizes.values()) / 1e9 < 17
+
+
+def test_separate_samplers_and_servers_have_lines_of_their_own(model: Path):
+    name = "qwen2-7b_gsm8k_fsdp_vllm.yaml"
+    split = ["cluster.num_train_ranks=4", "cluster.num_rollout_ranks=4", "rollout.mesh.infer_tp=2"]
+    size = "rollout.vllm.kv_cache_bytes=28672000"
+    lines = lines_of(name, model, *split, size, "train.optimizer_offload=true")
+    assert lines["weights"] == "7.6 GB, sharded over 4"
+    assert lines["moments of AdamW"] == "15.2 GB, in host memory except in the optimizer step"
+    assert lines["sampler's weights"] == "7.6 GB"
+    assert lines["sampler's cache"] == "28.7 MB, 1,000 tokens"
+
+
+def test_what_a_run_does_not_have_or_release_has_no_line(model: Path, tmp_path: Path):
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
+    sft = {"path": str(tmp_path / "chat.jsonl"), "num_steps": 1, "rows_per_step": 2, "max_row_tokens": 64}
+    loaded = load_sft_config({"model": {"path": str(model)}, "sft": sft, "train": {"master_dtype": "bfloat16"}})
+    lines = printed(describe_memory(loaded.config))
+    assert lines == {"weights": "15.2 GB, sharded over 1", "gradients": "15.2 GB", "moments of AdamW": "30.5 GB"}
+    lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, "algo.kl.coef=0")
+    assert "reference" not in lines
+    lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, "rollout.release_memory=false")
+    assert lines["sampler's weights"] == "15.2 GB"
+    assert lines["sampler's cache"].endswith(", freed while the trainer works")
