@@ -20,6 +20,7 @@ from typing import Any
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_json
 from meshrl.data.files import as_data_error, chosen_split, files_of, kind_of, require_own_arrow_files, split_folder
+from meshrl.data.hub import unreachable
 
 Row = dict[str, Any]
 ROWS_AT_ONCE = 256  # read together from Arrow files
@@ -302,14 +303,20 @@ def _from_saved(path: Path, split: str | None) -> DatasetTable:
 
 def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
     """A data set of the hub. Raises: DataError, with a text that follows the name."""
+    datasets = _datasets()
+    offline = datasets.config.HF_HUB_OFFLINE
+    reason = None if offline else unreachable(name, "README.md", "dataset")
     try:
-        dataset = _datasets().load_dataset(name, name=subset, split=split)
+        datasets.config.HF_HUB_OFFLINE = offline or reason is not None  # then it only reads its cache
+        dataset = datasets.load_dataset(name, name=subset, split=split)
     except (OSError, ValueError) as cause:  # no network, no such dataset, subset or split
         raise DataError(
-            f"is no file or folder here, and can't be loaded from the Hugging Face hub: {cause}. If this machine can't "
-            "reach the hub, download the data set on another one, write it with save_to_disk or to_json, and give that "
-            "path"
+            f"is no file or folder here, and can't be loaded from the Hugging Face hub: {reason or cause}. If this "
+            "machine can't reach the hub, download the data set on another one, write it with save_to_disk or to_json, "
+            "and give that path"
         ) from cause
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
     if isinstance(dataset, dict):
         split = chosen_split(list(dataset), split)
         dataset = dataset[split]

@@ -14,6 +14,12 @@ _RUN_TOKEN = "tests/unit/process/test_run_token.py::"
 
 FAULTS = [
     Fault(
+        "under Ray a rank sees the device of one rank",
+        "meshrl/cluster/ray.py::RayExecutor._devices_in",
+        "count * self.specs[0].num_local_ranks => count",
+        "tests/unit/cluster/test_ray_devices.py::test_each_rank_sees_the_devices_of_all_ranks_of_its_machine",
+    ),
+    Fault(
         "changes are searched although all weights stay in shared memory",
         "meshrl/cluster/launch.py::with_fastest_sync",
         'rollout.model_copy(update={"sync_mode": "full"}) => rollout',

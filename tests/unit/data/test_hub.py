@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import datasets
 import pytest
 from huggingface_hub import constants
 
 from meshrl.core.errors import DataError
 from meshrl.data.chat import load_tokenizer
 from meshrl.data.hub import require_reachable
+from meshrl.data.tables import open_table
 
 NAME = "organisation/no-model"
 
@@ -60,6 +62,15 @@ def test_a_hub_that_does_not_answer_is_asked_once(hub: Hub):
     with pytest.raises(DataError, match=rf"can't be reached: .*hf download {NAME} .*model\.path=FOLDER"):
         load_tokenizer(NAME)
     assert hub.num_requests == 1
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_for_a_data_set(hub: Hub):
+    """`datasets` then reads its cache at once, and is not offline for the next data set."""
+    before = datasets.config.HF_HUB_OFFLINE
+    with pytest.raises(DataError, match=r"Hugging Face hub: can't be reached: .*save_to_disk"):
+        open_table(NAME, split="train")
+    assert hub.num_requests == 1
+    assert before == datasets.config.HF_HUB_OFFLINE
 
 
 def test_the_loader_reports_what_a_hub_answers(hub: Hub):
