@@ -17,6 +17,8 @@ from meshrl.train.checkpoint_files import FileFact, states
 class SlowRanks:
     """Stands in for the train ranks, whose files are on disk when `written` is set. error: of that write."""
 
+    num_ranks = 1
+
     def __init__(self, error: Exception | None = None) -> None:
         self.written, self.error = asyncio.Event(), error
 
