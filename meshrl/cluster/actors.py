@@ -118,6 +118,8 @@ class RankWorker:
                 rank=spec.rank,
                 world_size=spec.num_train_ranks,
                 timeout=datetime.timedelta(seconds=spec.collective_timeout_s),
+                # Without it, NCCL makes a communicator for each pair of ranks of which one sends to the other.
+                device_id=None if self.device.type == "cpu" else self.device,
             )
             shape = resolve_shape(spec.train.mesh, spec.num_train_ranks, spec.train.sharding_strategy)
             mesh = build_mesh(shape, self.device.type)

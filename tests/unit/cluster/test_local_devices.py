@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from tiny_run import train, write_run
 from tiny_specs import worker_spec
 
+from meshrl.cluster import actors
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.devices import check_devices
 from meshrl.config.cluster import ClusterConfig
@@ -174,3 +176,22 @@ def test_a_run_with_too_few_devices_ends_before_it_makes_its_folder(
     with pytest.raises(ConfigError, match="2 ranks of this machine need a device each"):
         train(write_run(tmp_path), "run", "cluster.num_train_ranks=2")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_the_process_group_is_bound_to_an_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str):
+    """Else NCCL makes a communicator for each pair of ranks that sends: 496 at 32 ranks, in the first export."""
+    device = torch.device(kind, 0) if kind == "meta" else torch.device(kind)
+    passed = dict[str, Any]()
+
+    def init_process_group(backend: str, **options: Any) -> NoReturn:
+        passed.update(options)
+        raise InterruptedError("before the process group is made")
+
+    monkeypatch.setattr(actors, "local_device", lambda local_rank: device)
+    monkeypatch.setattr(actors, "settle", lambda device: None)
+    monkeypatch.setattr(actors, "dist_backend", lambda device: "gloo")
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    with generators_restored(), pytest.raises(InterruptedError):
+        RankWorker(worker_spec(rendezvous=str(tmp_path / "store"))).start()
+    assert passed["device_id"] == (None if kind == "cpu" else device)
