@@ -53,6 +53,12 @@ def stored_numbers(config: Any) -> int:
     return 12 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
 
 
+def has_experts(path: str) -> bool:
+    """Whether layers of the model have experts, of which a router chooses. Raises: ConfigError."""
+    counts = [count for name, count in text_config(path).to_dict().items() if name.endswith("experts")]
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
 def text_config(path: str) -> Any:
     """Transformers' config of the language model. Raises: ConfigError, or DataError for a hub that can't be reached."""
     require_reachable(path)

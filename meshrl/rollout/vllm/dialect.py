@@ -20,6 +20,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, EngineFailure, SyncError
 from meshrl.core.types import Request
+from meshrl.model.limits import has_experts
 from meshrl.rollout.admission import Bounds, check_supported, topk_of
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import AnswerPart, full_ids
@@ -201,7 +202,8 @@ def _socket_in(folder: Path) -> Path:
 def _command(
     model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, max_context_tokens: int, folder: Path
 ) -> list[str]:
-    """The command line. config/rollout.py refuses the flags that are set here in rollout.vllm.args."""
+    """The command line. config/rollout.py refuses the flags that are set here in rollout.vllm.args; only --moe-backend
+    may be there, and vLLM takes the last value."""
     cfg, on_cpu = rollout_cfg.vllm, device.type == "cpu"
     values: dict[str, object] = {
         "--model": model_cfg.path,
@@ -215,6 +217,9 @@ def _command(
         "--generation-config": "vllm",  # no sampling parameters from the model folder
         "--seed": 0,
     }
+    if not on_cpu and has_experts(model_cfg.path):
+        # vLLM's other kernels of experts store permuted weights, which can't be compared with those that were sent.
+        values["--moe-backend"] = "triton"
     kv_cache_bytes = cfg.kv_cache_bytes or (cpu_build.KV_CACHE_BYTES if on_cpu else None)
     if kv_cache_bytes is not None:
         values["--kv-cache-memory-bytes"] = kv_cache_bytes
