@@ -272,7 +272,7 @@ async def step(job: Job, clock: Clock, batch: ScoredBatch, buffer: GroupBuffer) 
     sent = executor.num_bytes - before
     with clock("metrics"):
         metrics += report.metrics
-        metrics += job.proof.check(report.mismatch, samples, cfg.model.dtype, job.trainer.version)
+        metrics += job.proof.check(report.mismatch, samples, cfg.model.dtype, job.trainer.version, job.run.note)
         metrics += correction_summary(metrics)
         metrics += rollout_metrics(job, trajectories, samples)
         for device_metrics, _ in await job.trainer.memory():

@@ -77,7 +77,7 @@ class Steps:
         with self.phase("train"):
             rows, loss = self.trainer.plan_rows(samples), make_policy_loss(self.algo)
             report = await self.trainer.forward_backward(rows, "policy", loss)
-            proven = self.proof.check(report.mismatch, samples, "bfloat16", self.trainer.version)
+            proven = self.proof.check(report.mismatch, samples, "bfloat16", self.trainer.version, print)
             update = await self.trainer.optim_step("policy", 1e-6)
         await self.sync()
         return {

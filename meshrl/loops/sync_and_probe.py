@@ -113,7 +113,7 @@ async def _probe(job: Job, rows: Sequence[Sample]) -> list[Metric]:
             "not proven. The cause is an error in meshrl or in the engine, not in the config. Continue from the last "
             "checkpoint with run.resume=auto, and report the error"
         )
-    job.proof.check(mismatch, answers, job.cfg.model.dtype, version)
+    job.proof.check(mismatch, answers, job.cfg.model.dtype, version, job.run.note)
     largest = max(float(row[2] / row[1]) for row in mismatch.values())
     return [Metric(name="proof/probe_diff_mean", sum=largest, reduce="max", unit="nats")]
 

@@ -106,7 +106,7 @@ async def annotate(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
             for i, row in enumerate(await job.trainer.forward(update, "policy")):
                 update.samples[i].old_logprobs = row
                 mismatch[i] = row_mismatch(update.samples[i], row, version)
-            metrics += job.proof.check(mismatch, update.samples, job.cfg.model.dtype, version)
+            metrics += job.proof.check(mismatch, update.samples, job.cfg.model.dtype, version, job.run.note)
     return metrics
 
 
@@ -130,7 +130,9 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
             job.token_values.add(part.samples, report.values)
         metrics += report.metrics
         if len(updates) == 1:
-            metrics += job.proof.check(report.mismatch, part.samples, cfg.model.dtype, job.trainer.version)
+            metrics += job.proof.check(
+                report.mismatch, part.samples, cfg.model.dtype, job.trainer.version, job.run.note
+            )
         metrics += await probe_result(job)
         lr = learning_rate(job.num_updates, total, cfg.peak_lr, cfg.train.scheduler)
         step, of_the_step = await optimizer_step(job.trainer, job.step, lr)

@@ -165,8 +165,14 @@ FAULTS = [
     Fault(
         "one engine of many may sample with other weights",
         "meshrl/loops/proof.py::SamplerProof.check",
-        "row > ROW_MARGIN * limit => False",
+        "row / ROW_MARGIN => 0.0",
         _SAMPLER_PROOF + "test_one_stale_row_among_many_ends_the_run",
+    ),
+    Fault(
+        "a sampler may stay above the limit for ever",
+        "meshrl/loops/proof.py::SamplerProof.check",
+        "self.num_above >= PERSISTENT => False",
+        _SAMPLER_PROOF + "test_a_difference_that_lasts_ends_the_run",
     ),
     Fault(
         "a step without a token to train is taken",
