@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.cluster.executor import WorkerSpec, phase
+from meshrl.cluster.flight_recorder import FlightRecorder
 from meshrl.cluster.rank_sync import RankSync
 from meshrl.cluster.row_cache import RowCache, RowsMessage
 from meshrl.cluster.shared_device import SharedDevice
@@ -99,6 +100,7 @@ class RankWorker:
         self._memory = SharedDevice(spec, self.device, self.engines, None)
         self._weight_sync: RankSync | None = None
         self._profiler: torch.profiler.profile | None = None
+        self.recorder: FlightRecorder | None = None  # of a rank that trains on an accelerator
         self._flops = 0.0  # of this rank's share of the training since `memory`
 
     @phase("load")

@@ -24,7 +24,7 @@ from meshrl.process.diagnosis import Snapshot
 from meshrl.process.leases import sweep
 from meshrl.process.spawn import Program, SpawnedProcess
 
-_SNAPSHOT_S = 3.0  # the agent itself needs at most 2 s
+_SNAPSHOT_S = 5.0  # the agent itself needs at most 4 s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +87,9 @@ class NodeAgent:
         if self.child is not None:
             self.child.kill()
 
-    def snapshot(self, number: int) -> None:
+    def snapshot(self, number: int, recorder: str) -> None:
         """Report a snapshot of the rank's process."""
-        self.report(number, Snapshot() if self.child is None else self.child.snapshot())
+        self.report(number, Snapshot() if self.child is None else self.child.snapshot(recorder))
 
     def end(self, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -172,9 +172,9 @@ class RemoteProcess:
     def ending(self, timeout_s: float = 0.0) -> str | None:
         return self._agent.report(self._number, timeout_s) or self._agent.lost
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, recorder: str = "") -> Snapshot:
         number = next(self._agent.numbers)
-        self._agent.send(NodeAgent.snapshot, number)
+        self._agent.send(NodeAgent.snapshot, number, recorder)
         return self._agent.report(number, _SNAPSHOT_S) or Snapshot()
 
     def kill(self) -> None:

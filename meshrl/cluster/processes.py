@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import os
@@ -27,12 +28,14 @@ from typing import Any, Literal
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec, phase, phase_of
+from meshrl.cluster.flight_recorder import FlightRecorder
 from meshrl.cluster.node_agent import RemoteProcess
+from meshrl.core.device import device_type
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
 from meshrl.process import frames
 from meshrl.process.connect import LOOPBACK, interface_of
-from meshrl.process.diagnosis import Snapshot, innermost_frames, waits_for_others
+from meshrl.process.diagnosis import Snapshot, innermost_frames, rank_at_fault
 from meshrl.process.leases import LeasedFolder
 from meshrl.process.spawn import Program, SpawnedProcess
 
@@ -70,6 +73,7 @@ class RankConnection:
     pending: dict[int, _Call] = field(default_factory=dict)
     outbox: list[tuple[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     lost: RankFailure | None = None  # set until the rank is replaced
+    recorder: str = ""  # the socket on its machine of its flight recorder, if it serves one
 
     @property
     def phases(self) -> str:
@@ -140,7 +144,9 @@ class ProcessExecutor:
             if self._closing:
                 raise self._ranks[rank].lost or RankFailure(rank, "start", "the run has ended meanwhile")
             self._ranks[rank] = await self._spawn(self.specs[rank])
-        await asyncio.gather(*(self.call(rank, report_pid) for rank in ranks))
+        recorders = await asyncio.gather(*(self.call(rank, serve_recorder) for rank in ranks))
+        for rank, recorder in zip(ranks, recorders, strict=True):
+            self._ranks[rank].recorder = recorder
         await asyncio.gather(*(self.call(rank, RankWorker.start) for rank in ranks))
 
     async def _spawn(self, spec: WorkerSpec) -> RankConnection:
@@ -296,21 +302,16 @@ class ProcessExecutor:
         """Snapshots of all live ranks, taken at the same time."""
         alive = [rank for rank in self._ranks.values() if rank.lost is None and rank.process.ending() is None]
         threads = ThreadPoolExecutor(max(1, len(alive)))
-        taken = await asyncio.gather(*(self._loop.run_in_executor(threads, rank.process.snapshot) for rank in alive))
+        run = functools.partial(self._loop.run_in_executor, threads)
+        taken = await asyncio.gather(*(run(rank.process.snapshot, rank.recorder) for rank in alive))
         threads.shutdown(wait=False)
         return {rank.index: snapshot for rank, snapshot in zip(alive, taken, strict=True)}
 
     def _silent_one(self, first: _Suspicion, snapshots: dict[int, Snapshot]) -> _Suspicion:
-        """The rank that caused a missed deadline: a stopped one, else one that the others wait for in a collective."""
-        busy = [r for r in self._partners(first.rank) if r.index in snapshots and r.pending]
-        stopped = [r for r in busy if snapshots[r.index].is_stopped]
-        at_work = [r for r in busy if not waits_for_others(snapshots[r.index].stacks)]
-        if stopped:
-            rank, note = stopped[0], "; its process is stopped (SIGSTOP, or a debugger)"
-        elif first.rank in at_work or not at_work:
-            rank, note = first.rank, ""
-        else:
-            rank, note = at_work[0], f", and rank {first.rank.index} waits for it"
+        """The rank that caused a missed deadline."""
+        busy = {r.index: snapshots[r.index] for r in self._partners(first.rank) if r.index in snapshots and r.pending}
+        index, note = rank_at_fault(first.rank.index, busy)
+        rank = self._ranks[index]
         return _Suspicion(rank, rank.phases, "silent", first.cause + note)
 
     def _failure_of(self, culprit: _Suspicion, snapshots: dict[int, Snapshot]) -> RankFailure:
@@ -320,6 +321,7 @@ class ProcessExecutor:
             i: "the process is stopped (SIGSTOP, or a debugger)" if s.is_stopped else s.stacks or "it wrote no stack"
             for i, s in snapshots.items()
         }
+        heads |= {i: f"{heads[i]}\n  last collective: {s.collective}" for i, s in snapshots.items() if s.collective}
         shown = [i for i in stacks if i != culprit.rank.index or culprit.kind == "silent"]
         details = [culprit.details.rstrip(), *(f"{heads[i]}\n{innermost_frames(stacks[i])}" for i in shown)]
         full = "\n\n".join(f"{heads[i]}\n{text}" for i, text in stacks.items())
@@ -355,9 +357,13 @@ class ProcessExecutor:
 
 
 @phase("start")
-def report_pid(worker: RankWorker) -> int:
-    """The process id of a rank; the answer shows that the rank accepts commands."""
-    return os.getpid()
+def serve_recorder(worker: RankWorker) -> str:
+    """Serve the flight recorder of a rank that trains on an accelerator; returns its socket, else "". The answer shows
+    that the rank accepts commands."""
+    if not worker.spec.trains or device_type() == "cpu":
+        return ""
+    worker.recorder = FlightRecorder()
+    return worker.recorder.socket
 
 
 def _ended(rank: RankConnection) -> _Suspicion:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 _DUMP_S = 2.0  # writing stacks takes milliseconds; a process that needs longer can't write them
+_RECORDER_S = 2.0  # as _DUMP_S
 _FRAMES_SHOWN = 8
 _COLLECTIVE = re.compile(r'File "[^"]*/torch/distributed/(?!algorithms/)')
 _MOST_SEARCHED = 8 << 20  # bytes of an output
@@ -28,19 +32,22 @@ _INNERMOST = 4  # frames that show a wait in a collective: the call, its wrapper
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of a process. is_stopped: by a signal (SIGSTOP) or a debugger. stacks: of all threads; "" if it could
-    not write them."""
+    not write them. collective: its last one, by torch's flight recorder; None for a process that does not serve it."""
 
     is_stopped: bool = False
     stacks: str = ""
+    collective: str | None = None
 
 
-def snapshot(pid: int, send_signal: Callable[[int], None], file: IO[bytes]) -> Snapshot:
+def snapshot(pid: int, send_signal: Callable[[int], None], file: IO[bytes], recorder: str = "") -> Snapshot:
     """Make a process write its stacks to this file: it has registered faulthandler for SIGUSR1. Blocks for at most
-    _DUMP_S. The handler is C code: it needs neither the GIL nor a thread that answers."""
+    _DUMP_S. The handler is C code: it needs neither the GIL nor a thread that answers. recorder: the socket on which
+    it serves torch's flight recorder, which takes at most _RECORDER_S more."""
     if is_stopped(pid):
         return Snapshot(is_stopped=True)
+    collective = last_collective(recorder) if recorder else None
     if not handles(pid, signal.SIGUSR1):
-        return Snapshot()
+        return Snapshot(collective=collective)
     start, size = os.fstat(file.fileno()).st_size, 0
     send_signal(signal.SIGUSR1)
     until = time.monotonic() + _DUMP_S
@@ -49,7 +56,61 @@ def snapshot(pid: int, send_signal: Callable[[int], None], file: IO[bytes]) -> S
         before, size = size, os.fstat(file.fileno()).st_size - start
         if size and size == before:
             break
-    return Snapshot(stacks=os.pread(file.fileno(), 1 << 20, start).decode(errors="replace").strip())
+    stacks = os.pread(file.fileno(), 1 << 20, start).decode(errors="replace").strip()
+    return Snapshot(stacks=stacks, collective=collective)
+
+
+def last_collective(recorder: str) -> str:
+    """One line about the last collective of the process that serves torch's flight recorder on this socket."""
+    problem = "it has none for this backend"
+    try:
+        for handler in ("dump_nccl_trace_json", "fr_trace_json"):  # NCCL has a recorder of its own
+            connection = http.client.HTTPConnection("localhost")
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(_RECORDER_S)
+                sock.connect(recorder)
+                connection.sock = sock
+                connection.request("POST", f"/handler/{handler}")
+                answer = connection.getresponse()
+                if answer.status == http.HTTPStatus.OK:
+                    return collective_text(json.loads(answer.read()))
+    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+        problem = str(error) or type(error).__name__
+    return f"not known: no records of the flight recorder ({problem})"
+
+
+def collective_text(records: Mapping[str, Any]) -> str:
+    """The collective that the process waits for: of the records of torch's flight recorder (version 2), the oldest that
+    has not ended, else the last."""
+    entries = sorted(records.get("entries") or (), key=lambda entry: entry["record_id"])
+    if not entries:
+        return "none is recorded"
+    waiting = [entry for entry in entries if entry["state"] != "completed" and not entry["retired"]]
+    entry = (waiting or entries[-1:])[0]
+    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    name, group, sizes = entry["profiling_name"], entry["process_group"][-1], entry["input_sizes"]
+    text = f"{name}, number {number} of group {group}, of {sizes}"
+    if not waiting:
+        return f"{text}, has ended"
+    return f"{text}, {entry['state']}" + (f"; {len(waiting) - 1} later ones wait" if len(waiting) > 1 else "")
+
+
+def rank_at_fault(first: int, busy: Mapping[int, Snapshot]) -> tuple[int, str]:
+    """The rank that is the cause of a missed deadline, and a note for the error: a stopped rank, else one for which the
+    others wait in a collective. first: the rank that missed the deadline. busy: the ranks that run a command."""
+    stopped = [rank for rank, taken in busy.items() if taken.is_stopped]
+    if stopped:
+        return stopped[0], "; its process is stopped (SIGSTOP, or a debugger)"
+    at_work = [rank for rank, taken in busy.items() if not waits_for_others(taken.stacks)]
+    if len(at_work) > 1 and any(busy[rank].collective is not None for rank in at_work):
+        return first, (
+            "; which rank is the cause can't be determined, because on accelerators the stacks of ranks "
+            f"{', '.join(map(str, at_work))} do not show whether they compute or wait for others. Compare their last "
+            "collectives"
+        )
+    if first in at_work or not at_work:
+        return first, ""
+    return at_work[0], f", and rank {first} waits for it"
 
 
 def is_stopped(pid: int) -> bool:

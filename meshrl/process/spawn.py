@@ -74,9 +74,9 @@ class SpawnedProcess:
         except subprocess.TimeoutExpired:
             return None
 
-    def snapshot(self) -> Snapshot:
-        """Its stacks; blocks for a few seconds at most."""
-        return snapshot(self._process.pid, self._process.send_signal, self._stacks)
+    def snapshot(self, recorder: str = "") -> Snapshot:
+        """Its stacks; blocks for a few seconds at most. recorder: the socket of its flight recorder."""
+        return snapshot(self._process.pid, self._process.send_signal, self._stacks, recorder)
 
     def kill(self) -> None:
         """Send SIGKILL; safe to call again."""

@@ -168,7 +168,9 @@ Below this line are the traceback of the exception and the stacks of the other r
 has all threads of all ranks. The deadline of a phase is `cluster.deadlines.<phase>`, else `cluster.timeout_s`. If a
 rank does not answer, another rank that only waits for it may miss its deadline first. The error still names the rank
 that is the cause: a rank with a stopped process, else a rank that is not in a collective of torch.distributed, because
-the others wait for it there.
+the others wait for it there. On accelerators the stack of a rank does not show whether it waits for others, unless it
+waits on the CPU: then the error states that the cause can't be determined, and has the last collective of each rank,
+from torch's flight recorder. (Tested with ranks on CPUs and with records in NCCL's format; not run on GPUs.)
 
 After a death by SIGKILL, the error states whether the memory controller of the run's cgroup has counted a kill since
 the start. For the faults in which the kernel kills a rank, the test puts the run into its own memory cgroup, so that

@@ -6,7 +6,7 @@ import inspect
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import phase_of
-from meshrl.cluster.processes import report_pid
+from meshrl.cluster.processes import serve_recorder
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.monitor.spans import Spans
 
@@ -14,7 +14,7 @@ from meshrl.monitor.spans import Spans
 def test_every_command_of_a_rank_has_a_phase_and_every_phase_a_deadline():
     methods = inspect.getmembers(RankWorker, inspect.isfunction)
     phases = {name: phase_of(method) for name, method in methods if not name.startswith("_")}
-    assert {*phases.values(), phase_of(report_pid), "eval", "reward"} == Deadlines.model_fields.keys(), phases
+    assert {*phases.values(), phase_of(serve_recorder), "eval", "reward"} == Deadlines.model_fields.keys(), phases
 
 
 def test_what_is_sampled_for_an_evaluation_is_in_its_phase():

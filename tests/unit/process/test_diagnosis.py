@@ -7,17 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshrl.process import diagnosis
 from meshrl.process.diagnosis import (
+    Snapshot,
+    collective_text,
     handles,
     how_it_ended,
     innermost_frames,
     is_stopped,
+    last_collective,
     oom_kills,
     output_tail,
+    rank_at_fault,
     snapshot,
     waits_for_others,
 )
@@ -134,3 +140,51 @@ def test_the_end_of_a_long_output_is_shown(tmp_path):
         file.flush()
         assert output_tail(file, 10) == "last line"
         assert output_tail(file, 1000).startswith("first line")
+
+
+def taken(stacks: str, collective: str | None = None, is_stopped: bool = False) -> Snapshot:
+    return Snapshot(stacks=stacks, collective=collective, is_stopped=is_stopped)
+
+
+def test_the_rank_at_fault_is_the_one_for_which_the_others_wait():
+    waits, works = taken(IN_A_COLLECTIVE), taken(AT_WORK)
+    assert rank_at_fault(0, {0: waits, 1: works, 2: works}) == (1, ", and rank 0 waits for it")
+    assert rank_at_fault(2, {0: waits, 1: works, 2: works}) == (2, "")
+    assert rank_at_fault(0, {0: waits, 1: waits}) == (0, "")
+    assert rank_at_fault(0, {0: waits, 1: taken("", is_stopped=True), 2: works})[0] == 1
+
+
+def test_without_a_frame_that_shows_a_wait_no_rank_is_blamed_on_an_accelerator():
+    """Under NCCL, a rank that waits for others shows the frame of the Python code that reads a number from the device,
+    as a rank that computes does. Then the rank whose deadline ended first is the cause or not."""
+    computes, waits = taken(AT_WORK, "nccl:x"), taken(IN_A_COLLECTIVE, "nccl:x")
+    rank, note = rank_at_fault(1, {0: computes, 1: computes})
+    assert rank == 1 and "can't be determined" in note and "ranks 0, 1 do not show" in note
+    assert "can't be determined" in rank_at_fault(0, {0: waits, 1: computes, 2: computes})[1]
+    assert rank_at_fault(0, {0: waits, 1: computes}) == (1, ", and rank 0 waits for it")
+    assert rank_at_fault(0, {0: computes}) == (0, ""), "a single rank waits for no other"
+    assert rank_at_fault(0, {0: computes, 1: taken("", is_stopped=True)})[0] == 1
+
+
+def record(number: int, state: str, retired: bool = False, **changes: Any) -> dict[str, Any]:
+    """A record of NCCL's flight recorder, in the format of torch 2.13."""
+    own = {"record_id": number, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": number}
+    own |= {"p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:_all_gather_base", "is_p2p": False}
+    own |= {"input_sizes": [[1024]], "input_dtypes": ["BFloat16"], "output_sizes": [[8192]], "timeout_ms": 600000}
+    return own | {"state": state, "retired": retired} | changes
+
+
+def test_the_oldest_collective_that_has_not_ended_is_the_one_that_waits():
+    """Many are enqueued after it, all of which wait for it on the device."""
+    done, stuck = [record(i, "completed", True) for i in (7, 8)], [record(9, "started"), record(10, "scheduled")]
+    text = "nccl:_all_gather_base, number 9 of group default_pg, of [[1024]], started"
+    assert collective_text({"entries": [*reversed(stuck), *done]}) == f"{text}; 1 later ones wait"
+    assert collective_text({"entries": [*done, stuck[0]]}) == text
+    assert collective_text({"entries": done}) == text.replace("9", "8").replace("started", "has ended")
+    sends = record(9, "scheduled", is_p2p=True, p2p_seq_id=3, profiling_name="nccl:send 0->1")
+    assert collective_text({"entries": [sends]}).startswith("nccl:send 0->1, number 3 of")
+    assert collective_text({"version": "2.10"}) == "none is recorded"
+
+
+def test_a_recorder_that_does_not_answer_is_reported(tmp_path: Path):
+    assert "not known: no records of the flight recorder ([Errno 2]" in last_collective(str(tmp_path / "none"))
