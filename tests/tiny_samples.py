@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 
+from meshrl.core.batch import Batch
 from meshrl.core.types import Sample
 
 
@@ -88,3 +92,16 @@ def sampled_row(logprobs: Sequence[float], mask: Sequence[bool] | None = None, e
         rewards=np.zeros(n, np.float32),
         engine_id=engine_id,
     )
+
+
+def trained_fields(mask: torch.Tensor, loss_weight: torch.Tensor, cu_seqlens: Sequence[int]) -> dict[str, Any]:
+    """The fields of a Batch that follow from these, computed by torch."""
+    trained = (mask & (loss_weight != 0)).nonzero()[:, 0]
+    segments = torch.searchsorted(torch.tensor(cu_seqlens), trained, right=True)
+    lengths = torch.unique_consecutive(segments, return_counts=True)[1].tolist()
+    return {"scored": mask.nonzero()[:, 0], "trained": trained, "trained_lengths": lengths}
+
+
+def with_trained_fields(batch: Batch) -> Batch:
+    """The batch after a change of its mask or its weights."""
+    return replace(batch, **trained_fields(batch.mask, batch.loss_weight, batch.cu_seqlens.tolist()))

@@ -151,7 +151,7 @@ def _factor(sample: Sample, any_advantage: bool) -> np.ndarray:
 def _policy_loss(cfg: AlgoConfig, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
     if batch.advantages is None:
         raise ValueError("the policy loss needs batch.advantages; assign_advantages must run before packing")
-    trained = (batch.mask & (batch.loss_weight != 0)).nonzero()[:, 0]
+    trained = batch.trained
     if not len(trained):
         return outputs.logprobs.index_select(0, trained).sum(), []
     inputs = _inputs(outputs, batch, trained)
@@ -172,7 +172,7 @@ def _policy_loss(cfg: AlgoConfig, outputs: Outputs, batch: Batch) -> tuple[torch
         if inputs.entropy is None:
             raise ValueError(f"algo.entropy_coef is {cfg.entropy_coef}, but the outputs have no entropy")
         loss = loss - cfg.entropy_coef * inputs.entropy
-    return (weight * loss).sum(), _sums(terms, weight) + _sums(seen, torch.ones_like(weight)) + measured
+    return (weight * loss).sum(), _sums((terms, weight), (seen, torch.ones_like(weight))) + measured
 
 
 def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs:
@@ -194,32 +194,40 @@ def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs
         advantages=at(batch.advantages),
         ref_logprobs=if_any(batch.ref_logprobs),
         entropy=if_any(outputs.entropy),
-        row_lengths=torch.unique_consecutive(at(batch.sample_index), return_counts=True)[1].tolist(),
+        row_lengths=batch.trained_lengths,
     )
 
 
 def sft_loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
     """Negative log-likelihood of the trained tokens, weighted by loss_weight; uses no advantages."""
-    trained = batch.mask.nonzero()[:, 0]
+    trained = batch.scored
     nll = -outputs.logprobs.index_select(0, trained)
     weight = batch.loss_weight.index_select(0, trained)
-    return (weight * nll).sum(), _sums({"loss/nll": nll}, torch.ones_like(weight))
+    return (weight * nll).sum(), _sums(({"loss/nll": nll}, torch.ones_like(weight)))
 
 
-def _sums(values: dict[str, torch.Tensor], weight: torch.Tensor) -> list[Metric]:
-    """One metric for each [N] tensor: sum(weight * value) with weight sum(weight), or the maximum. All numbers are
-    copied to the host at once."""
-    weight = weight.double()
-    declared = {name: _METRICS.get(name, ("mean", "")) for name in values}
-    sums = [
-        value.detach().max() if declared[name][0] == "max" else (weight * value.detach()).sum()
-        for name, value in values.items()
-    ]
-    *numbers, total = torch.stack([s.double() for s in [*sums, weight.sum()]]).tolist()
-    return [
-        Metric(name=name, sum=number, weight=1.0 if reduce == "max" else total, reduce=reduce, unit=unit)
-        for (name, (reduce, unit)), number in zip(declared.items(), numbers)
-    ]
+def _sums(*groups: tuple[dict[str, torch.Tensor], torch.Tensor]) -> list[Metric]:
+    """One metric for each [N] tensor of a group (values, weight): sum(weight * value) with weight sum(weight), or the
+    maximum. All numbers are copied to the host at once."""
+    numbers = []
+    for values, weight in groups:
+        weight = weight.double()
+        for name, value in values.items():
+            is_max = _declared(name)[0] == "max"
+            numbers.append(value.detach().max() if is_max else (weight * value.detach()).sum())
+        numbers.append(weight.sum())
+    read, metrics = iter(torch.stack([n.double() for n in numbers]).tolist()), list[Metric]()
+    for values, _ in groups:
+        sums, total = [next(read) for _ in values], next(read)
+        for name, number in zip(values, sums, strict=True):
+            reduce, unit = _declared(name)
+            weight_of_all = 1.0 if reduce == "max" else total
+            metrics.append(Metric(name=name, sum=number, weight=weight_of_all, reduce=reduce, unit=unit))
+    return metrics
+
+
+def _declared(name: str) -> tuple[Reduce, str]:
+    return _METRICS.get(name, ("mean", ""))
 
 
 _METRICS: dict[str, tuple[Reduce, str]] = {  # any other metric is a mean without a unit

@@ -33,11 +33,13 @@ class Batch:
     cu_seqlens: torch.Tensor  # int32[S+1], on the CPU: Python loops and kernels use the lengths
     position_ids: torch.Tensor  # int64[T]; [3, T] for mrope
     previous: torch.Tensor  # int64[T]
-    sample_index: torch.Tensor  # int32[T]: segment of each token
     rows: list[int]  # [S]
     parents: list[int]  # [S]
     offsets: list[int]  # [S]
     mask: torch.Tensor  # bool
+    scored: torch.Tensor  # int64[N]: the tokens in the mask
+    trained: torch.Tensor  # int64[M]: those of them with a loss_weight
+    trained_lengths: list[int]  # the number of trained tokens of each segment that has any, on the CPU
     loss_weight: torch.Tensor  # float32; 0 outside the mask
     temperature: torch.Tensor  # float32
     rollout_logprobs: torch.Tensor  # float32, NaN where not sampled

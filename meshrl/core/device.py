@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import datetime
 import importlib.util
+import itertools
 import json
 import os
 import platform
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -217,6 +218,23 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device's queued work, so that a timed span ends with the work. Nothing to do on the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Tensors of the CPU on the device, by one copy for which the host does not wait. On the CPU they are returned."""
+    if device.type == "cpu":
+        return list(tensors)
+    starts = list(itertools.accumulate((-(-x.nbytes // 8) * 8 for x in tensors), initial=0))  # aligned for any dtype
+    joined = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+    sent = torch.empty_like(joined, device=device)
+    parts = [
+        [memory[start : start + x.nbytes].view(x.dtype).view(x.shape) for x, start in zip(tensors, starts)]
+        for memory in (joined, sent)
+    ]
+    for x, part in zip(tensors, parts[0]):
+        part.copy_(x)
+    sent.copy_(joined, non_blocking=True)
+    return parts[1]
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from meshrl.core.device import has_varlen_kernels
+from meshrl.core.device import has_varlen_kernels, upload
 
 NAME = "meshrl"
 PAD_WASTE = 1.25  # a padded bucket may cost at most this many times what its rows cost one by one
@@ -182,7 +182,9 @@ class PackedAttention:
                     back[starts[s] : starts[s] + lengths[s]] = torch.arange(at, at + lengths[s])
                     at += length
         picked = [_unless_same(torch.cat(parts) if parts else back, self.num_tokens) for parts in (queries, keys)]
-        return _Padded(buckets, *(i if i is None else i.to(device) for i in (*picked, _unless_same(back, at))))
+        indices = [*picked, _unless_same(back, at)]
+        sent = iter(upload([i for i in indices if i is not None], device))
+        return _Padded(buckets, *(i if i is None else next(sent) for i in indices))
 
     @cached_property
     def _varlen(self) -> Varlen:
@@ -215,7 +217,7 @@ def varlen_layout(cu_seqlens: list[int], parents: Sequence[int] | None, device: 
     queries = torch.tensor(cu_seqlens, dtype=torch.int32)
     longest = int(queries.diff().max())
     if parents is None or max(parents) < 0:
-        queries = queries.to(device)
+        (queries,) = upload([queries], device)
         return Varlen(queries, queries, (longest, longest), None)
     picked, lengths = [], []
     for (start, stop), parent in zip(itertools.pairwise(cu_seqlens), parents, strict=True):
@@ -225,7 +227,8 @@ def varlen_layout(cu_seqlens: list[int], parents: Sequence[int] | None, device: 
         picked += seen
         lengths.append(sum(len(part) for part in seen))
     keys = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    return Varlen(queries.to(device), keys.to(device), (longest, max(lengths)), torch.cat(picked).to(device))
+    queries, keys, gather = upload([queries, keys, torch.cat(picked)], device)
+    return Varlen(queries, keys, (longest, max(lengths)), gather)
 
 
 def _varlen_computes(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> bool:

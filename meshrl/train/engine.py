@@ -242,7 +242,7 @@ class TrainEngine:
 
     def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
         """Model outputs scattered to [T]; 0 outside the mask."""
-        scored = batch.mask.nonzero()[:, 0]
+        scored = batch.scored
         context = PackedAttention(batch.cu_seqlens.tolist(), self.device, batch.parents)
         logp, ent = self.model(
             batch.tokens,

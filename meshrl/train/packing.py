@@ -5,13 +5,15 @@ The controller makes the batch plan from the rows' lengths, groups and shared pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from meshrl.core.batch import Batch
+from meshrl.core.device import upload
 from meshrl.core.types import Sample
 
 
@@ -85,9 +87,9 @@ def pack(
     for s, piece in enumerate(pieces):
         previous[cu[s]] = cu[piece.parent + 1] - 1 if piece.parent >= 0 else 0
 
-    def cat(name: str, dtype: torch.dtype) -> torch.Tensor:
+    def cat(name: str, dtype: type) -> torch.Tensor:
         arrays = [getattr(p.sample, name)[p.start : p.stop] for p in pieces]
-        return torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=dtype)
+        return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
 
     def cat_if_annotated(name: str) -> torch.Tensor | None:
         lacking = [p.sample.trajectory_id for p in pieces if getattr(p.sample, name) is None]
@@ -95,30 +97,39 @@ def pack(
             raise ValueError(
                 f"samples {lacking[:3]} have no {name}, but others of the same batch do; annotate all or none"
             )
-        return None if lacking else cat(name, torch.float32)
+        return None if lacking else cat(name, np.float32)
 
-    routed_experts = _routed_experts(pieces)
     per_row = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
     temperature = np.array([p.sample.temperature for p in pieces], np.float32)[per_row]
+    mask, loss_weight = cat("mask", np.bool_), _loss_weight(pieces)
+    # Computed here, since on an accelerator the host would have to wait for their sizes.
+    trained = (mask.numpy() & (loss_weight.numpy() != 0)).nonzero()[0]
+    tensors = {
+        "tokens": cat("tokens", np.int64),
+        "position_ids": torch.from_numpy(np.concatenate([np.arange(p.start, p.stop) for p in pieces])),
+        "previous": torch.from_numpy(previous),
+        "mask": mask,
+        "scored": torch.from_numpy(mask.numpy().nonzero()[0]),
+        "trained": torch.from_numpy(trained),
+        "loss_weight": loss_weight,
+        "temperature": torch.from_numpy(temperature),
+        "rollout_logprobs": cat("rollout_logprobs", np.float32),
+    }
+    optional = {name: cat_if_annotated(name) for name in ("old_logprobs", "ref_logprobs", "advantages")}
+    optional["routed_experts"] = _routed_experts(pieces)
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    groups = tensors, _token_extras(pieces), _model_kwargs(pieces)
+    sent: Iterator[Any] = iter(upload([x for group in groups for x in group.values()], torch.device(device)))
+    fields, token_extras, model_kwargs = ({name: next(sent) for name in group} for group in groups)
     return Batch(
-        tokens=cat("tokens", torch.int64),
         cu_seqlens=torch.from_numpy(cu),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(p.start, p.stop) for p in pieces])).to(device),
-        previous=torch.from_numpy(previous).to(device),
-        sample_index=torch.from_numpy(per_row).to(device),
         rows=[p.row for p in pieces],
         parents=[p.parent for p in pieces],
         offsets=[p.start for p in pieces],
-        mask=cat("mask", torch.bool),
-        loss_weight=_loss_weight(pieces).to(device),
-        temperature=torch.from_numpy(temperature).to(device),
-        rollout_logprobs=cat("rollout_logprobs", torch.float32),
-        old_logprobs=cat_if_annotated("old_logprobs"),
-        ref_logprobs=cat_if_annotated("ref_logprobs"),
-        advantages=cat_if_annotated("advantages"),
-        routed_experts=None if routed_experts is None else routed_experts.to(device),
-        token_extras={name: extra.to(device) for name, extra in _token_extras(pieces).items()},
-        model_kwargs=_model_kwargs(pieces, device),
+        trained_lengths=np.unique(per_row[trained], return_counts=True)[1].tolist(),
+        token_extras=token_extras,
+        model_kwargs=model_kwargs,
+        **fields,
     )
 
 
@@ -159,7 +170,7 @@ def _token_extras(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
     return out
 
 
-def _model_kwargs(pieces: Sequence[_Piece], device: torch.device | str) -> dict[str, torch.Tensor]:
+def _model_kwargs(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
     """Processor outputs of all media, in the order of their spans in the pack."""
     parts: dict[str, list[np.ndarray]] = {}
     for p in pieces:
@@ -167,7 +178,7 @@ def _model_kwargs(pieces: Sequence[_Piece], device: torch.device | str) -> dict[
             if p.start <= start < p.stop:
                 for name, array in p.sample.media[media_id].outputs.items():
                     parts.setdefault(name, []).append(array)
-    return {name: torch.from_numpy(np.concatenate(arrays)).to(device) for name, arrays in parts.items()}
+    return {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
 
 
 def bare_row(name: str, tokens: Sequence[int], scored: bool) -> Sample:

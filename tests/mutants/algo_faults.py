@@ -71,13 +71,13 @@ FAULTS = [
     Fault(
         "masked positions are multiplied by 0",
         "meshrl/algo/losses.py::_policy_loss",
-        "(batch.mask & (batch.loss_weight != 0)).nonzero()[:, 0] => torch.arange(batch.num_tokens)",
+        "batch.trained => torch.arange(batch.num_tokens)",
         _POLICY_LOSSES + "test_poison_in_masked_positions_changes_no_bit",
     ),
     Fault(
         "one metric counts masked positions",
         "meshrl/algo/losses.py::sft_loss",
-        "batch.mask.nonzero()[:, 0] => torch.arange(batch.num_tokens)",
+        "batch.scored => torch.arange(batch.num_tokens)",
         _POLICY_LOSSES + "test_sft_golden_value",
     ),
     Fault(
@@ -107,7 +107,7 @@ FAULTS = [
     Fault(
         "masked answers reach a user-defined loss",
         "meshrl/algo/losses.py::_policy_loss",
-        "batch.mask & (batch.loss_weight != 0) => batch.mask",
+        "batch.trained => batch.scored",
         _OWN_LOSSES + "test_untrained_tokens_are_never_read",
     ),
     Fault(

@@ -76,6 +76,24 @@ FAULTS = [
         _LORA + "test_only_adapters_are_trained_and_without_them_the_model_is_the_reference[1-fp32]",
     ),
     Fault(
+        "tokens without a weight are trained",
+        "meshrl/train/packing.py::pack",
+        "mask.numpy() & (loss_weight.numpy() != 0) => mask.numpy()",
+        _PACKING + "test_trained_tokens_are_in_the_mask_and_have_a_weight",
+    ),
+    Fault(
+        "the host waits for the number of trained tokens",
+        "meshrl/algo/losses.py::_policy_loss",
+        "batch.trained => (batch.mask & (batch.loss_weight != 0)).nonzero()[:, 0]",
+        "tests/unit/train/test_micro_batch_on_meta.py::test_each_micro_batch_adds_the_same",
+    ),
+    Fault(
+        "a step of decode copies each array by itself",
+        "meshrl/rollout/embedded/step_arrays.py::StepArrays._sent",
+        "upload(self._arrays, self._device) => [x.to(self._device) for x in self._arrays]",
+        "tests/unit/rollout/test_engine_on_meta.py::test_rows_in_two_tiles_need_no_further_copy",
+    ),
+    Fault(
         "logprobs are not shifted by one token",
         "meshrl/train/packing.py::pack",
         "np.arange(-1, cu[-1] - 1) => np.arange(0, cu[-1])",

@@ -14,6 +14,7 @@ import torch
 
 from meshrl.model.attention import AttentionSpec, PackedAttention, visible, wide_product
 from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
+from meshrl.rollout.embedded.step_arrays import StepArrays
 
 
 class PrefillAttention(PackedAttention):
@@ -42,13 +43,13 @@ class DecodeAttention:
     `wide_product` is computed.
     """
 
-    def __init__(self, store: KVStore, lengths: np.ndarray, device: torch.device):
+    def __init__(self, store: KVStore, lengths: np.ndarray, arrays: StepArrays):
         self.store = store
         self.tiles = [
             (rows, slice(int(STARTS[t]), int(STARTS[t + 1]))) for t, rows in enumerate(rows_of_tiles(lengths))
         ]
-        self.writes = plan_writes(np.arange(len(lengths)), lengths - 1, device)
-        self._lengths = torch.from_numpy(lengths).to(device)[:, None]
+        self.writes = plan_writes(np.arange(len(lengths)), lengths - 1, arrays)
+        self._lengths = arrays.add(lengths[:, None])
         self._biases: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 
     def attend(
@@ -91,8 +92,9 @@ class DecodeAttention:
         """The mask of each tile [its rows * K, 1, W]: 0 where the new token may attend, -inf elsewhere; made once per
         step and window."""
         if (window, kv_heads) not in self._biases:
-            positions = torch.arange(self.tiles[-1][1].stop, device=self._lengths.device)
-            seen = visible(self._lengths - 1, positions, window)
+            lengths = self._lengths()
+            positions = torch.arange(self.tiles[-1][1].stop, device=lengths.device)
+            seen = visible(lengths - 1, positions, window)
             bias = torch.zeros(seen.shape, dtype=dtype, device=positions.device).masked_fill_(~seen, -torch.inf)
             bias = bias.expand(-1, kv_heads, -1).reshape(len(bias) * kv_heads, 1, -1)
             self._biases[window, kv_heads] = [bias[: rows * kv_heads, :, columns] for rows, columns in self.tiles]

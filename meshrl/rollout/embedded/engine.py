@@ -32,6 +32,7 @@ from meshrl.rollout.base import Capabilities, EngineStats, check_parts
 from meshrl.rollout.embedded.runner import Runner
 from meshrl.rollout.embedded.sampler import RowSampling, draw
 from meshrl.rollout.embedded.scheduler import Scheduler, Sequence
+from meshrl.rollout.embedded.step_arrays import StepArrays
 from meshrl.rollout.embedded.weights import EngineWeights
 from meshrl.rollout.stop_strings import StopStrings, stop_strings_of
 from meshrl.sync.delivery import Delivery
@@ -135,11 +136,13 @@ class EmbeddedEngine:
             return []
         admission = self._scheduler.admit()
         rows = self._scheduler.running
-        logits = self._runner.step(rows, admission)
         if self._sampling is None or admission.joined:
             self._sampling = RowSampling([s.request for s in rows], self._device)
+        arrays = StepArrays(self._device)
         positions = np.array([s.first_position + len(s.tokens) for s in rows], np.int64)
-        drawn = draw(logits, self._sampling, positions, lambda row: rows[row].ids())
+        u = arrays.add(self._sampling.uniforms(positions))
+        logits = self._runner.step(rows, admission, arrays)
+        drawn = draw(logits, self._sampling, u, lambda row: rows[row].ids())
         tokens, logprobs = torch.stack([drawn.tokens.double(), drawn.logprobs.double()]).tolist()
         done = self._record(rows, tokens, logprobs, drawn.extras)
         for sequence, _ in admission.joined:

@@ -14,11 +14,13 @@ Letters: R rows that a tile has room for, W positions of a tile, D head size, N 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from meshrl.rollout.embedded.step_arrays import StepArrays
 
 FIRST_WIDTH = 128  # positions of the first tiles; measured best of 64, 96, 128, 192 for float32 and bfloat16
 MAX_WASTE = 1.25  # rows are sorted when the tiles to be read are larger than the rows by this factor
@@ -44,22 +46,23 @@ class Write:
 
     tile: int
     num_rows: int  # rows for which the tile needs room
-    rows: torch.Tensor  # int64[N, 1]
-    positions: torch.Tensor  # int64[N, 1], within the tile
-    source: torch.Tensor | None  # int64[N]
+    rows: Callable[[], torch.Tensor]  # int64[N, 1]
+    positions: Callable[[], torch.Tensor]  # int64[N, 1], within the tile
+    source: Callable[[], torch.Tensor] | None  # int64[N]
     _index: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def index(self, heads: int) -> torch.Tensor:
         """int64[N, heads]: index of each token in the tile, seen as [R * heads * W, D]; the same for all layers."""
         if heads not in self._index:
             width = int(STARTS[self.tile + 1] - STARTS[self.tile])
-            head = torch.arange(heads, device=self.rows.device)
-            self._index[heads] = (self.rows * heads + head) * width + self.positions
+            rows = self.rows()
+            head = torch.arange(heads, device=rows.device)
+            self._index[heads] = (rows * heads + head) * width + self.positions()
         return self._index[heads]
 
 
 def plan_writes(
-    rows: np.ndarray, positions: np.ndarray, device: torch.device, source: np.ndarray | None = None
+    rows: np.ndarray, positions: np.ndarray, arrays: StepArrays, source: np.ndarray | None = None
 ) -> list[Write]:
     """Write token i (or token source[i]) to (rows[i], positions[i]). Made once per step, for all layers."""
     tiles = np.searchsorted(STARTS, positions, side="right") - 1
@@ -73,9 +76,9 @@ def plan_writes(
             Write(
                 int(tile),
                 int(rows[pick].max()) + 1,
-                torch.from_numpy(rows[pick, None]).to(device),
-                torch.from_numpy(positions[pick, None] - STARTS[tile]).to(device),
-                None if all_in_order else torch.from_numpy(src).to(device),
+                arrays.add(rows[pick, None]),
+                arrays.add(positions[pick, None] - STARTS[tile]),
+                None if all_in_order else arrays.add(src),
             )
         )
     return writes
@@ -131,7 +134,7 @@ class KVStore:
                 self._writable[layer, w.tile] = tiles[0].view(-1, k.shape[2]), tiles[1].view(-1, v.shape[2])
             index = (w.index(k.shape[1]),)
             for target, x in zip(self._writable[layer, w.tile], (k, v), strict=True):
-                x = x if w.source is None else x.index_select(0, w.source)
+                x = x if w.source is None else x.index_select(0, w.source())
                 target.index_put_(index, x.to(target.dtype))
 
     def read(self, layer: int, tile: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

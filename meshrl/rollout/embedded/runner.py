@@ -15,6 +15,7 @@ from meshrl.model.logprob import Head, token_logprobs
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, PrefillAttention, StepAttention
 from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, plan_writes
 from meshrl.rollout.embedded.scheduler import Admission, Prefill, Sequence
+from meshrl.rollout.embedded.step_arrays import StepArrays
 
 
 class Runner:
@@ -27,20 +28,20 @@ class Runner:
         self.running, self.prompts = KVStore(), KVStore()
 
     @torch.inference_mode()
-    def step(self, running: list[Sequence], admission: Admission) -> torch.Tensor:
+    def step(self, running: list[Sequence], admission: Admission, arrays: StepArrays) -> torch.Tensor:
         """Compute the new contexts, and the last token of every row that ran before. Returns logits float[N, V] for all
-        running rows, in their order."""
+        running rows, in their order. arrays: those of this step."""
         if self._head is None:
             self._head = self.model.head().ready()
             if self._fast is not None:
                 self._fast.pack()
         rows = running[: len(running) - len(admission.joined)]
-        hidden = self._compute(rows, admission.prefills)
+        hidden = self._compute(rows, admission.prefills, arrays)
         for sequence in rows:
             sequence.cached += 1
         return self._head.logits(self._last_states(hidden, len(rows), admission))
 
-    def _compute(self, rows: list[Sequence], prefills: list[Prefill]) -> torch.Tensor:
+    def _compute(self, rows: list[Sequence], prefills: list[Prefill], arrays: StepArrays) -> torch.Tensor:
         """Final hidden states [T, D]: of all contexts, concatenated, then of one token per row."""
         if not rows and not prefills:  # all running rows have just joined, with a prompt that is computed already
             weight = self.model.head().weight
@@ -49,11 +50,9 @@ class Runner:
         positions = [np.arange(len(prefill.ids)) for prefill in prefills] + [
             np.array([s.cached for s in rows], np.int64)
         ]
-        return self._hidden(
-            torch.from_numpy(np.concatenate(tokens)).to(self.device),
-            torch.from_numpy(np.concatenate(positions)).to(self.device),
-            self._context(rows, prefills),
-        )
+        ids, places = arrays.add(np.concatenate(tokens)), arrays.add(np.concatenate(positions))
+        context = self._context(rows, prefills, arrays)
+        return self._hidden(ids(), places(), context)
 
     def _last_states(self, hidden: torch.Tensor, num_rows: int, admission: Admission) -> torch.Tensor:
         """The state from which each running row samples: of its newest token, or of its last context token when it
@@ -73,13 +72,13 @@ class Runner:
         self.running.copy_rows(self.prompts, copies, self.device)
         return torch.cat([hidden[end:], torch.stack(states)])
 
-    def _context(self, rows: list[Sequence], prefills: list[Prefill]) -> AttentionContext:
+    def _context(self, rows: list[Sequence], prefills: list[Prefill], arrays: StepArrays) -> AttentionContext:
         if not rows:
-            return self._prefill(prefills)
-        decode = DecodeAttention(self.running, np.array([s.cached + 1 for s in rows], np.int64), self.device)
-        return StepAttention(self._prefill(prefills), decode) if prefills else decode
+            return self._prefill(prefills, arrays)
+        decode = DecodeAttention(self.running, np.array([s.cached + 1 for s in rows], np.int64), arrays)
+        return StepAttention(self._prefill(prefills, arrays), decode) if prefills else decode
 
-    def _prefill(self, prefills: list[Prefill]) -> PrefillAttention:
+    def _prefill(self, prefills: list[Prefill], arrays: StepArrays) -> PrefillAttention:
         lengths = [len(prefill.ids) for prefill in prefills]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         writes = []
@@ -89,7 +88,7 @@ class Runner:
                 rows = np.concatenate([np.full(lengths[i], prefills[i].row, np.int64) for i in part])
                 positions = np.concatenate([np.arange(lengths[i]) for i in part])
                 source = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in part])
-                writes.append((store, plan_writes(rows, positions, self.device, source)))
+                writes.append((store, plan_writes(rows, positions, arrays, source)))
         return PrefillAttention(bounds.tolist(), self.device, writes)
 
     @torch.inference_mode()

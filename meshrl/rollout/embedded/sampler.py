@@ -49,6 +49,10 @@ class RowSampling:
         self.filtered = [(row, p) for row, p in enumerate(params) if _filters(p)]
         self.wants = [(row, r.want) for row, r in enumerate(requests) if r.want]
 
+    def uniforms(self, positions: np.ndarray) -> np.ndarray:
+        """u of each row at these output positions; none if all rows are greedy."""
+        return np.zeros(0) if self.all_greedy else uniforms(self.seeds, positions)
+
 
 def _filters(p: SamplingParams) -> bool:
     return p.top_p < 1 or p.top_k > 0 or p.min_p > 0 or p.repetition_penalty != 1
@@ -60,8 +64,9 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(logits: torch.Tensor, rows: RowSampling, positions: np.ndarray, history: History) -> Drawn:
-    """Draw one token for each row of logits float[N, V], which are overwritten; positions int[N] count output tokens.
+def draw(logits: torch.Tensor, rows: RowSampling, u: Callable[[], torch.Tensor], history: History) -> Drawn:
+    """Draw one token for each row of logits float[N, V], which are overwritten. u: returns `rows.uniforms`, on their
+    device.
 
     Logprobs come from softmax(logits / temperature), with 1 in the place of temperature 0 (greedy), before any filter
     or penalty, as the trainer computes them. A token of probability 0 is never drawn.
@@ -77,8 +82,7 @@ def draw(logits: torch.Tensor, rows: RowSampling, positions: np.ndarray, history
         for row, params in rows.filtered:
             weights[row] = _filtered(z[row] * rows.temperature[row], params, history, row)
             ends[row] = block_ends(weights[row][None])[0]
-        u = torch.from_numpy(uniforms(rows.seeds, positions)).to(z.device)
-        tokens = inverse_cdf(weights, ends, u)
+        tokens = inverse_cdf(weights, ends, u())
         if rows.greedy is not None:
             tokens = torch.where(rows.greedy, z.argmax(-1), tokens)
     logprobs = (z.gather(1, tokens[:, None]) - lse)[:, 0].clamp_(max=0)

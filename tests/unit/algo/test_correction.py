@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from meta_device import META, DeviceCalls
-from tiny_samples import random_groups
+from tiny_samples import random_groups, trained_fields
 
 from meshrl.algo.correction import correct, correction_summary
 from meshrl.algo.losses import LossInputs, make_policy_loss
@@ -106,11 +106,11 @@ def token_batch(rollout: list[float], old: list[float] | None, advantages: list[
     """One row; loss weights 1."""
     n = len(rollout)
     return Batch(
+        **trained_fields(torch.ones(n, dtype=torch.bool), torch.ones(n), [0, n]),
         tokens=torch.zeros(n, dtype=torch.long),
         cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
         position_ids=torch.arange(n),
         previous=(torch.arange(n) - 1).clamp(min=0),
-        sample_index=torch.zeros(n, dtype=torch.int32),
         rows=[0],
         parents=[-1],
         offsets=[0],

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tiny_samples import random_groups
+from tiny_samples import random_groups, with_trained_fields
 
 from meshrl.algo.losses import LossInputs, make_policy_loss
 from meshrl.config.algo import AlgoConfig, KlConfig, UserLossConfig
@@ -108,6 +108,7 @@ def test_untrained_tokens_are_never_read(poison: float):
     out = torch.zeros_like(batch.mask)
     out[int(batch.cu_seqlens[-2]) :] = True
     batch.loss_weight = torch.where(out, 0.0, batch.loss_weight)
+    batch = with_trained_fields(batch)
     clean = run(own("gspo"), outputs, batch)
     unread = ~batch.mask | out
     bad = {
@@ -123,7 +124,7 @@ def test_untrained_tokens_are_never_read(poison: float):
 def test_a_micro_batch_without_a_trained_token_never_reaches_the_function():
     outputs, batch = packed()
     batch.loss_weight = torch.zeros_like(batch.loss_weight)
-    value, grad, metrics = run(own("no_such_function"), outputs, batch)
+    value, grad, metrics = run(own("no_such_function"), outputs, with_trained_fields(batch))
     assert value == 0 and (grad == 0).all() and metrics == {}
 
 

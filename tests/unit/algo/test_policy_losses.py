@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from tiny_samples import trained_fields, with_trained_fields
 
 from meshrl.algo.advantages import ADVANTAGES
 from meshrl.algo.losses import LOSSES, make_policy_loss, sft_loss
@@ -21,17 +22,19 @@ FULL = AlgoConfig(
 def make_batch(length, **fields):
     """One row; each given per-token field is a list or tensor over its tokens."""
     tensors = {k: torch.as_tensor(v, dtype=torch.bool if k == "mask" else torch.float32) for k, v in fields.items()}
+    mask, loss_weight = tensors.pop("mask", torch.ones(length, dtype=torch.bool)), tensors.pop("loss_weight", None)
+    loss_weight = torch.ones(length) if loss_weight is None else loss_weight
     return Batch(
+        **trained_fields(mask, loss_weight, [0, length]),
         tokens=torch.zeros(length, dtype=torch.long),
         cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
         position_ids=torch.arange(length),
         previous=(torch.arange(length) - 1).clamp(min=0),
-        sample_index=torch.zeros(length, dtype=torch.int32),
         rows=[0],
         parents=[-1],
         offsets=[0],
-        mask=tensors.pop("mask", torch.ones(length, dtype=torch.bool)),
-        loss_weight=tensors.pop("loss_weight", torch.ones(length)),
+        mask=mask,
+        loss_weight=loss_weight,
         temperature=torch.ones(length),
         rollout_logprobs=torch.zeros(length),
         **tensors,
@@ -182,7 +185,7 @@ def random_case(length=48, seed=0):
         ref_logprobs=logprobs + draw(0.4),
     )
     batch.loss_weight = torch.where(batch.mask, batch.loss_weight, 0.0)
-    return Outputs(logprobs=logprobs, entropy=draw().abs()), batch
+    return Outputs(logprobs=logprobs, entropy=draw().abs()), with_trained_fields(batch)
 
 
 def run(loss, outputs, batch):
@@ -219,7 +222,8 @@ def part(value, cut):
     """Take the tokens `cut` of a record's [T] tensors."""
     per_token = lambda x: isinstance(x, torch.Tensor) and x.shape == (48,)  # noqa: E731
     chosen = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return dataclasses.replace(value, **{k: v[cut] for k, v in chosen.items() if per_token(v)})
+    value = dataclasses.replace(value, **{k: v[cut] for k, v in chosen.items() if per_token(v)})
+    return value if isinstance(value, Outputs) else with_trained_fields(value)
 
 
 @pytest.mark.parametrize("loss", [make_policy_loss(FULL), sft_loss], ids=["policy", "sft"])
@@ -255,7 +259,7 @@ def test_token_order_does_not_matter(loss):
 def test_an_all_masked_batch_gives_zero_loss_zero_gradient_and_no_weight():
     outputs, batch = random_case()
     batch.mask = torch.zeros(48, dtype=torch.bool)
-    value, grad, _, metrics = run(make_policy_loss(FULL), outputs, batch)
+    value, grad, _, metrics = run(make_policy_loss(FULL), outputs, with_trained_fields(batch))
     assert value == 0 and (grad == 0).all()
     assert all(m.sum == 0 and (m.weight == 0 or m.reduce == "max") for m in metrics)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_run import train, write_run
 
-from meshrl.core.device import device_notice, device_type, has_triton
+from meshrl.core.device import device_notice, device_type, has_triton, upload
 from meshrl.core.errors import ConfigError
 
 
@@ -86,3 +86,23 @@ def test_a_run_trains_on_the_cpu_with_a_notice_where_the_accelerator_has_no_back
     folder = train(config, "on_mps", "loop.num_steps=1")
     assert json.loads((folder / "result.json").read_text())["status"] == "done"
     assert "note: the accelerator of this machine is mps" in capsys.readouterr().err
+
+
+def test_tensors_that_are_sent_together_keep_their_values(monkeypatch: pytest.MonkeyPatch):
+    """Of all dtypes and shapes, also where the one before them ends between two numbers; memory of the CPU stands for
+    that of a device."""
+    tensors = [
+        torch.arange(5, dtype=torch.int16),
+        torch.tensor([True, False, True]),
+        torch.rand(2, 3, dtype=torch.float64),
+        torch.empty(0, dtype=torch.int64),
+        torch.rand(3, 4).T[1:],
+        torch.arange(4)[:1].expand(1),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+    ]
+    assert all(x is y for x, y in zip(upload(tensors, torch.device("cpu")), tensors, strict=True))
+    monkeypatch.setattr(torch, "empty_like", lambda x, device: torch.zeros(x.shape, dtype=x.dtype))
+    sent = upload(tensors, torch.device("meta"))
+    assert [x.dtype for x in sent] == [x.dtype for x in tensors]
+    assert all(torch.equal(x, y) for x, y in zip(sent, tensors, strict=True))
+    assert len({x.untyped_storage().data_ptr() for x in sent if x.numel()}) == 1

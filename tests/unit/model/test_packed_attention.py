@@ -216,7 +216,7 @@ def _score_packed(model: CausalModel, samples: list[Sample], share_prefix: bool 
             False,
             {},
         )
-    row_of = torch.tensor(batch.rows)[batch.sample_index[scored].long()]
+    row_of = torch.tensor(batch.rows)[torch.searchsorted(batch.cu_seqlens, scored, right=True) - 1]
     return [logp[row_of == i] for i in range(len(samples))]
 
 

@@ -21,7 +21,8 @@ def logits_of(rows=1, vocab=200, seed=0):
 
 def draw_many(requests, logits, position=0, history=None):
     rows = RowSampling(requests, CPU)
-    return draw(logits.clone(), rows, np.full(len(requests), position), history or (lambda row: np.array([0])))
+    u = torch.from_numpy(rows.uniforms(np.full(len(requests), position)))
+    return draw(logits.clone(), rows, lambda: u, history or (lambda row: np.array([0])))
 
 
 def frequencies(params, logits, count=4000, history=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from meta_device import META, DeviceCalls
 from tiny_engines import ask
@@ -13,11 +14,10 @@ from meshrl.model.fast_decoder import FastDecoder, fast_decoder
 from meshrl.model.recipe import cast_parameters
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 
-NUM_TOKENS = 16  # of the longer answers, after prompts of 118 to 120: they enter the second tile of the KV cache
+NUM_TOKENS = 12  # of the longer answers, after prompts of 118 to 120: they enter the second tile of the KV cache
 
 
-def _reads_by_step(num_layers: int, fast: bool) -> tuple[list[int], DeviceCalls]:
-    """Groups of different prompts, whose rows join, grow into another tile, end, and move."""
+def _engine(num_layers: int, fast: bool) -> EmbeddedEngine:
     lm = tiny_qwen2(hidden_size=64, num_hidden_layers=num_layers, max_position_embeddings=256)
     model = CausalModel(lm.eval().requires_grad_(False))
     layers = fast_decoder(model).layers
@@ -33,6 +33,12 @@ def _reads_by_step(num_layers: int, fast: bool) -> tuple[list[int], DeviceCalls]
         device=META,
     )
     engine.trust_loaded_weights()
+    return engine
+
+
+def _reads_by_step(num_layers: int, fast: bool) -> tuple[list[int], DeviceCalls]:
+    """Groups of different prompts, whose rows join, grow into another tile, end, and move."""
+    engine = _engine(num_layers, fast)
     for i in range(6):
         prompt, answer = np.arange(118 + i // 2) % 60, NUM_TOKENS if i % 2 else 4 + i
         engine.submit(ask(f"{i}", prompt, temperature=float(i % 3 > 0), max_new_tokens=answer))
@@ -56,11 +62,42 @@ def test_a_step_of_decode_waits_for_the_device_once() -> None:
             assert {call[1:] for call in calls.named("aten.mm.dtype")} == {(half, torch.float32)}  # the head's
 
 
+def _steady_step(num_layers: int, fast: bool, length: int) -> tuple[int, int, int]:
+    """Reads, copies to the device, and launches of a step in which no row joins or leaves. length: of the first
+    prompt."""
+    engine = _engine(num_layers, fast)
+    for i in range(4):
+        engine.submit(ask(f"{i}", np.arange(length + 3 * i) % 60, temperature=1.0, max_new_tokens=6))
+    with DeviceCalls() as calls:
+        engine.step()  # the contexts
+        engine.step()  # the parameters of sampling, because the rows were sorted
+        before = calls.counts
+        engine.step()
+    reads, uploads, launches = (after - b for after, b in zip(calls.counts, before, strict=True))
+    return reads, uploads, launches
+
+
+@pytest.mark.parametrize(("fast", "num_layers", "budget"), [(True, 1, 96), (True, 3, 164), (False, 3, 205)])
+def test_a_step_of_decode_stays_within_its_budget(fast: bool, num_layers: int, budget: int) -> None:
+    """One read, one copy to the device, and 34 launches for each layer of the fast decoder (45 for the model's own
+    forward). On a device, a decode step takes as long as its launches, and waits for each pageable copy."""
+    reads, uploads, launches = _steady_step(num_layers, fast, 20)
+    assert reads == uploads == 1
+    assert launches <= budget
+
+
+def test_rows_in_two_tiles_need_no_further_copy() -> None:
+    reads, uploads, launches = _steady_step(3, True, 123)
+    assert reads == uploads == 1
+    assert launches <= 211
+
+
 def test_a_step_of_decode_rounds_neither_attention_scores_nor_sums() -> None:
     """Products with tiles are in fp32, and so is the softmax; on a CPU they are because its tiles are in fp32."""
     for fast in (False, True):
         _, calls = _reads_by_step(2, fast)
-        half = (torch.bfloat16, torch.bfloat16)
-        batched = [call for call in calls.calls if call[0].startswith(("aten.bmm", "aten.baddbmm"))]
-        assert set(batched) == {("aten.bmm.dtype", half, torch.float32)}
+        half, wide = (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)
+        batched = {call for call in calls.calls if call[0].startswith(("aten.bmm", "aten.baddbmm"))}
+        rotary = ("aten.bmm.default", wide, torch.float32)  # frequencies times positions
+        assert batched == {("aten.bmm.dtype", half, torch.float32), rotary}
         assert {call[1:] for call in calls.named("softmax")} == {((torch.float32,), torch.float32)}

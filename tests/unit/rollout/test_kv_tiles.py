@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from meshrl.rollout.embedded.kv_cache import MAX_WASTE, STARTS, KVStore, arrange, plan_writes, rows_of_tiles
+from meshrl.rollout.embedded.step_arrays import StepArrays
 
 CPU = torch.device("cpu")
 HEADS, K_SIZE, V_SIZE = 2, 3, 5  # keys and values may differ in size
@@ -20,7 +21,7 @@ def value_of(token):
 def put(store, rows, positions, tokens):
     k, v = (torch.stack(side) for side in zip(*map(value_of, tokens)))
     for layer in (0, 1):
-        store.write(layer, k + layer, v + layer, plan_writes(np.array(rows), np.array(positions), CPU))
+        store.write(layer, k + layer, v + layer, plan_writes(np.array(rows), np.array(positions), StepArrays(CPU)))
 
 
 def contents(store, row, length, layer):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_samples import random_groups, random_samples, trained_fields, weigh
 
 from meshrl.core.types import Media, Sample
 from meshrl.train.batch_plan import make_batch_plan, row_cost
@@ -129,11 +130,23 @@ def test_rows_lie_end_to_end_and_each_starts_at_position_0():
     assert batch.tokens.tolist() == [30, 31, 32, 20, 21]
     assert batch.cu_seqlens.tolist() == [0, 3, 5]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
-    assert batch.sample_index.tolist() == [0, 0, 0, 1, 1]
     assert batch.mask.tolist() == [False, True, True, False, True]
+    assert (batch.scored.tolist(), batch.trained.tolist(), batch.trained_lengths) == ([1, 2, 4], [1, 2, 4], [2, 1])
     np.testing.assert_allclose(batch.temperature, [0.3, 0.3, 0.3, 0.2, 0.2], rtol=1e-6)
     assert (batch.rows, batch.is_dummy) == ([7, 4], False)
     assert batch.old_logprobs is batch.advantages is batch.routed_experts is None
+
+
+def test_trained_tokens_are_in_the_mask_and_have_a_weight():
+    """As torch finds them, in rows of which some have no trained token, and in continued ones."""
+    samples = [*random_samples(0, [9, -7, 12]), *random_groups(1, [5, 3], [4, 6])]
+    for s in weigh(samples)[::2]:
+        s.loss_weight[len(s) // 2 :] = 0.0
+    batch = pack(samples, range(len(samples)))
+    expected = trained_fields(batch.mask, batch.loss_weight, batch.cu_seqlens.tolist())
+    assert torch.equal(batch.scored, expected["scored"]) and torch.equal(batch.trained, expected["trained"])
+    assert batch.trained_lengths == expected["trained_lengths"]
+    assert 0 < len(batch.trained) < len(batch.scored) < batch.num_tokens and 1 < len(batch.trained_lengths) < 9
 
 
 def test_a_shared_prompt_is_in_the_batch_once_and_every_answer_continues_it():

@@ -1,0 +1,69 @@
+"""What a micro-batch of training calls on an accelerator, without one: on meta tensors, without FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from meta_device import META, DeviceCalls
+from tiny_models import tiny_qwen2
+from tiny_samples import random_groups
+
+from meshrl.algo.losses import make_policy_loss, sft_loss
+from meshrl.config.algo import AlgoConfig
+from meshrl.config.train import TrainConfig
+from meshrl.model import attention
+from meshrl.model.causal import CausalModel
+from meshrl.model.recipe import Recipe, cast_parameters
+from meshrl.train.engine import TrainEngine
+from meshrl.train.packing import pack
+
+
+@contextmanager
+def _untimed(*args: Any, **facts: Any) -> Iterator[None]:
+    """Meta tensors have no streams and no events."""
+    yield
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> TrainEngine:
+    """param: number of layers."""
+    monkeypatch.setattr(attention, "has_varlen_kernels", lambda device: True)
+    monkeypatch.setitem(TrainEngine.forward_backward.__globals__, "timed", _untimed)
+    lm = cast_parameters(tiny_qwen2(hidden_size=64, num_hidden_layers=request.param), torch.bfloat16).to(META)
+    mesh: Any = SimpleNamespace(shape=(1, 1, 1, 1), get_rank=lambda: 0)
+    recipe = Recipe(trains=True, device=META, compute_dtype=torch.bfloat16)
+    return TrainEngine(CausalModel(lm.eval()), mesh, TrainConfig(), "policy", recipe)
+
+
+def _step(engine: TrainEngine, loss: Any, num_batches: int) -> DeviceCalls:
+    samples = random_groups(0, [7, 4], [5, 9])
+    for s in samples:
+        s.loss_weight = np.asarray(s.loss_weight, np.float32)
+    with DeviceCalls() as calls:
+        batches = [pack(samples, range(len(samples)), META) for _ in range(num_batches)]
+        engine.forward_backward(batches, loss)
+    return calls
+
+
+@pytest.mark.parametrize(("engine", "launches"), [(1, 323), (3, 583)], indirect=["engine"])
+def test_a_micro_batch_stays_within_its_budget(engine: TrainEngine, launches: int) -> None:
+    """Three reads: the sums of the loss, those of the correction, and the logprobs that verify the sampler's. Two
+    copies to the device: the batch, and the layout of its rows. Sizes that depend on values are known on the host,
+    which otherwise waits for them."""
+    calls = _step(engine, make_policy_loss(AlgoConfig()), 1)
+    assert (calls.num_reads, calls.num_uploads) == (3, 2)
+    assert calls.num_launches <= launches
+
+
+@pytest.mark.parametrize("engine", [1], indirect=True)
+def test_each_micro_batch_adds_the_same(engine: TrainEngine) -> None:
+    calls = _step(engine, make_policy_loss(AlgoConfig()), 3)
+    assert (calls.num_reads, calls.num_uploads) == (9, 6)
+    calls = _step(engine, sft_loss, 1)
+    assert (calls.num_reads, calls.num_uploads) == (2, 2)
