@@ -201,9 +201,8 @@ class RankWorker:
     @phase("load")
     def load(self, folder: str) -> None:
         """Load the state of each trained role from a checkpoint (collective)."""
-        with self._memory.parameters():
-            for engine in self._trained():
-                engine.load(folder)
+        for engine in self._trained():
+            engine.load(folder)
 
     @phase("checkpoint")
     def state_bytes(self) -> int:

@@ -317,12 +317,11 @@ class TrainEngine:
         return write.result()
 
     def load(self, folder: str | Path) -> None:
-        """Load a state that any number of ranks saved (a collective).
+        """Load a state that any number of ranks saved (a collective). The parameters must be on the device.
 
         Raises: CheckpointError, before anything is changed, when a file is damaged or of another model.
         """
         reshard(self.model)
-        self.restore({"params"})
         counters = load_state(Path(folder), self.role, self.model.lm, self.optimizer, self.device)
         self.num_optimizer_steps, self.num_skipped_in_a_row = counters
         self._offload_optimizer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tiny_sync import Trainer
 
 from meshrl.core.errors import SyncError
 from meshrl.rollout.server.weights import ServerWeights
+from meshrl.sync.delivery import SlotAddress
 from meshrl.sync.layout import SyncHeader, make_layout
 from meshrl.sync.receiver import describe
 
@@ -151,3 +153,27 @@ def test_a_late_answer_to_a_cancelled_sync_does_not_affect_the_next_one(step):
             assert (await weights.commit()).version == weights.state.version == 1
 
     go(main())
+
+
+def test_the_server_reads_transfers_where_they_are_and_gets_one_call_for_all_of_them():
+    """Only those that other processes can't open are copied."""
+    calls: list[list[dict[str, Any]]] = []
+
+    async def call(step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        calls.extend([arguments["transfers"]] if step == "receive" else [])
+        return [ANSWERS.get(step, {})]
+
+    async def main() -> None:
+        weights = ServerWeights(call, "w")
+        await weights.reconcile(LAYOUT)
+        address = SlotAddress(ring="of the sender", num_slots=3, slot_bytes=99, slot=2, at=16)
+        for number, deliveries in enumerate([[replace(DELIVERY, slot_address=address)] * 2, [DELIVERY]]):
+            await weights.begin(header_of(number))
+            await weights.receive(*deliveries)
+            await weights.commit()
+        weights.close()
+
+    go(main())
+    (first, second), (copied,) = calls
+    assert first == second and (first["ring"], first["slot"], first["at"]) == ("of the sender", 2, 16)
+    assert copied["ring"] != "of the sender" and copied["facts"] == first["facts"]

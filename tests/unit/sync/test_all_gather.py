@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from meshrl.rollout.server import worker_weights
 from meshrl.rollout.server.worker_weights import Assembly
 from meshrl.sync import all_gather, shared_memory
 from meshrl.sync.all_gather import AllGather
-from meshrl.sync.delivery import ALL, Delivery, SlotAddress, delivery_to_json
+from meshrl.sync.delivery import ALL, Delivery, SlotAddress, delivery_from_json, delivery_to_json
 from meshrl.sync.layout import Box, Layout, SyncHeader, make_layout
 from meshrl.sync.sender import Elements
 from meshrl.sync.shared_memory import DeviceMemory, open_slots
@@ -73,8 +74,9 @@ async def exchanged(trainer: Trainer, ends: list[AllGather]) -> list[list[list[D
         for deliveries in windows[-1]:
             for delivery in deliveries:
                 if (address := delivery.slot_address) is not None:
-                    there = open_slots(address, CPU, 0)[address.slot][address.at :]
-                    assert torch.equal(there[: delivery.num_bytes], delivery.payload)
+                    message = json.loads(json.dumps(delivery_to_json(delivery, address)))
+                    there = delivery_from_json(trainer.layout, message, lambda at: open_slots(at, CPU, 0))
+                    assert torch.equal(there.payload, delivery.payload) and there.facts() == delivery.facts()
     return windows
 
 
