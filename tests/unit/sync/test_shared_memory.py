@@ -18,6 +18,7 @@ import torch
 from tiny_sync import Sampler, Trainer, header_of, held_of, layout_on, weights_of
 
 from meshrl.core.errors import SyncError
+from meshrl.sync import shared_memory
 from meshrl.sync.delivery import delivery_from_json, delivery_to_json
 from meshrl.sync.layout import SyncHeader, layout_from_json, layout_to_json
 from meshrl.sync.shared_memory import SharedRing, SharedRingView, open_slots
@@ -147,12 +148,13 @@ def test_names_do_not_repeat():
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
-def test_too_little_shared_memory_is_an_error_and_not_a_crash():
-    before = set(os.listdir("/dev/shm"))
+def test_too_little_shared_memory_is_an_error_and_not_a_crash(monkeypatch: pytest.MonkeyPatch):
+    made, new_name = [], shared_memory.new_name
+    monkeypatch.setattr(shared_memory, "new_name", lambda: made.append(new_name()) or made[-1])
     with pytest.raises(SyncError) as error:
         SharedRing(2, 1 << 43)
     size = shutil.disk_usage("/dev/shm")
     text = f"17,592,186,044,416 bytes of shared memory .* /dev/shm has {size.total:,} bytes, [0-9,]+ of them free"
     assert re.search(text, str(error.value))
     assert all(word in str(error.value) for word in ("No space left", "rollout.sync_bucket_bytes", "--shm-size"))
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("meshrl_")}
+    assert made and not set(made) & set(os.listdir("/dev/shm"))
