@@ -217,7 +217,7 @@ def test_requests_fail_with_the_reason_when_their_server_dies(faulty):
         engine = await synced(faulty, tiny_vllm_lm())
         tasks = [
             asyncio.create_task(engine.generate(ask(str(i), LONG, max_new_tokens=310, ignore_eos=True)))
-            for i in range(24)  # several seconds of work, so that most of them are running or waiting at the kill
+            for i in range(96)  # many seconds of work, so that most of them are running or waiting at the kill
         ]
         while engine.stats().decode_tokens == 0:
             await asyncio.sleep(0.01)
