@@ -182,7 +182,7 @@ class RankWorker:
 
     @phase("export")
     def export(self, path: str, tokenizer_from: str | None) -> None:
-        with self._memory.parameters():
+        with self._memory.policy():
             self._policy.export(path, tokenizer_from)
 
     # ---- checkpoints
@@ -239,9 +239,9 @@ class RankWorker:
         return self._policy.model_bytes()
 
     @phase("load")
-    async def set_layout(self, layout: Layout) -> bool:
+    async def set_layout(self, layout: Layout) -> tuple[bool, bool]:
         """Set the layout of later syncs, and compare it with the parameters of this rank's sampler. Returns whether
-        this rank is colocated and its sampler releases its memory while it trains.
+        this rank's sampler releases its memory for training, and whether sampler and trainer use a device in turns.
 
         Raises: UnloadedParamsError.
         """
@@ -253,7 +253,23 @@ class RankWorker:
             )
         if self.sampler is not None:
             await self.sampler.reconcile(layout)
-        return self.spec.trains and self.spec.rollout is not None and bool(self.spec.rollout.release_memory)
+        releases = self.spec.trains and self.spec.rollout is not None and bool(self.spec.rollout.release_memory)
+        return releases, self._memory.is_shared
+
+    @phase("sync")
+    def make_room_for_sync(self) -> None:
+        """Free what the sampler's weights may need, on the devices of several ranks."""
+        self._memory.for_sync()
+
+    @phase("sync")
+    def make_room_for_sampling(self) -> None:
+        """Free what the sampler's caches may need, on the devices of several ranks."""
+        self._memory.for_sampling()
+
+    @phase("sync")
+    async def restore_caches(self) -> None:
+        """Restore the caches of a sampler that has released its memory."""
+        await self._memory.restore_sampler("kv_cache")
 
     @phase("sync")
     def sync_state(self, connection_id: str) -> SyncState:

@@ -197,8 +197,8 @@ class RolloutGroup:
     in_flight: what happens to running turns when new weights arrive; each token records its version in any case. keep =
     they stay in their engine; an engine that can't keep them finishes them first. abort = the engine aborts them, and
     they continue from their last token after the sync. restart = they begin again, so that a turn has one version.
-    num_redone: turns sent again. releases_memory: whether colocated samplers release their memory for the trainer, as
-    `reconcile` finds out.
+    num_redone: turns sent again. releases_memory: whether colocated samplers release their memory for the trainer.
+    shares_devices: whether trainer and samplers use devices in turns. Both are known after `reconcile`.
     """
 
     def __init__(self, executor: Executor, max_restarts: int = 0):
@@ -207,7 +207,7 @@ class RolloutGroup:
         self.replacement = Replacement(executor, max_restarts)
         self.in_flight: Literal["keep", "abort", "restart"] = "keep"
         self.num_redone = self.num_failed_syncs = 0
-        self.releases_memory = False
+        self.releases_memory = self.shares_devices = False
         self._may_generate = asyncio.Event()  # cleared during a sync that aborts turns
         self._may_generate.set()
         self._reported = (0, 0)
@@ -277,8 +277,8 @@ class RolloutGroup:
         self.replacement.layout = layout
         only_train = [spec.rank for spec in self.executor.specs if spec.trains and not spec.samples]
         await asyncio.gather(*(self.executor.call(rank, RankWorker.set_layout, layout) for rank in only_train))
-        releases = await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.set_layout, layout))
-        self.releases_memory = any(releases.values())
+        answers = await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.set_layout, layout))
+        self.releases_memory, self.shares_devices = (any(each) for each in zip(*answers.values(), (False, False)))
 
     async def trust_loaded_weights(self) -> None:
         async def trust(rank: int) -> bool:

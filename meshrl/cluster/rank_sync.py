@@ -83,13 +83,12 @@ class RankSync:
 
     async def _sync(self, order: SyncOrder) -> Ack | None:
         sampler, trainer = self._sampler, self._trainer
-        await self._memory.for_sync()
+        await self._memory.restore_sampler("weights")
         if self._sender is not None and trainer is not None:
             weights = trainer.weights(merged=not self._cfg.takes_adapters)
             self._sender.begin(weights.sources, changes=order.header.mode != "full")
         targets = sampler.targets if self._in_place and isinstance(sampler, EmbeddedEngine) else None
         ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)
-        await self._memory.for_sampling()
         if trainer is not None:
             trainer.version = order.header.version
         return ack
@@ -143,8 +142,11 @@ class RankSync:
         host = LOOPBACK if spec.nodes == 1 else spec.address
         if self._trainer is not None and self._colocated and (spec.nodes > 1 or self._device.type != "cpu"):
             assert sender is not None, "colocated train ranks send"
-            group, for_server = replica_group(self._trainer.mesh), self._cfg.engine != "embedded"
-            return AllGather(self.layout, sender, group, self._device, for_server)
+            own_server = self._cfg.engine == "vllm" or (self._cfg.engine == "sglang" and self._cfg.sglang.url is None)
+            reads = own_server and self._cfg.sync_mode == "full"  # else the rank reads them itself, or a user's server
+            group = None if self._device == transfer_device(self._device) else replica_group(self._trainer.mesh)
+            num_workers = self._cfg.tp_size if reads else 0
+            return AllGather(self.layout, sender, host, self._device, timeout_s, num_workers, group)
         if not self._colocated and self._cfg.sync_transport == "broadcast":
             return Broadcast(self.layout, sender, host, transfer_device(self._device), timeout_s)
         return Sockets(self.layout, sender, host, machine=spec.rank // spec.num_local_ranks, timeout_s=timeout_s)

@@ -1,9 +1,11 @@
 """The memory of a rank's device, which its train engines and a colocated sampler use in turns:
 
-    for_training -> train -> for_sync -> send the weights -> for_sampling -> sample -> for_training
+    for_training -> train -> for_sync -> restore_sampler(weights), send them -> for_sampling
+    -> restore_sampler(kv_cache) -> sample -> for_training
 
-A sampler whose memory is released (rollout.release_memory) has its weights from for_sync on, and its caches from
-for_sampling on. Parameters that are offloaded (train.param_offload) are on the host between for_sampling and for_sync.
+The controller calls for_sync and for_sampling in all ranks before any of them goes on, because a sampler may be another
+process on the devices of several ranks. Parameters that are offloaded (train.param_offload) are on the host between
+for_sampling and for_sync.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.device import empty_cache, has_own_memory, return_freed_memory
@@ -36,6 +37,7 @@ class SharedDevice:
         self._releases_sampler = colocated and spec.rollout is not None and bool(spec.rollout.release_memory)
         self._offloads = colocated and spec.train.param_offload and has_own_memory(device)
         self._on_host = False
+        self.is_shared = self._releases_sampler or self._offloads
 
     def for_training(self) -> None:
         """Free the caches of a sampler without requests, because the next sync drops them anyway, and restore the
@@ -45,26 +47,33 @@ class SharedDevice:
         return_freed_memory(self._device)
         self._restore()
 
-    async def for_sync(self) -> None:
-        """The train engines have their parameters, and the sampler has room for its weights."""
+    def for_sync(self) -> None:
+        """Make room for the sampler's weights; the train engines have their parameters."""
         self._restore()
-        await self._hand_over("weights")
+        if self.is_shared:
+            empty_cache(self._device)
 
-    async def for_sampling(self) -> None:
-        """The sampler has the room that the train engines do not need while it works."""
+    def for_sampling(self) -> None:
+        """Make room for the sampler's caches: with what the train engines do not need while it works."""
         self._release()
-        await self._hand_over("kv_cache")
+        if self.is_shared:
+            empty_cache(self._device)
+
+    async def restore_sampler(self, part: str) -> None:
+        """Restore this part of a sampler that has released its memory."""
+        if self._releases_sampler and self._sampler is not None:
+            await self._sampler.restore({part})
 
     @contextmanager
-    def parameters(self) -> Iterator[None]:
-        """The parameters are on the device during this block."""
-        was_on_host = self._on_host
-        self._restore()
+    def policy(self) -> Iterator[None]:
+        """The policy's parameters are on the device during this block."""
+        engine = self._engines["policy"]
+        engine.restore({"params"})
         try:
             yield
         finally:
-            if was_on_host:
-                self._release()
+            if self._on_host:
+                engine.release({"params"})
 
     def _restore(self) -> None:
         if self._on_host:
@@ -74,15 +83,6 @@ class SharedDevice:
 
     def _release(self) -> None:
         if self._offloads:
+            self._on_host = True  # also if only a part of them is
             for engine in self._engines.values():
                 engine.release({"params"})
-            self._on_host = True
-
-    async def _hand_over(self, part: str) -> None:
-        """Give the memory that torch has cached back to the device, on all ranks: a sampler may be another process, on
-        the devices of several ranks (a collective). Then restore this part of the sampler."""
-        if self._releases_sampler or self._offloads:
-            empty_cache(self._device)
-            dist.barrier()
-        if self._releases_sampler and self._sampler is not None:
-            await self._sampler.restore({part})

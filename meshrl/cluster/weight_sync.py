@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
@@ -55,7 +56,12 @@ async def _send_to(
                 if not is_current():
                     return []
                 return await _sync(
-                    trainer, ranks, layout, version, hashlib.sha256(connection_id.encode()).hexdigest()[:16]
+                    trainer,
+                    ranks,
+                    layout,
+                    version,
+                    hashlib.sha256(connection_id.encode()).hexdigest()[:16],
+                    rollouts.shares_devices,
                 )
         except BaseException as error:
             rollouts.num_failed_syncs += 1
@@ -70,11 +76,23 @@ async def _send_to(
 
 
 async def _sync(
-    trainer: TrainGroup, samplers: Sequence[int], layout: Layout, version: int, connection_id: str
+    trainer: TrainGroup,
+    samplers: Sequence[int],
+    layout: Layout,
+    version: int,
+    connection_id: str,
+    shares_devices: bool,
 ) -> list[Ack]:
-    """One call for each rank that sends, receives or both. When one fails, all others are cancelled."""
+    """One call for each rank that sends, receives or both. When one fails, all others are cancelled. shares_devices:
+    each side frees memory in all ranks before the other one allocates it in any rank."""
     executor = trainer.executor
     ranks = sorted({*range(trainer.num_ranks), *samplers})
+
+    async def in_all(method: Callable[[RankWorker], Any]) -> None:
+        if shares_devices:
+            await asyncio.gather(*(executor.call(rank, method) for rank in ranks))
+
+    await in_all(RankWorker.make_room_for_sync)
     answers = await asyncio.gather(*(executor.call(rank, RankWorker.sync_state, connection_id) for rank in ranks))
     states: dict[int, SyncState] = dict(zip(ranks, answers, strict=True))
     header = make_header(layout, version, list(states.values()), trainer.changes_mode)
@@ -87,6 +105,8 @@ async def _sync(
     try:
         await asyncio.wait(calls.values(), return_when=asyncio.FIRST_EXCEPTION)
         outcomes = [call.result() for call in calls.values()]
+        await in_all(RankWorker.make_room_for_sampling)
+        await in_all(RankWorker.restore_caches)
         acks, reports = ([part for part in parts if part is not None] for parts in zip(*outcomes, strict=True))
         return with_reports(acks, reports, header)
     except BaseException as error:
@@ -123,10 +143,11 @@ def sync_order(
     }
     receivers = [other for other in samplers if other != rank and (states[other].sender is None or other in peers)]
     receives = rank in samplers
+    addresses = {s.sender: s.address for s in peers.values() if s.address and s.sender is not None}
     return SyncOrder(
         header=header,
         connection_id=connection_id,
-        senders={s.sender: s.address for s in peers.values() if s.address and s.sender is not None} if receives else {},
+        senders={sender: at for sender, at in addresses.items() if receives or at.for_groups},
         number=samplers.index(rank) if receives else 0,
         num_receivers=len(receivers) if own.sender is not None else len(samplers),
     )

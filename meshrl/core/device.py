@@ -17,6 +17,7 @@ import platform
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,7 @@ def export_memory(memory: torch.Tensor) -> str:
     return json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
 
 
+@lru_cache(maxsize=2)  # a memory that is opened again in each sync would be counted as closed by its owner
 def import_memory(handle: str, device: torch.device) -> torch.Tensor:
     """uint8[N]: the memory of a handle of `export_memory`, which is on this device."""
     names = ("handle", "num_bytes", "offset", "counter", "counter_offset", "event", "is_event_used")

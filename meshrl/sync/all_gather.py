@@ -5,14 +5,17 @@ all senders into one piece of its device's memory. A server on the same device r
 from __future__ import annotations
 
 import asyncio
+import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from meshrl.core.device import exports_memory, synchronize
+from meshrl.core.device import abort_group, exports_memory, separate_group, synchronize, transfer_device
 from meshrl.core.errors import SyncInterrupted
+from meshrl.parallel.store import listening_store
 from meshrl.sync.delivery import Address, Delivery, Transport, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer, aligned
 from meshrl.sync.shared_memory import DeviceMemory, SharedRing
@@ -21,7 +24,8 @@ _HANDLE_BYTES = 4096  # more than the text of a handle has
 
 
 class AllGather(Transport):
-    """One rank's end. group: of all ranks of a replica, in which rank s is sender s.
+    """One rank's end. The ranks of a replica form groups, in which rank s is sender s; after a sync that failed they
+    form new ones, because an unfinished collective ends only with its group.
 
     The ranks exchange the facts of a window before its bytes, so no rank's memory changes before all ranks, and their
     servers, have read the window before.
@@ -29,34 +33,83 @@ class AllGather(Transport):
 
     collective = True
 
-    def __init__(self, layout: Layout, sender: int, group: Any, device: torch.device, for_server: bool):
-        """for_server: whether another process of this machine reads the transfers. Raises: SyncError when shared memory
-        is too small. On accelerators whose memory other processes can't open, the server gets copies."""
-        self._sender, self._group, self._device = sender, group, device
+    def __init__(
+        self,
+        layout: Layout,
+        sender: int,
+        host: str,
+        device: torch.device,
+        timeout_s: float,
+        num_workers: int = 0,
+        replica: Any = None,
+    ):
+        """host: the address under which other ranks reach this machine. timeout_s: for forming a group, and for one
+        collective. num_workers: of a server, each on the device of a rank, that meshrl has started on this machine;
+        they open the transfers where they are if they can, else the server gets copies. replica: the process group of
+        these ranks, for accelerators that can't form a `separate_group`. Raises: SyncError when shared memory is too
+        small."""
+        self._sender, self._host, self._device, self._num_workers = sender, host, device, num_workers
+        self._timeout, self._replica = datetime.timedelta(seconds=timeout_s), replica
         self._num_senders = len(layout.senders)
+        self._connection_id = self._prepared = ""
+        self._store: dist.TCPStore | None = None
+        self._groups: dict[str, Any] = {}  # by device type
         self._slot = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=device)
         size = self._num_senders * aligned(layout.slot_bytes)
         self._shared: SharedRing | DeviceMemory | None = None
-        if for_server and device.type == "cpu":
+        if num_workers and device.type == "cpu":
             self._shared = SharedRing(1, size)
-        elif for_server and exports_memory(device):
+        elif num_workers and exports_memory(device) and self._num_senders % num_workers == 0:
             self._shared = DeviceMemory(torch.empty(size, dtype=torch.uint8, device=device))
         self._window = torch.empty(size, dtype=torch.uint8, device=device) if self._shared is None else None
         self.num_bytes = self._slot.numel() + size
 
     def prepare(self, connection_id: str) -> Address | None:
-        """None: the group exists."""
-        return None
+        """The address of sender 0, at which all ranks form their groups."""
+        if self._sender or self._num_senders == 1:
+            return None
+        if self._store is None or connection_id != self._prepared:
+            self.disconnect()
+            self._store, self._prepared = listening_store(self._host, self._timeout), connection_id
+        return Address(host=self._host, port=self._store.port, for_groups=True)
 
     async def connect(
         self, connection_id: str, senders: Mapping[int, Address], number: int, num_receivers: int
     ) -> None:
-        """Nothing to do, except that servers need the memory of all ranks of their devices."""
-        if isinstance(self._shared, DeviceMemory) and not self._shared.handles:
+        """Form the groups, and exchange the handles of the devices' memory; with an unchanged connection_id, nothing.
+        Waits for: the other ranks. Raises: SyncError."""
+        if connection_id == self._connection_id:
+            return
+        if self._sender:
+            self.disconnect()  # sender 0 has done it in `prepare`
+        if self._num_senders > 1:
+            at = self.prepare(connection_id) or senders[0]
+
+            def join() -> dict[str, Any]:
+                store = dist.TCPStore(at.host, at.port, is_master=False, timeout=self._timeout)
+                groups = {}
+                for device in dict.fromkeys((torch.device("cpu"), self._device)):
+                    if device != transfer_device(device):
+                        groups[device.type] = self._replica
+                        continue
+                    prefixed = dist.PrefixStore(device.type, store)
+                    groups[device.type] = separate_group(
+                        prefixed, self._sender, self._num_senders, device, self._timeout
+                    )
+                return groups
+
+            try:
+                self._groups = await asyncio.to_thread(join)
+            except RuntimeError as error:
+                raise SyncInterrupted(
+                    f"the train ranks' groups for weights, at {at.host}:{at.port}, can't be formed: {error}"
+                ) from error
+        self._connection_id = connection_id
+        if isinstance(self._shared, DeviceMemory):
             own = bytearray(self._shared.handle.ljust(_HANDLE_BYTES), "ascii")
             handles = await self._gather(torch.frombuffer(own, dtype=torch.uint8))
             texts = [bytes(handle.tolist()).decode().rstrip() for handle in handles]
-            self._shared.handles = (*texts[self._sender :], *texts[: self._sender])
+            self._shared.handles = tuple(texts[self._sender : self._sender + self._num_workers])
 
     async def buffer(self, transfer: Transfer) -> torch.Tensor:
         return self._slot
@@ -79,9 +132,15 @@ class AllGather(Transport):
         return [self._placed(delivery, gathered) for delivery in deliveries]
 
     def disconnect(self) -> None:
-        """Nothing to do: the group ends with its ranks."""
+        """Leave the groups, which ends them for all members."""
+        self._connection_id = self._prepared = ""
+        for group in self._groups.values():
+            if group is not self._replica:
+                abort_group(group)
+        self._groups, self._store = {}, None
 
     def close(self) -> None:
+        self.disconnect()
         if self._shared is not None:
             self._shared.close()
         self._shared = self._window = None
@@ -113,8 +172,11 @@ class AllGather(Transport):
         return gathered
 
     async def _run(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+        if self._num_senders == 1:
+            gathered[0].copy_(own)
+            return
         try:
-            work = self._group._allgather_base(gathered.view(-1), own)
+            work = self._groups[own.device.type]._allgather_base(gathered.view(-1), own)
             await asyncio.to_thread(work.wait)
         except RuntimeError as error:
             raise SyncInterrupted(f"the weights of sender {self._sender} could not be gathered: {error}") from error

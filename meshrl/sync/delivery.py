@@ -156,13 +156,15 @@ def write_changes(part: Part, section: torch.Tensor, count: int, target: torch.T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """How receivers reach a sender. ring: its shared memory, for receivers on the same machine."""
+    """How receivers reach a sender. ring: its shared memory, for receivers on the same machine. for_groups: the senders
+    of its replica need it, too."""
 
     host: str
     port: int
     token: str = ""
     ring: str = ""
     machine: int = 0
+    for_groups: bool = False
 
 
 class Transport(Protocol):

@@ -35,9 +35,10 @@ class HostMemory:
         """Copy the storages of these tensors back, those that were released."""
         for tensor in tensors:
             key = local_shard(tensor.detach()).untyped_storage()._cdata
-            if (storage := self._moved.pop(key, None)) is not None:
-                storage.resize_(self._buffers[key].numel())
+            if (storage := self._moved.get(key)) is not None:
+                storage.resize_(self._buffers[key].numel())  # if there is no room, a later call tries again
                 _bytes_of(storage).copy_(self._buffers[key])
+                del self._moved[key]
 
     def readable(self, local: torch.Tensor) -> torch.Tensor:
         """This tensor, or the same values on the host if its storage is released."""

@@ -5,7 +5,6 @@ TRANSPORTS."""
 from __future__ import annotations
 
 import asyncio
-import datetime
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,12 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_engines import ask, tiny_engine
 from tiny_models import tiny_lm
 from tiny_sync import Rank, sync_ranks
 
-from meshrl.core.device import separate_group
 from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.model.hub_names import HubNames
 from meshrl.rollout.embedded.engine import EmbeddedEngine
@@ -53,18 +50,8 @@ def own_groups(layout: Layout, num_ranks: int) -> Make:
     return lambda layout, sender, number: Broadcast(layout, sender, "127.0.0.1", CPU, GATHER_S)
 
 
-def shared_group(layout: Layout, num_ranks: int) -> Make:
-    """Like the process group of train ranks that also sample."""
-    timeout = datetime.timedelta(seconds=GATHER_S)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def join(rank: int) -> Any:
-        own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        return separate_group(own, rank, num_ranks, CPU, timeout)
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        groups = list(pool.map(join, range(num_ranks)))
-    return lambda layout, sender, number: AllGather(layout, number, groups[number], CPU, for_server=number == 0)
+def gathering(layout: Layout, num_ranks: int) -> Make:
+    return lambda layout, sender, number: AllGather(layout, number, "127.0.0.1", CPU, GATHER_S, number == 0)
 
 
 TRANSPORTS: dict[str, tuple[Callable[[Layout, int], Make], int]] = {  # -> and the number of separate sampler ranks
@@ -73,7 +60,7 @@ TRANSPORTS: dict[str, tuple[Callable[[Layout, int], Make], int]] = {  # -> and t
     "machines, colocated": (machines, 0),
     "machines, apart": (machines, 2),
     "own groups": (own_groups, 2),
-    "shared group": (shared_group, 0),
+    "all-gather": (gathering, 0),
 }
 
 
@@ -219,8 +206,6 @@ def test_a_fault_in_transit_is_caught_and_the_next_full_sync_repairs_it(transpor
         for engine in made.engines:
             with pytest.raises(StaleWeightsError):
                 await engine.generate(ask("a", CONTEXT))
-        if transport == "shared group":
-            return  # an unfinished broadcast would block the train ranks' group, so such an error ends a run
         sender.__class__ = WeightSender
         await made.sync(1, "after an error")
         await made.check(1)

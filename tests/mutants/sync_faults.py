@@ -223,7 +223,7 @@ FAULTS = [
     Fault(
         "the workers of a server open the memory of another rank's device",
         "meshrl/sync/all_gather.py::AllGather.connect",
-        "(*texts[self._sender :], *texts[: self._sender]) => tuple(texts)",
+        "texts[self._sender : self._sender + self._num_workers] => texts[: self._num_workers]",
         "tests/unit/sync/test_all_gather.py::test_the_workers_of_a_server_open_the_memory_of_their_own_devices",
     ),
 ]

@@ -18,7 +18,7 @@ import torch
 from meshrl.core.errors import SyncError, UnloadedParamsError
 from meshrl.model.lora import adapter_names, is_adapter, merged_rows
 from meshrl.sync.delivery import Delivery, delivery_to_json
-from meshrl.sync.digest import BlockDigests, lap, require_in_place
+from meshrl.sync.digest import BlockDigests, kind_for, lap, require_in_place
 from meshrl.sync.layout import Ack, Layout, SyncHeader, layout_to_json, make_layout
 from meshrl.sync.receiver import Incoming, reconcile
 from meshrl.sync.sender import Elements, SourceBox, WeightSender
@@ -173,7 +173,8 @@ class _HostCopy:
         self._incoming: Incoming | None = None
         self._committed: BlockDigests | None = None
         served = {t.name: (t.shape, t.dtype) for t in layout.tensors if not is_adapter(t.name)}
-        self.served = make_layout(served, None, layout.tied, layout.transfer_bytes, layout.digest)
+        in_host_memory = kind_for(torch.device("cpu"))
+        self.served = make_layout(served, None, layout.tied, layout.transfer_bytes, in_host_memory)
         self._sender = WeightSender(self.served, 0, keep_base=False)
 
     def begin(self, header: SyncHeader, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshrl.core.device import synchronize
+from meshrl.core.device import empty_cache, synchronize
 from meshrl.core.errors import SyncError
 from meshrl.rollout.server.name_map import MakePlaceholder, NameMap, trace_loader
 from meshrl.sync.delivery import Progress, SlotAddress, delivery_from_json
@@ -166,6 +166,7 @@ class WorkerWeights:
         if not differing:
             self._committed = self._digests
         self._assembly = None
+        empty_cache(self._device)  # a server that sleeps allocates its KV cache outside of torch's cached memory
         return {"differing": differing, "seconds": assembly.seconds}
 
     def cancel(self) -> dict[str, Any]:

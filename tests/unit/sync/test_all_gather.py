@@ -4,21 +4,18 @@ whatever the number of ranks."""
 from __future__ import annotations
 
 import asyncio
-import datetime
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from meta_device import META, DeviceCalls
 from tiny_sync import Trainer, held_of, layout_on, weights_of
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from meshrl.core.device import export_memory, import_memory, separate_group
+from meshrl.core.device import export_memory, import_memory
 from meshrl.rollout.server import worker_weights
 from meshrl.rollout.server.worker_weights import Assembly
 from meshrl.sync import all_gather, shared_memory
@@ -32,23 +29,17 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def gathering(layout: Layout, for_server: bool) -> Iterator[list[AllGather]]:
+def gathering(layout: Layout, num_workers: int) -> Iterator[list[AllGather]]:
     """The transports of as many ranks as the layout has senders."""
-    num_ranks, timeout = len(layout.senders), datetime.timedelta(seconds=20)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def join(rank: int) -> AllGather:
-        group = separate_group(dist.TCPStore("127.0.0.1", store.port, is_master=False), rank, num_ranks, CPU, timeout)
-        return AllGather(layout, rank, group, CPU, for_server)
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        ends = list(pool.map(join, range(num_ranks)))
+    ends = [AllGather(layout, rank, "127.0.0.1", CPU, 20.0, num_workers) for rank in range(len(layout.senders))]
     yield ends
     for end in ends:
         end.close()
 
 
-async def exchanged(trainer: Trainer, ends: list[AllGather]) -> list[list[list[Delivery]]]:
+async def exchanged(
+    trainer: Trainer, ends: list[AllGather], connection_id: str = "first"
+) -> list[list[list[Delivery]]]:
     """[window][rank] -> the deliveries, whose bytes are compared with the sender's in the memory of each rank."""
 
     async def one(end: AllGather, sender: Any, window: Any) -> list[Delivery]:
@@ -63,7 +54,8 @@ async def exchanged(trainer: Trainer, ends: list[AllGather]) -> list[list[list[D
                 assert torch.equal(delivery.payload, sent)
         return deliveries
 
-    await asyncio.gather(*(end.connect("", {}, number, 1) for number, end in enumerate(ends)))
+    addresses = {number: at for number, end in enumerate(ends) if (at := end.prepare(connection_id)) is not None}
+    await asyncio.gather(*(end.connect(connection_id, addresses, number, 1) for number, end in enumerate(ends)))
     windows = []
     for window in trainer.layout.windows:
         calls = (one(end, sender, window) for end, sender in zip(ends, trainer.senders, strict=True))
@@ -87,15 +79,15 @@ def begun(layout: Layout) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("for_server", [False, True])
-def test_every_rank_gets_each_window_at_once_where_its_server_can_open_it(for_server):
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_rank_gets_each_window_at_once_where_its_server_can_open_it(num_workers):
     layout = layout_on("3 x 2", 700)
-    with gathering(layout, for_server) as ends:
+    with gathering(layout, num_workers) as ends:
         windows = asyncio.run(asyncio.wait_for(exchanged(begun(layout), ends), 60))
     assert len(windows) == len(layout.windows) > 2
     assert all(len(ranks[0]) == len(window) for ranks, window in zip(windows, layout.windows, strict=True))
     addresses = [delivery.slot_address is not None for ranks in windows for of_rank in ranks for delivery in of_rank]
-    assert set(addresses) == {for_server}
+    assert set(addresses) == {num_workers > 0}
 
 
 def test_the_workers_of_a_server_open_the_memory_of_their_own_devices(monkeypatch: pytest.MonkeyPatch):
@@ -112,11 +104,11 @@ def test_the_workers_of_a_server_open_the_memory_of_their_own_devices(monkeypatc
     monkeypatch.setattr(
         all_gather, "SharedRing", lambda num_slots, size: DeviceMemory(torch.empty(size, dtype=torch.uint8))
     )
-    with gathering(layout, True) as ends:
+    with gathering(layout, 2) as ends:
         slots = [end._memory for end in ends]
         windows = asyncio.run(asyncio.wait_for(exchanged(begun(layout), ends), 60))
     address = windows[0][1][0].slot_address
-    assert address is not None and len(address.handles) == len(ends)
+    assert address is not None and len(address.handles) == 2
     for number in (0, 1):
         assert open_slots(address, CPU, number)[0] is slots[1 + number]
 
@@ -205,3 +197,23 @@ def test_weights_for_a_slot_on_another_device_are_cast_and_digested_before_they_
         deliveries.append(trainer.senders[0].fill(layout.transfers[0], slot))
     here, elsewhere = deliveries
     assert here.digests == elsewhere.digests and torch.equal(here.payload, elsewhere.payload)
+
+
+def test_after_a_sync_that_failed_the_ranks_form_new_groups():
+    """Rank 0 fails after the first window, while the others wait for the second one. They would wait in their group for
+    ever, and a later collective would meet the unfinished one."""
+    layout = layout_on("3 x 2", 700)
+
+    async def main(ends: list[AllGather]) -> None:
+        await exchanged(begun(layout), ends)
+        waiting = [asyncio.ensure_future(end.exchange(layout.windows[1], None, True)) for end in ends[1:]]
+        await asyncio.sleep(0.1)
+        for end in ends:
+            end.disconnect()
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await exchanged(begun(layout), ends, "after a failure")
+
+    with gathering(layout, 0) as ends:
+        asyncio.run(asyncio.wait_for(main(ends), 100))
