@@ -84,6 +84,7 @@ def test_a_folder_loads_as_it_was_saved(tmp_path, tie, dtype):
         assert torch.equal(buffer, want), name
     assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == tie
     assert lm.config._attn_implementation == attention.NAME
+    assert not any(module.training for module in lm.modules())
     assert not any(getattr(m, "attention_dropout", 0.0) for m in lm.modules())
 
 

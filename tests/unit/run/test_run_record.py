@@ -186,7 +186,9 @@ def test_a_run_that_returns_to_a_checkpoint_of_another_run_has_neither_its_best_
         assert read_best(record.folder) is None and not record.ends_early
 
 
-def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(config: Path, tmp_path: Path):
+def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """A kill after the resume must not leave the result of the earlier part. The limit of the proof is measured
     again, because another dtype rounds otherwise."""
     seen = []
@@ -205,6 +207,7 @@ def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(con
         patch.setattr("meshrl.run.live.JsonlSink", Watching)
         train(config, "longer", "loop.num_steps=2", *overrides, "run.resume=auto", "model.dtype=bfloat16")
     assert seen and not any(seen)
+    assert "The run ends if this lasts for" not in capsys.readouterr().out
     assert json.loads((folder / "result.json").read_text())["steps"] == 2
 
 
