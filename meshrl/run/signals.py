@@ -55,8 +55,7 @@ class Stop:
 
     def _interrupt_update(self) -> None:
         if self._task is not None and self._has_changed() and not self._num_delays:
-            self.trainer_is_valid = False
-            self._task.cancel()
+            self._task.cancel()  # `updating` then marks the trainer as invalid
 
     @contextmanager
     def updating(self, job: Resumable) -> Iterator[None]:

@@ -83,7 +83,7 @@ FAULTS = [
         "tokens of mixed weights count as tokens of the last version",
         "meshrl/rollout/server/answer.py::ServerAnswer._token_versions",
         'versions = versions[: span["start"]] => versions[span["start"] : span["end"]] = max(self._versions.values())',
-        _SGLANG_ENGINE + "test_tokens_of_mixed_weights_are_left_out",
+        "tests/unit/rollout/test_server_answer.py::test_tokens_of_mixed_weights_are_dropped_with_their_most_likely_tokens",
     ),
     Fault(
         "a prompt that the server rendered again goes unnoticed",

@@ -132,12 +132,6 @@ FAULTS = [
         _RUN_FOLDER + "test_resume_auto_passes_over_damaged_checkpoints_with_a_note",
     ),
     Fault(
-        "an incomplete update is saved as a step",
-        "meshrl/run/signals.py::Stop._interrupt_update",
-        "self.trainer_is_valid = False => pass",
-        _SIGNALS + "test_ctrl_c_waits_for_a_long_update_only_for_a_limited_time",
-    ),
-    Fault(
         "a state between two steps is saved after an error",
         "meshrl/run/signals.py::Stop.updating",
         "self.trainer_is_valid &= not self._has_changed() or job.step > step => pass",
