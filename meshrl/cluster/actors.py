@@ -248,9 +248,7 @@ class RankWorker:
         if self._weight_sync is None or self._weight_sync.layout.hash != layout.hash:
             if self._weight_sync is not None:
                 self._weight_sync.close()
-            self._weight_sync = RankSync(
-                self.spec, self.device, layout, self.engines.get("policy"), self.sampler, self._memory
-            )
+            self._weight_sync = RankSync(self.spec, self.device, layout, self.engines.get("policy"), self.sampler)
         if self.sampler is not None:
             await self.sampler.reconcile(layout)
         releases = self.spec.trains and self.spec.rollout is not None and bool(self.spec.rollout.release_memory)
@@ -267,9 +265,9 @@ class RankWorker:
         self._memory.for_sampling()
 
     @phase("sync")
-    async def restore_caches(self) -> None:
-        """Restore the caches of a sampler that has released its memory."""
-        await self._memory.restore_sampler("kv_cache")
+    async def restore_sampler(self, part: str) -> None:
+        """Restore this part of a sampler that has released its memory: weights or kv_cache."""
+        await self._memory.restore_sampler(part)
 
     @phase("sync")
     def sync_state(self, connection_id: str) -> SyncState:

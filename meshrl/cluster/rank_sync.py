@@ -7,7 +7,6 @@ import asyncio
 import torch
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.shared_device import SharedDevice
 from meshrl.core.device import transfer_device
 from meshrl.core.errors import SyncInterrupted
 from meshrl.parallel.mesh import replica_group
@@ -34,12 +33,11 @@ class RankSync:
         layout: Layout,
         trainer: TrainEngine | None,
         sampler: RolloutEngine | None,
-        memory: SharedDevice,
     ):
         assert spec.rollout is not None, "weights are sent to samplers"
         self.layout = layout
         self._spec, self._cfg, self._device = spec, spec.rollout, device
-        self._trainer, self._sampler, self._memory = trainer, sampler, memory
+        self._trainer, self._sampler = trainer, sampler
         self._sender: WeightSender | None = None
         self._transport: Transport | None = None  # made by the first sync that needs it
         self._running: asyncio.Task[Ack | None] | None = None
@@ -83,7 +81,6 @@ class RankSync:
 
     async def _sync(self, order: SyncOrder) -> Ack | None:
         sampler, trainer = self._sampler, self._trainer
-        await self._memory.restore_sampler("weights")
         if self._sender is not None and trainer is not None:
             weights = trainer.weights(merged=not self._cfg.takes_adapters)
             self._sender.begin(weights.sources, changes=order.header.mode != "full")

@@ -1,7 +1,7 @@
 """The memory of a rank's device, which its train engines and a colocated sampler use in turns:
 
-    for_training -> train -> for_sync -> restore_sampler(weights), send them -> for_sampling
-    -> restore_sampler(kv_cache) -> sample -> for_training
+    for_training -> train -> for_sync -> restore_sampler(weights) -> send the weights
+    -> for_sampling -> restore_sampler(kv_cache) -> sample -> for_training
 
 The controller calls for_sync and for_sampling in all ranks before any of them goes on, because a sampler may be another
 process on the devices of several ranks. Parameters that are offloaded (train.param_offload) are on the host between

@@ -54,7 +54,7 @@ class AllGather(Transport):
         self._connection_id = self._prepared = ""
         self._store: dist.TCPStore | None = None
         self._groups: dict[str, Any] = {}  # by device type
-        self._slot = torch.empty(layout.slot_bytes, dtype=torch.uint8, device=device)
+        self._slot = torch.empty(aligned(layout.slot_bytes), dtype=torch.uint8, device=device)
         size = self._num_senders * aligned(layout.slot_bytes)
         self._shared: SharedRing | DeviceMemory | None = None
         if num_workers and device.type == "cpu":
@@ -126,7 +126,7 @@ class AllGather(Transport):
         size = aligned(max(delivery.num_bytes for delivery in deliveries))
         gathered = self._memory[: self._num_senders * size].view(self._num_senders, size)
         if size:
-            await self._run(gathered, self._slot_of(size))
+            await self._run(gathered, self._slot[:size])
         if self._shared is not None:
             synchronize(self._device)  # the server's stream does not wait for this one
         return [self._placed(delivery, gathered) for delivery in deliveries]
@@ -150,12 +150,6 @@ class AllGather(Transport):
         memory = self._window if self._shared is None else self._shared.slots[0]
         assert memory is not None, "the transport is closed"
         return memory
-
-    def _slot_of(self, size: int) -> torch.Tensor:
-        """The own transfer, padded to the length of the window's longest one."""
-        if size > self._slot.numel():
-            self._slot = torch.cat([self._slot, self._slot.new_zeros(size - self._slot.numel())])
-        return self._slot[:size]
 
     def _placed(self, delivery: Delivery, gathered: torch.Tensor) -> Delivery:
         sender = delivery.transfer.sender

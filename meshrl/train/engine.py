@@ -332,12 +332,12 @@ class TrainEngine:
 
     # ---- memory of the device
 
-    def release(self, parts: Collection[Part]) -> int:
-        """Move these tensors to host memory; returns bytes. Saving reads them there; everything else needs `restore`
+    def release(self, parts: Collection[Part]) -> None:
+        """Move these tensors to host memory. Saving reads them there; everything else needs `restore`
         first, except that `optim_step` restores the optimizer's state by itself. A collective, with LoRA."""
         reshard(self.model)
         base_digest(self.model.lm)  # saved with adapters, and computed once
-        return self._host.release(self._tensors(parts))
+        self._host.release(self._tensors(parts))
 
     def restore(self, parts: Collection[Part]) -> None:
         """Move these tensors back to the device, those that were released."""

@@ -17,8 +17,8 @@ class HostMemory:
         self._buffers: dict[int, torch.Tensor] = {}  # by storage: uint8[bytes], page-locked for an accelerator
         self._moved: dict[int, torch.UntypedStorage] = {}
 
-    def release(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Copy the storages of these tensors' local shards to the host and free them; returns bytes."""
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy the storages of these tensors' local shards to the host, and free them."""
         storages = {s._cdata: s for s in (local_shard(t.detach()).untyped_storage() for t in tensors)}
         fresh = {key: s for key, s in storages.items() if s.nbytes() and s.device.type == self.device.type}
         for key, storage in fresh.items():
@@ -29,7 +29,6 @@ class HostMemory:
         for storage in fresh.values():
             storage.resize_(0)
         self._moved |= fresh
-        return sum(self._buffers[key].numel() for key in fresh)
 
     def restore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the storages of these tensors back, those that were released."""

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from tiny_specs import worker_spec
 
-from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.rank_sync import RankSync
-from meshrl.cluster.shared_device import SharedDevice
 from meshrl.cluster.weight_sync import sync_order
 from meshrl.config.rollout import RolloutConfig
 from meshrl.rollout.embedded.engine import EmbeddedEngine
@@ -57,9 +55,9 @@ class SyncedRank:
             nodes=nodes,
             address="127.0.0.1",
         )
-        self.own = {rank: _rank_sync(spec, self.layout, trainer, None if apart else sampler)}
+        self.own = {rank: RankSync(spec, CPU, self.layout, trainer, None if apart else sampler)}
         if apart:
-            self.own[world + rank] = _rank_sync(replace(spec, rank=world + rank), self.layout, None, sampler)
+            self.own[world + rank] = RankSync(replace(spec, rank=world + rank), CPU, self.layout, None, sampler)
         self._samplers = range(world, 2 * world) if apart else range(world)
 
     async def reconcile(self) -> None:
@@ -106,10 +104,3 @@ def _gathered(own: dict[Any, Any]) -> dict[Any, Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return {key: value for each in found for key, value in each.items()}
-
-
-def _rank_sync(
-    spec: WorkerSpec, layout: Layout, trainer: TrainEngine | None, sampler: EmbeddedEngine | None
-) -> RankSync:
-    memory = SharedDevice(spec, CPU, {} if trainer is None else {"policy": trainer}, sampler)
-    return RankSync(spec, CPU, layout, trainer, sampler, memory)
