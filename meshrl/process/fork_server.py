@@ -92,8 +92,6 @@ class _RequestServer:
 
     def run_child(self, module: str, name: str, environment: dict[str, str], descriptors: Sequence[int]) -> NoReturn:
         """In the child: close the server's descriptors, and run the module as `python -m` would."""
-        import numpy as np
-
         try:
             for key in self.selector.get_map().values():
                 os.close(key.fd)  # the socket objects with these descriptors live until this process ends
@@ -107,7 +105,6 @@ class _RequestServer:
             if not self.may_fork:
                 os.execv(words[0], words)
             _set_title(f"{' '.join(words[:3])} {name}")
-            np.random.seed()  # Python's random module does this by itself
             sys.argv = words[2:]
             importlib.import_module(module).main()
         except BaseException:

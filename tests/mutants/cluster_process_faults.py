@@ -129,9 +129,9 @@ FAULTS = [
         "tests/unit/process/test_connect.py::test_a_pickle_from_a_process_without_the_token_is_not_read",
     ),
     Fault(
-        "forked ranks draw the same random numbers",
-        "meshrl/process/fork_server.py::_RequestServer.run_child",
-        "np.random.seed() => pass",
+        "all ranks draw the same random numbers",
+        "meshrl/cluster/actors.py::RankWorker.start",
+        "seed_generators(spec.seed, spec.rank) => seed_generators(spec.seed, 0)",
         _FORK_SERVER + "test_forked_ranks_draw_different_random_numbers",
     ),
     Fault(

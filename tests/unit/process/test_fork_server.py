@@ -154,7 +154,7 @@ def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, m
 
 
 def test_forked_ranks_draw_different_random_numbers():
-    """From unseeded generators: forked ranks would otherwise repeat the fork server's random numbers."""
+    """Each rank seeds its generators: a fork alone repeats the fork server's random numbers."""
 
     async def body(executor: ProcessExecutor) -> Any:
         return [await executor.call(rank, draws) for rank in (0, 1)]
