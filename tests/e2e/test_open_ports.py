@@ -40,6 +40,7 @@ LAYOUTS = {
     "ray": (*SPLIT, "cluster.executor=ray", "cluster.address=local"),
 }
 SLOW = ("processes, broadcast", "ray")
+ON_ACCELERATORS = {"processes, colocated on GPUs"}  # its all-gather needs a device for each rank
 
 
 @dataclass
@@ -213,7 +214,7 @@ def test_what_listens_is_what_the_page_about_security_lists(observe: Observe, la
 
 
 def test_each_row_of_the_page_is_of_an_executor_that_is_run_here():
-    assert {row[0] for row in _table("executor")} == set(LAYOUTS)
+    assert {row[0] for row in _table("executor")} - ON_ACCELERATORS == set(LAYOUTS)
 
 
 def _unlisted(files: set[tuple[str, str, str]]) -> set[tuple[str, str, str]]:

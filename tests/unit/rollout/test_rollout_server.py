@@ -84,7 +84,7 @@ def test_a_server_has_no_variables_of_its_rank(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "host0")
     monkeypatch.setenv("HF_HOME", "somewhere")
-    code = "import os; print(*sorted(n for n in os.environ if n.startswith(('TORCHELASTIC', 'MASTER_', 'HF_H'))))"
+    code = "import os; print(*sorted(n for n in os.environ if n.startswith(('TORCHELASTIC', 'MASTER_', 'HF_HOME'))))"
     server = ServerProcess("s", lambda folder: python(code), {}, tmp_path)
     assert server.ends_within(60)
     assert (tmp_path / "s.txt").read_text().split() == ["HF_HOME"]
