@@ -87,6 +87,9 @@ REFUSED: dict[str, dict[str, Any]] = {  # families that meshrl does not compute
 }
 SPECIAL: dict[str, dict[str, Any]] = {  # families that few tests need
     "gpt2": {},  # learned positions
+    "olmo2": {},
+    "phi3": {},
+    "starcoder2": {},
     "exaone4": {},  # layers of full attention have the size of the window, too
     "afmoe": {**_ROUTED, "num_dense_layers": 1, "num_experts": 4, "head_dim": 8},  # splits attention's result by view
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.5},  # skips layers in train mode

@@ -59,7 +59,6 @@ from meshrl.sync.sender import SendReport
 from meshrl.sync.transaction import SyncOrder, SyncState
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import TRAINED, Role, RowArrays, StepReport, TrainEngine
-from meshrl.train.packing import pack
 
 Rows = dict[int, Sample]  # step-wide row index -> sample
 
@@ -123,7 +122,7 @@ class RankWorker:
                 # Without it, NCCL makes a communicator for each pair of ranks of which one sends to the other.
                 device_id=None if self.device.type == "cpu" else self.device,
             )
-            shape = resolve_shape(spec.train.mesh, spec.num_train_ranks, spec.train.sharding_strategy)
+            shape = resolve_shape(spec.train, spec.num_train_ranks)
             mesh = build_mesh(shape, self.device.type)
             roles: list[Role] = ["policy"]
             if spec.reference and not spec.model.lora.enabled:
@@ -213,10 +212,7 @@ class RankWorker:
 
     def _batches(self, message: RowsMessage, rows: Rows) -> list[Batch]:
         with recorder.span("pack", "host"):
-            return [
-                pack([rows[i] for i in micro], micro, self.device, self.spec.train.share_prompts)
-                for micro in message.micro_batches
-            ]
+            return [self._policy.pack([rows[i] for i in micro], micro) for micro in message.micro_batches]
 
     # ---- weights
 

@@ -53,10 +53,10 @@ class TrainGroup:
         self.num_ranks = executor.specs[0].num_train_ranks
         self.cfg = executor.specs[0].train
         self.compute_dtype = executor.specs[0].model.dtype
-        shape = resolve_shape(self.cfg.mesh, self.num_ranks, self.cfg.sharding_strategy)
+        shape = resolve_shape(self.cfg, self.num_ranks)
         self.coordinates = [coordinates(shape, rank) for rank in range(self.num_ranks)]
         self.num_data_ranks = self.coordinates[0].num_data
-        self._budget = self.cfg.max_tokens_per_microbatch or MOST_TOKENS
+        self._budget = (self.cfg.max_tokens_per_microbatch or MOST_TOKENS) * self.coordinates[0].num_ulysses
         self._sent = SentRows()
         self.version = -1
         self.is_synced = False

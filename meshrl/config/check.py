@@ -163,9 +163,6 @@ def _unused_in_algo(config: RunConfig) -> Unused:
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
     "model.dtype": (("bfloat16", "float32"), "float16 gradients need loss scaling, which this version does not have"),
     "model.vision": (("shard",), "this version trains text models only, which have no vision tower"),
-    "train.mesh.ulysses": ((1,), "this version does not split rows over ranks yet; lower the limits of row lengths"),
-    "train.mesh.tp": ((1,), "this version has no tensor parallelism in training yet; shard with train.mesh.dp_shard"),
-    "train.tensor_model_parallel_size": ((None, 1), "this version has no tensor parallelism in training yet"),
     "rollout.pipeline_model_parallel_size": ((1,), "no rollout engine here splits a model into pipeline stages"),
 }
 

@@ -89,14 +89,17 @@ def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
         ("train ranks", f"{ranks}, executor {config.cluster.executor}"),
         ("mesh", " x ".join(f"{axis} {size}" for axis, size in config.train.mesh)),
     ]
+    peers = config.train.mesh.ulysses * config.train.mesh.tp
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
     if longest is None:
         return [*lines, ("longest row", "the model's context (rollout.max_context_tokens is not set)")]
     if budget is None:
         micro_batches = "by the size of the model (train.max_tokens_per_microbatch is not set)"
     else:
-        most = ceil(ceil(rows / ranks) / max(1, budget // longest))
+        budget *= config.train.mesh.ulysses
+        most = ceil(ceil(rows / (ranks // peers)) / max(1, budget // longest))
         micro_batches = f"at most {most} per optimizer step, of {budget:,} tokens each"
+        micro_batches += f", for {peers} ranks together" if peers > 1 else ""
     return [
         *lines,
         ("longest row", _longest(config, longest)),

@@ -390,7 +390,7 @@ def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, 
             if path is not None:
                 changes[key] = str(path)
     how: dict[str, str] = {}
-    for name, size in zip(("dp_replicate", "dp_shard"), config.train.data_ranks(config.cluster.num_train_ranks)):
+    for name, size in zip(("dp_replicate", "dp_shard"), config.train.mesh_shape(config.cluster.num_train_ranks)):
         written = getattr(config.train.mesh, name)
         if written != size:
             changes[f"train.mesh.{name}"], how[f"train.mesh.{name}"] = size, f"from {written}"

@@ -21,9 +21,11 @@ class TrainMeshConfig(Slice):
     dp_shard: int = Field(-1, ge=-1)
     """ranks that share one copy of the model's state; -1 = all that remain"""
     ulysses: int = Field(1, ge=1)
-    """ranks over which the tokens of a row are split (sequence parallelism)"""
+    """ranks over which the tokens of packed rows are split, and in attention the heads (sequence parallelism), for long
+    rows; the model's state is sharded over them, too"""
     tp: int = Field(1, ge=1)
-    """ranks over which each matrix is split (tensor parallelism)"""
+    """ranks over which each matrix is split (tensor parallelism), for models whose layers are too large for one rank;
+    best within one machine"""
 
 
 class OptimizerConfig(Slice):
@@ -63,8 +65,9 @@ class TrainConfig(Slice):
     tensor_model_parallel_size: int | None = Field(None, ge=1)
     """another name of train.mesh.tp; if both are given they must agree"""
     max_tokens_per_microbatch: int | None = Field(None, ge=1)
-    """tokens packed into one micro-batch of one rank; a lower value needs less memory and gives the same results; null
-    = as many as store about 4 GiB of activations by an estimate from the model's config, at most 16384"""
+    """tokens of one micro-batch on one rank (ranks of ulysses share a micro-batch); a lower value needs less memory and
+    gives the same results; null = as many as store about 4 GiB of activations by an estimate from the model's config,
+    at most 16384"""
     share_prompts: bool = True
     """compute a group's prompt once per micro-batch; the gradient is the same; use false only for comparisons"""
     updates_per_step: int = Field(1, ge=1)
@@ -86,16 +89,14 @@ class TrainConfig(Slice):
     """tokens whose logits exist at one time; a lower value needs less memory and gives the same results; null = as many
     as have 2^25 logits on a CPU, 2^28 on a GPU; about three fp32 copies of them exist"""
 
-    def data_ranks(self, num_train_ranks: int) -> tuple[int, int]:
-        """(dp_replicate, dp_shard) with -1 replaced by its size; NO_SHARD makes every rank a replica. Their product may
-        differ from num_train_ranks."""
-        mesh = self.mesh
+    def mesh_shape(self, num_train_ranks: int) -> tuple[int, int, int, int]:
+        """(dp_replicate, dp_shard, ulysses, tp) with -1 replaced by its size; NO_SHARD makes the ranks replicas. Their
+        product may differ from num_train_ranks."""
+        mesh, tp = self.mesh, self.tensor_model_parallel_size or self.mesh.tp
+        replicas, shards, rest = mesh.dp_replicate, mesh.dp_shard, num_train_ranks // (mesh.ulysses * tp)
         if self.sharding_strategy == "NO_SHARD":
-            replicas = num_train_ranks if mesh.dp_replicate == 1 else mesh.dp_replicate
-            return replicas, 1 if mesh.dp_shard == -1 else mesh.dp_shard
-        if mesh.dp_shard == -1:
-            return mesh.dp_replicate, max(1, num_train_ranks // mesh.dp_replicate)
-        return mesh.dp_replicate, mesh.dp_shard
+            replicas, shards = max(1, rest) if replicas == 1 else replicas, 1 if shards == -1 else shards
+        return replicas, max(1, rest // replicas) if shards == -1 else shards, mesh.ulysses, tp
 
 
 def train_problems(case: Case) -> Iterator[Problem]:
@@ -122,7 +123,7 @@ def _mesh(train: TrainConfig, ranks: int) -> Iterator[Problem]:
     if train.mesh.dp_shard != -1 and train.mesh.dp_shard < 1:
         yield Problem(keys[2:3], "must be a number of ranks >= 1, or -1 for all that remain.")
         return
-    replicate, shard = train.data_ranks(ranks)
+    replicate, shard, ulysses, tp = train.mesh_shape(ranks)
     if strategy == "HYBRID_SHARD" and replicate == 1:
         yield Problem(
             keys[:2], "HYBRID_SHARD copies a sharded model; with one copy use FULL_SHARD, else dp_replicate >= 2."
@@ -134,8 +135,16 @@ def _mesh(train: TrainConfig, ranks: int) -> Iterator[Problem]:
     elif strategy == "NO_SHARD" and shard != 1:
         reason = "NO_SHARD keeps the full model in each rank"
         yield Problem((keys[0], keys[2]), f"{reason}: dp_shard must be 1 or -1.", void=keys[2:3], reason=reason)
-    elif replicate * shard != ranks:
-        size = replicate * shard
-        reason = f"dp_replicate {replicate} x dp_shard {shard} = {size} ranks, but num_train_ranks is {ranks}"
-        text = f"{reason}. Leave dp_shard at -1, or make the product equal."
-        yield Problem(keys[1:], text, void=keys[1:2] if strategy == "NO_SHARD" else keys[2:3], reason=reason)
+    elif strategy == "NO_SHARD" and ulysses > 1:
+        text = "the ranks of ulysses share the model's state: use FULL_SHARD or HYBRID_SHARD with them."
+        yield Problem((keys[0], "train.mesh.ulysses"), text)
+    elif replicate * shard * ulysses * tp != ranks:
+        sizes = {"dp_replicate": replicate, "dp_shard": shard, "ulysses": ulysses, "tp": tp}
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis.startswith("dp"))
+        reason = f"{product} = {replicate * shard * ulysses * tp} ranks, but num_train_ranks is {ranks}"
+        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        text = f"{reason}. Leave dp_shard at -1, and make the product of the others one of {divisors}."
+        tp_key = "train.mesh.tp" if train.tensor_model_parallel_size is None else "train.tensor_model_parallel_size"
+        peers = [key for key, size in (("train.mesh.ulysses", ulysses), (tp_key, tp)) if size > 1]
+        void = keys[1:2] if strategy == "NO_SHARD" else keys[2:3]
+        yield Problem((*keys[1:3], *peers, keys[3]), text, void=void, reason=reason)

@@ -37,8 +37,9 @@ class Batch:
     parents: list[int]  # [S]
     offsets: list[int]  # [S]
     mask: torch.Tensor  # bool
-    scored: torch.Tensor  # int64[N]: the tokens in the mask
+    scored: torch.Tensor  # int64[N]: the tokens in the mask, ordered by the chunk of their previous token
     trained: torch.Tensor  # int64[M]: those of them with a loss_weight
+    scored_of_chunk: list[int]  # of each rank of ulysses, how many of `scored` it scores, on the CPU
     trained_lengths: list[int]  # the number of trained tokens of each segment that has any, on the CPU
     loss_weight: torch.Tensor  # float32; 0 outside the mask
     temperature: torch.Tensor  # float32

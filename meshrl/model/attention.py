@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.core.device import has_varlen_kernels, upload
+from meshrl.parallel.exchange import Axis, swapped
 
 NAME = "meshrl"
 PAD_WASTE = 1.25  # a padded bucket may cost at most this many times what its rows cost one by one
@@ -189,6 +190,33 @@ class PackedAttention:
     @cached_property
     def _varlen(self) -> Varlen:
         return varlen_layout(*self._segments)
+
+
+class UlyssesAttention:
+    """Attention of tokens whose other chunks are on the peers along `ulysses`: they swap tokens for heads, so that each
+    has all tokens of some heads, and back."""
+
+    def __init__(self, context: AttentionContext, axis: Axis):
+        self.context, self.axis = context, axis
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        n, heads, shared = self.axis.size, q.shape[1], k.shape[1]
+        if heads % n or (shared % n and n % shared):
+            raise ValueError(
+                f"{n} ranks of ulysses can't share {heads} attention heads and {shared} key heads of a layer: ulysses "
+                "must divide the attention heads, and the key heads must be a multiple or a divisor of it"
+            )
+        if shared % n:
+            k, v = (x.repeat_interleave(n // shared, dim=1) for x in (k, v))
+        q, k, v = (self._all_tokens(x) for x in (q, k, v))
+        out = self.context.attend(layer, q, k, v, spec)
+        return swapped(out.unflatten(0, (n, -1)), self.axis).transpose(0, 1).flatten(1, 2)
+
+    def _all_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[T / n, H, D] -> [T, H / n, D]"""
+        return swapped(x.unflatten(1, (self.axis.size, -1)).transpose(0, 1), self.axis).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshrl.model.attention import AttentionContext
-from meshrl.model.logprob import Head, token_logprobs
+from meshrl.model.attention import AttentionContext, UlyssesAttention
+from meshrl.model.logprob import Head, Vocabulary, token_logprobs
+from meshrl.parallel.peers import Peers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,7 +19,12 @@ class CausalModel(torch.nn.Module):
 
     Under FSDP this module is the root: embedding, final norm and head are its own parameters, so inside forward
     the head's weight is the full tensor, and a tied embedding stays tied.
+
+    peers: the ranks that compute the same rows with this one; first_word: the first one of its part of the vocabulary.
     """
+
+    peers: Peers | None = None
+    first_word: int = 0
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
@@ -37,14 +43,23 @@ class CausalModel(torch.nn.Module):
         return max(lists, key=len)
 
     def head(self) -> Head:
-        """The output head, with the current parameters."""
+        """The output head, with the current parameters; under tensor parallelism, this rank's part of it."""
         out = self.lm.get_output_embeddings()
-        return Head(out.weight, getattr(out, "bias", None), self._scale, self._softcap)
+        weight, bias = out.weight, getattr(out, "bias", None)
+        if self.peers is not None and self.peers.tp is not None:
+            weight = self.peers.tp.local(out, "weight")
+            bias = None if bias is None else self.peers.tp.local(out, "bias")
+        return Head(weight, bias, self._scale, self._softcap)
 
     def hidden(
         self, tokens: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext, **model_kwargs: Any
     ) -> torch.Tensor:
-        """tokens int64[T], position_ids int64[T] -> final hidden states [T, D]."""
+        """tokens int64[T], position_ids int64[T] -> final hidden states [T, D], or those of this rank's chunk."""
+        peers = self.peers
+        if peers is not None:
+            tokens, position_ids = peers.own_tokens(tokens), peers.own_tokens(position_ids)
+            if peers.ulysses is not None:
+                context = UlyssesAttention(context, peers.ulysses)
         out = self.lm.base_model(
             input_ids=tokens[None],
             position_ids=position_ids[None] if position_ids.dim() == 1 else position_ids[:, None],
@@ -53,7 +68,8 @@ class CausalModel(torch.nn.Module):
             attention_context=context,
             **model_kwargs,
         )
-        return out.last_hidden_state[0]
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden if peers is None else peers.gather_tp(hidden)
 
     def forward(
         self,
@@ -68,8 +84,9 @@ class CausalModel(torch.nn.Module):
         model_kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logprobs (and entropies) of the tokens at positions `scored` int64[N], each computed from the hidden state at
-        the position in `previous` int64[N]; temperature [N]. Returns float [N]."""
+        the position in `previous` int64[N], counted in this rank's chunk; temperature [N]. Returns float [N]."""
         h = self.hidden(tokens, position_ids, context, **model_kwargs)
+        tp = None if self.peers is None else self.peers.tp
         return token_logprobs(
             h.index_select(0, previous),
             self.head(),
@@ -77,4 +94,5 @@ class CausalModel(torch.nn.Module):
             temperature,
             chunk_tokens=chunk_tokens,
             entropy=entropy,
+            vocabulary=None if tp is None else Vocabulary(self.first_word, tp.axis),
         )

@@ -90,12 +90,12 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    hidden, weight, bias, targets, temperature, lse, entropy, grad_logp, grad_entropy, dz, bias_sums,
+    hidden, weight, bias, targets, temperature, lse, entropy, grad_logp, grad_entropy, grad_lse, dz, bias_sums,
     first, width, N, V, D, scale, softcap, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dz [N, width]: dL/d(hidden @ weight.T) of the columns from `first` on. bias_sums fp32[blocks of N, width]: its
-    sums, before rounding. grad_entropy: None = the loss has no entropy."""
+    sums, before rounding. grad_entropy: None = the loss has no entropy; grad_lse: None = no sum of exp(logits)."""
     block, tile = _place(tl.cdiv(N, BLOCK_N), tl.cdiv(width, BLOCK_V), GROUP)
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.minimum(rows, N - 1)
@@ -110,6 +110,8 @@ def backward_kernel(
     if grad_entropy is not None:
         h, of_h = tl.load(entropy + tokens)[:, None], tl.load(grad_entropy + tokens)[:, None]
         grad -= of_h * p * (logq + h)
+    if grad_lse is not None:
+        grad += tl.load(grad_lse + tokens)[:, None] * p
     grad /= t
     if softcap is not None:
         grad *= 1 - (z / softcap) * (z / softcap)
@@ -145,15 +147,16 @@ class TiledLogprob(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, top + log_total, ent)
         ctx.set_materialize_grads(False)
         ctx.facts = (scale, softcap, chunk)
-        return ((at_target - top) - log_total).clamp_(max=0), ent
+        return ((at_target - top) - log_total).clamp_(max=0), ent, top + log_total
 
     @staticmethod
-    def backward(ctx, grad_logp, grad_ent):  # type: ignore[override]
+    def backward(ctx, grad_logp, grad_ent, grad_lse):  # type: ignore[override]
         hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
         scale, softcap, chunk = ctx.facts
         (n, d), v = hidden.shape, len(weight)
         grad_logp = torch.zeros_like(lse) if grad_logp is None else grad_logp.contiguous()
         grad_ent = None if grad_ent is None else grad_ent.contiguous()
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
         grad_hidden = torch.zeros(n, d, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.empty_like(bias)
@@ -163,7 +166,7 @@ class TiledLogprob(torch.autograd.Function):
             dz = hidden.new_empty(n, part.stop - first)
             bias_sums = None if bias is None else lse.new_empty(blocks, part.stop - first)
             backward_kernel[(blocks * triton.cdiv(dz.shape[1], BLOCK_V),)](
-                hidden, weight, bias, targets, temperature, lse, entropy, grad_logp, grad_ent, dz, bias_sums,
+                hidden, weight, bias, targets, temperature, lse, entropy, grad_logp, grad_ent, grad_lse, dz, bias_sums,
                 first, dz.shape[1], n, v, d, scale, softcap,
                 GROUP=GROUP, BLOCK_N=BLOCK_N, BLOCK_V=BLOCK_V, BLOCK_D=BLOCK_D, **LAUNCH,
             )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 
 from meshrl.core.device import has_triton
 from meshrl.model import prepack
+from meshrl.parallel.exchange import Axis, gathered_values
 
 SAVED_LOGITS = 1 << 24  # fp32 numbers of [N, V] (64 MiB) that a forward may store instead of computing them twice
 CHUNK_LOGITS = 1 << 28  # logits of a chunk on an accelerator, of which about three copies exist
@@ -58,6 +59,15 @@ class Head:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A rank's part of the vocabulary: its head has the words from `first` on, the other ranks of the axis have the
+    rest."""
+
+    first: int
+    axis: Axis
+
+
 def token_logprobs(
     hidden: torch.Tensor,
     head: Head,
@@ -66,12 +76,13 @@ def token_logprobs(
     *,
     chunk_tokens: int | None = None,
     entropy: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logprobs of targets at each token's own temperature, and the entropy of the same distribution.
 
     hidden [N, D] is the state BEFORE each target; targets int64[N]; temperature [N], where 0 (greedy) scores as 1.
     chunk_tokens: tokens whose logits exist at one time; None = as many as have CHUNK_LOGITS logits
-    (CHUNK_LOGITS_ON_CPU).
+    (CHUNK_LOGITS_ON_CPU). vocabulary: of a head that has only a part of it.
     Returns float32 [N] (float64 for fp64 models), differentiable in hidden and the head; logp <= 0, 0 <= H <= log V.
     """
     temperature = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
@@ -81,15 +92,35 @@ def token_logprobs(
     function: type[torch.autograd.Function] = _ChunkedLogprob
     if hidden.dtype == head.weight.dtype and hidden.dtype.itemsize == 2 and has_triton(hidden.device):
         from meshrl.model.kernels import TiledLogprob as function
-    logp, ent = function.apply(
+    inside = torch.empty(0)
+    if vocabulary is not None:
+        targets = targets - vocabulary.first
+        inside = (targets >= 0) & (targets < head.weight.shape[0])
+        targets = torch.where(inside, targets, 0)
+    logp, ent, lse = function.apply(
         hidden, head.weight, head.bias, targets, temperature, head.scale, head.softcap, chunk_tokens, entropy
     )
+    if vocabulary is not None:
+        logp, ent = _over_all_words(logp, ent, lse, inside, vocabulary.axis)
     return logp, ent if entropy else None
 
 
+def _over_all_words(
+    logp: torch.Tensor, ent: torch.Tensor, lse: torch.Tensor, inside: torch.Tensor, axis: Axis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies of the full distribution from those of each rank's part, and the part's log of the sum of
+    exp(logits)."""
+    at_target = torch.where(inside, logp + lse, 0)
+    parts = gathered_values(torch.stack([lse, at_target, *([ent] if len(ent) == len(lse) else [])]), axis)
+    log_share = parts[:, 0] - (total := torch.logsumexp(parts[:, 0], 0))
+    logp = parts[:, 1].sum(0) - total
+    logp = logp - logp.detach().clamp(min=0)
+    return logp, (log_share.exp() * (parts[:, 2] - log_share)).sum(0) if parts.shape[1] == 3 else ent
+
+
 class _ChunkedLogprob(torch.autograd.Function):
-    """Forward stores no logits, backward recomputes each chunk's: peak memory is one chunk [C, V]. Up to SAVED_LOGITS
-    logits are one chunk, which is stored."""
+    """Logprobs, entropies, and logs of the sums of exp(logits). Forward stores no logits, backward recomputes each
+    chunk's: peak memory is one chunk [C, V]. Up to SAVED_LOGITS logits are one chunk, which is stored."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, chunk, want_entropy):  # type: ignore[override]
@@ -100,12 +131,13 @@ class _ChunkedLogprob(torch.autograd.Function):
         flat = hidden.device.type == "cpu" and bool((temperature == 1).all())  # accelerators would have to wait
         logp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         ent = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
+        sums = torch.empty_like(logp)
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
             z = head.logits(hidden[part])
             if not flat:
                 z.div_(temperature[part, None].to(dtype))
-            lse = torch.logsumexp(z, dim=-1)
+            lse = torch.logsumexp(z, dim=-1, out=sums[part])
             logp[part] = z.gather(1, targets[part, None])[:, 0].sub_(lse).clamp_(max=0)
             if want_entropy or save:
                 logq = z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
@@ -115,10 +147,10 @@ class _ChunkedLogprob(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, saved)
         ctx.set_materialize_grads(False)  # an entropy that is only a metric has no backward
         ctx.facts = (scale, softcap, chunk, flat)
-        return logp, ent
+        return logp, ent, sums
 
     @staticmethod
-    def backward(ctx, grad_logp, grad_ent):  # type: ignore[override]
+    def backward(ctx, grad_logp, grad_ent, grad_lse):  # type: ignore[override]
         hidden, weight, bias, targets, temperature, saved = ctx.saved_tensors
         scale, softcap, chunk, flat = ctx.facts
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -140,7 +172,8 @@ class _ChunkedLogprob(torch.autograd.Function):
             entropy = None if grad_ent is None else _entropy_slope(logq, p) * grad_ent[part, None]
             del logq
             g = torch.zeros_like(t) if grad_logp is None else grad_logp[part, None].to(dtype)
-            dz = p.mul_(-g).scatter_add_(1, targets[part, None], g)
+            of_sum = -g if grad_lse is None else grad_lse[part, None].to(dtype) - g
+            dz = p.mul_(of_sum).scatter_add_(1, targets[part, None], g)
             if entropy is not None:
                 dz += entropy
             if not flat:

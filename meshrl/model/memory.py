@@ -17,6 +17,9 @@ from meshrl.model.flops import attention_module, head_sizes
 from meshrl.model.limits import text_config
 from meshrl.model.lora import add_adapters
 from meshrl.model.recipe import DTYPES, cast_parameters
+from meshrl.model.tensor_parallel import cut_model
+from meshrl.parallel.exchange import Axis
+from meshrl.parallel.tp import TensorParallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +36,8 @@ class ModelMemory:
     token: int | None
 
 
-def model_memory(cfg: ModelConfig, train: TrainConfig, num_shards: int) -> ModelMemory:
-    """num_shards: ranks over which FSDP2 shards the parameters. Raises: ConfigError."""
+def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> ModelMemory:
+    """Raises: ConfigError."""
     from transformers import AutoModelForCausalLM
 
     attention.register()
@@ -42,20 +45,24 @@ def model_memory(cfg: ModelConfig, train: TrainConfig, num_shards: int) -> Model
     with as_config_error(cfg.path, ImportError), torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(text, attn_implementation=attention.NAME, dtype=compute)
     model = CausalModel(lm)
-    weights, reference = _num_bytes(model.parameters(), 1), _num_bytes(model.parameters(), num_shards)
+    _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
+    num_shards *= num_ulysses
+    weights, token = _num_bytes(model.parameters(), 1), _token_bytes(model, compute)
     if cfg.lora.enabled:
         add_adapters(lm, cfg.lora, masters, cfg.path)
-        reference = 0  # it is the policy without adapters
     else:
         cast_parameters(lm, masters)
+    if num_tp > 1:
+        cut_model(model, TensorParallel(Axis(num_tp, 0, None)))
+    own = sum(ceil(p.shape[0] / num_shards) * p[0].numel() for p in model.parameters())
     gradients = _num_bytes((p for p in model.parameters() if p.requires_grad), num_shards)
     return ModelMemory(
         weights=weights,
         masters=_num_bytes(model.parameters(), num_shards),
         gradients=gradients,
         moments=2 * gradients,
-        reference=reference,
-        token=_token_bytes(model, compute),
+        reference=0 if cfg.lora.enabled else own * compute.itemsize,  # with LoRA, the policy without adapters
+        token=token,
     )
 
 

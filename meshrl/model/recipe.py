@@ -2,7 +2,7 @@
 
 skeleton      modules of Transformers' class; buffers ready, parameters on the meta device
 adapt         LoRA adapters; which parameters are trained
-parallelize   activation checkpointing, then FSDP2
+parallelize   tensor parallelism, activation checkpointing, then FSDP2
 materialize   memory for what this rank holds
 fill          its values
 verify        our forward equals Transformers' own
@@ -24,10 +24,12 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.facts import ModelFacts, as_config_error, meta_copy, model_facts
 from meshrl.model.hub_names import tied_names
 from meshrl.model.lora import add_adapters, init_adapters
+from meshrl.model.tensor_parallel import cut_model
 from meshrl.model.verify import ComparedModel, in_fp32, require_same
 from meshrl.parallel.checkpointing import checkpoint_blocks
 from meshrl.parallel.fsdp import reshard, shard_model
 from meshrl.parallel.mesh import fsdp_mesh
+from meshrl.parallel.peers import Peers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,6 +103,9 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
     if recipe.mesh is None:
         return
     blocks = list(model.layers)
+    model.peers = Peers.of(recipe.mesh)
+    if model.peers is not None and model.peers.tp is not None:
+        cut_model(model, model.peers.tp)
     if recipe.activation_checkpointing:
         checkpoint_blocks(blocks)
     shard_model(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -67,8 +67,8 @@ def widened(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 class _RecordedAttention(attention.PackedAttention):
     """A single row; records the layer of each call."""
 
-    def __init__(self, num_tokens: int, device: torch.device):
-        super().__init__([0, num_tokens], device)
+    def __init__(self, cu_seqlens: list[int], device: torch.device):
+        super().__init__(cu_seqlens, device)
         self.layers: list[int] = []
 
     def attend(self, layer: int, *args: Any) -> torch.Tensor:
@@ -86,19 +86,34 @@ class ComparedModel(CausalModel):
         device = self.head().weight.device
         rows = [(torch.arange(n) * 7 % (self.vocab_size - 1) + 1).to(device) for n in (13, 6)]
         tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(r), device=device) for r in rows])
-        packed = attention.PackedAttention([0, len(rows[0]), len(tokens)], device)
-        single = _RecordedAttention(len(rows[0]), device)
+        packed = attention.PackedAttention(self._padded([0, len(rows[0]), len(tokens)]), device)
+        single = _RecordedAttention(self._padded([0, len(rows[0])]), device)
         ours = self._logprobs(tokens, positions, packed)
         alone = self._logprobs(rows[0], positions[: len(rows[0])], single)
         lm.config._attn_implementation = "eager"  # implemented in every model's own file
-        theirs = torch.cat([torch.log_softmax(lm(row[None]).logits[0].float(), dim=-1) for row in rows])
+        with nullcontext() if self.peers is None else self.peers.without_tp():
+            theirs = torch.cat([torch.log_softmax(lm(row[None]).logits[0].float(), dim=-1) for row in rows])
+        if self.peers is not None:
+            theirs = theirs.gather(1, tokens.roll(-1)[:, None])
         lm.config._attn_implementation = attention.NAME
         return ScoreDifferences((alone - theirs[: len(alone)]).abs().max(), (ours - theirs).abs().max(), single.layers)
 
     def _logprobs(
         self, tokens: torch.Tensor, positions: torch.Tensor, context: attention.PackedAttention
     ) -> torch.Tensor:
-        return torch.log_softmax(self.head().logits(self.hidden(tokens, positions, context)), dim=-1)
+        """Of all words, or of the next token where ranks share the words or tokens."""
+        peers = self.peers
+        if peers is None:
+            return torch.log_softmax(self.head().logits(self.hidden(tokens, positions, context)), dim=-1)
+        n, first = len(tokens), peers.first(len(tokens))
+        own = torch.arange(n, device=tokens.device)[first:][: peers.chunk(n)]
+        ones = torch.ones(len(own), device=tokens.device)
+        scored, previous = (own + 1) % n, own - first
+        logprobs, _ = super().forward(tokens, positions, context, scored, previous, ones, None, False, {})
+        return peers.sum_chunks(logprobs.new_zeros(len(tokens)).index_copy(0, own, logprobs))[:, None]
+
+    def _padded(self, cu_seqlens: list[int]) -> list[int]:
+        return cu_seqlens if self.peers is None else self.peers.padded(cu_seqlens)
 
 
 def require_same(compared: ScoreDifferences, model: str, path: str) -> None:

@@ -98,6 +98,15 @@ def replica(tensor: torch.Tensor) -> tuple[int, int]:
     return index, count
 
 
+def copies_in_replica(tensor: torch.Tensor) -> int:
+    """How many ranks of one replica of the model hold each box of a tensor: those of tp, if it does not cut it."""
+    names = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
+    if not isinstance(tensor, DTensor) or "tp" not in names:
+        return 1
+    axis = names.index("tp")
+    return int(tensor.device_mesh.size(axis)) if tensor.placements[axis].is_replicate() else 1
+
+
 def owners(tensor: DTensor, near: int) -> dict[int, list[Box]]:
     """Global rank -> its boxes, for the ranks of one replica of the tensor: the replica of rank `near`. Empty if `near`
     is not part of the tensor's mesh."""

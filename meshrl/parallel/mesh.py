@@ -10,24 +10,16 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute, debug
 
-from meshrl.config.train import TrainMeshConfig
+from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 
 AXES = ("dp_replicate", "dp_shard", "ulysses", "tp")
 
 
-def resolve_shape(cfg: TrainMeshConfig, num_ranks: int, sharding_strategy: str) -> tuple[int, int, int, int]:
-    """Sizes of the four axes for num_ranks ranks; -1 takes what remains. NO_SHARD turns all ranks into replicas.
-
-    Raises: ConfigError when the axes don't multiply to num_ranks.
-    """
-    fixed = cfg.ulysses * cfg.tp
-    if sharding_strategy == "NO_SHARD":
-        shape = (num_ranks // fixed, 1, cfg.ulysses, cfg.tp)
-    else:
-        shard = num_ranks // (cfg.dp_replicate * fixed) if cfg.dp_shard == -1 else cfg.dp_shard
-        shape = (cfg.dp_replicate, shard, cfg.ulysses, cfg.tp)
-    size = shape[0] * shape[1] * shape[2] * shape[3]
+def resolve_shape(cfg: TrainConfig, num_ranks: int) -> tuple[int, int, int, int]:
+    """Sizes of the four axes for num_ranks ranks. Raises: ConfigError when they don't multiply to num_ranks."""
+    shape = cfg.mesh_shape(num_ranks)
+    size = prod(shape)
     if size != num_ranks:
         raise ConfigError(
             f"train.mesh {dict(zip(AXES, shape, strict=True))} needs {size} ranks, but cluster.num_train_ranks is "
@@ -44,6 +36,7 @@ class Coordinates:
     they differ only along ulysses and tp, and the first peer reports for all. replica: which complete copy of the
     weights it belongs to; sender: its number among the num_senders ranks of this copy, which hold different parts.
     loss_scale: the number of ranks over which FSDP averages gradients, by which each rank multiplies its sum.
+    ulysses, tp: its place among the peers along these axes, and their numbers.
     """
 
     data_index: int
@@ -54,6 +47,10 @@ class Coordinates:
     sender: int
     num_senders: int
     loss_scale: int
+    ulysses: int
+    num_ulysses: int
+    tp: int
+    num_tp: int
 
 
 def coordinates(shape: Sequence[int], rank: int) -> Coordinates:
@@ -67,7 +64,11 @@ def coordinates(shape: Sequence[int], rank: int) -> Coordinates:
         replica=rank // num_senders,
         sender=rank % num_senders,
         num_senders=num_senders,
-        loss_scale=prod(shape[:2]),
+        loss_scale=prod(shape[:3]),
+        ulysses=rank // shape[3] % shape[2],
+        num_ulysses=shape[2],
+        tp=rank % shape[3],
+        num_tp=shape[3],
     )
 
 
@@ -77,10 +78,14 @@ def build_mesh(shape: tuple[int, int, int, int], device_type: str) -> DeviceMesh
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh that FSDP2 shards over: 1-D, or (replicate, shard) when there are replicas."""
+    """The part of the mesh that FSDP2 shards over: 1-D, or (replicate, shard) when there are replicas. It shards over
+    the ranks of ulysses, too, since each of them computes the gradients of its own tokens."""
+    shard = mesh["dp_shard"]
+    if mesh["ulysses"].size() > 1:
+        shard = mesh["dp_shard", "ulysses"]._flatten("shard")
     if mesh["dp_replicate"].size() > 1:
-        return mesh["dp_replicate", "dp_shard"]
-    return mesh["dp_shard"]
+        return DeviceMesh._concatenate([mesh["dp_replicate"], shard])
+    return shard
 
 
 def replica_group(mesh: DeviceMesh) -> Any:

@@ -12,12 +12,14 @@ from meshrl.rollout.embedded.kv_cache import room_for
 def describe_memory(config: RunConfig | SftRunConfig) -> str:
     """Comment lines. Raises: ConfigError, DataError when the model has no config.json that can be read."""
     train, num_rollout_ranks = config.train, config.cluster.num_rollout_ranks
-    num_shards = train.data_ranks(config.cluster.num_train_ranks)[1]
-    memory = model_memory(config.model, train, num_shards)
+    num_ranks = config.cluster.num_train_ranks
+    memory = model_memory(config.model, train, num_ranks)
+    _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_ranks)
+    shards = f"sharded over {num_shards * num_ulysses}" + (f" x tp {num_tp}" if num_tp > 1 else "")
     waits = ", in host memory except in the optimizer step" if train.optimizer_offload else ""
     leaves = ", in host memory while samplers work" if train.param_offload and not num_rollout_ranks else ""
     trainer = [
-        ("weights", f"{size_text(memory.masters)}, sharded over {num_shards}{leaves}"),
+        ("weights", f"{size_text(memory.masters)}, {shards}{leaves}"),
         ("gradients", size_text(memory.gradients)),
         ("moments of AdamW", size_text(memory.moments) + waits),
     ]

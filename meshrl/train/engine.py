@@ -24,7 +24,7 @@ from meshrl.core.batch import Batch, LossFn, Outputs
 from meshrl.core.device import current_device, has_own_memory
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors
-from meshrl.core.types import Metric
+from meshrl.core.types import Metric, Sample
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.finite import not_finite
@@ -41,7 +41,7 @@ from meshrl.model.recipe import DTYPES, Recipe, build_model, parallelize
 from meshrl.model.save import save_pretrained
 from meshrl.monitor.recorder import recorder
 from meshrl.parallel.fsdp import full_tensor, local_shard, reshard
-from meshrl.parallel.mesh import coordinates
+from meshrl.parallel.mesh import coordinates, replica_group
 from meshrl.parallel.timing import timed
 from meshrl.train.checkpoint import stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
@@ -133,6 +133,11 @@ class TrainEngine:
         return cls(model, mesh, cfg, role, recipe)
 
     @cached_property
+    def _replica(self) -> Any:
+        """The process group of one replica of the model (a collective)."""
+        return replica_group(self.mesh)
+
+    @cached_property
     def names(self) -> HubNames:
         """The hub names of the model's tensors."""
         return HubNames(self.model.lm)
@@ -146,10 +151,15 @@ class TrainEngine:
         require_independent_rows(
             type(self.model.lm).__name__,
             self.model.vocab_size,
-            lambda rows: self.forward([pack(rows, range(len(rows)), self.device)])[0],
+            lambda rows: self.forward([self.pack(rows, range(len(rows)))])[0],
         )
 
     # ---- scoring and training
+
+    def pack(self, samples: Sequence[Sample], rows: Sequence[int]) -> Batch:
+        """`packing.pack` for this engine's device and mesh."""
+        at = self.coordinates
+        return pack(samples, rows, self.device, self.cfg.share_prompts, at.num_ulysses, at.num_tp)
 
     @torch.no_grad()
     def forward(
@@ -213,7 +223,7 @@ class TrainEngine:
         if self.optimizer is None:
             raise ValueError(f"a {self.role} engine has no optimizer")
         with timed("clip", "compute", self.device):
-            norm = clip_gradients(self.model, self.cfg.optimizer.clip)
+            norm = clip_gradients(self.model, self.cfg.optimizer.clip, self._replica)
         skipped, bad = not np.isfinite(norm), list[str]()
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
         if self.num_skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
@@ -241,23 +251,36 @@ class TrainEngine:
         )
 
     def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
-        """Model outputs scattered to [T]; 0 outside the mask."""
+        """Model outputs scattered to [T]; 0 outside the mask. Each rank of ulysses scores the tokens whose previous
+        ones are in its chunk."""
+        cu_seqlens, parents, peers = batch.cu_seqlens.tolist(), batch.parents, self.model.peers
         scored = batch.scored
-        context = PackedAttention(batch.cu_seqlens.tolist(), self.device, batch.parents)
+        if peers is not None:
+            cu_seqlens = peers.padded(cu_seqlens)
+            parents = parents + [-1] * (len(cu_seqlens) - len(batch.cu_seqlens))
+            scored = scored.split(batch.scored_of_chunk)[self.coordinates.ulysses]
+        previous = batch.previous.index_select(0, scored)
+        if peers is not None:
+            previous = previous - peers.first(batch.num_tokens)
+        context = PackedAttention(cu_seqlens, self.device, parents)
         logp, ent = self.model(
             batch.tokens,
             batch.position_ids,
             context,
             scored,
-            batch.previous.index_select(0, scored),
+            previous,
             batch.temperature.index_select(0, scored),
             self.cfg.logprob_chunk_tokens,
             entropy,
             self._model_kwargs(batch),
         )
         zeros = torch.zeros(batch.num_tokens, dtype=logp.dtype, device=logp.device)
-        full_ent = None if ent is None else zeros.index_copy(0, scored, ent)
-        return Outputs(logprobs=zeros.index_copy(0, scored, logp), entropy=full_ent)
+        outputs = [None if values is None else zeros.index_copy(0, scored, values) for values in (logp, ent)]
+        if peers is not None:
+            outputs = [None if values is None else peers.sum_chunks(values) for values in outputs]
+        logprobs, entropies = outputs
+        assert logprobs is not None
+        return Outputs(logprobs=logprobs, entropy=entropies)
 
     def _model_kwargs(self, batch: Batch) -> dict[str, Any]:
         """The model's inputs other than tokens: processed media, and the sampler's expert choices to be replayed."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshrl.config.train import OptimizerConfig, SchedulerConfig
-from meshrl.parallel.fsdp import full_tensor
-from meshrl.parallel.timing import TimedFunctional
+from meshrl.parallel.boxes import copies_in_replica
+from meshrl.parallel.fsdp import local_shard
+from meshrl.parallel.timing import timed_collective
 
 
 def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
@@ -34,14 +37,20 @@ def learning_rate(step: int, num_steps: int, peak: float, cfg: SchedulerConfig) 
     return peak * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * max(0.0, fall))
 
 
-def clip_gradients(model: torch.nn.Module, max_norm: float) -> float:
+def clip_gradients(model: torch.nn.Module, max_norm: float, group: Any = None) -> float:
     """Scale all gradients so that their global norm is at most max_norm (0 = no clipping). Returns the norm before
-    that, equal on every rank. DTensor combines the norms of shards."""
+    that, equal on every rank. group: the ranks of one replica of the model; several may hold the same shard."""
     params = [p for p in model.parameters() if p.grad is not None]
-    grads = [p.grad for p in params if p.grad is not None]
-    with TimedFunctional():
-        norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, foreach=True)
-    norm = full_tensor(norm)
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for p in params:
+        assert p.grad is not None
+        by_copies.setdefault(copies_in_replica(p), []).append(local_shard(p.grad))
+    squares = [torch.nn.utils.get_total_norm(grads, foreach=True).square() / n for n, grads in by_copies.items()]
+    norm = torch.stack(squares).sum()
+    if group is not None:
+        with timed_collective("all_reduce", norm, group.size()):
+            dist.all_reduce(norm, group=group)
+    norm.sqrt_()
     if max_norm > 0 and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=True)
     return float(norm)

@@ -15,6 +15,7 @@ import torch
 from meshrl.core.batch import Batch
 from meshrl.core.device import upload
 from meshrl.core.types import Sample
+from meshrl.parallel.peers import chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +71,18 @@ def pack(
     rows: Sequence[int],
     device: torch.device | str = "cpu",
     share_prefix: bool = True,
+    num_ulysses: int = 1,
+    num_tp: int = 1,
 ) -> Batch:
     """Lay samples end to end as one Batch; without samples, a dummy that every rank can run (zero mask).
 
     rows[s]: index of samples[s] in the step. share_prefix: the common prompt of a group is in the batch once, with the
-    same gradient. A field is None when no sample has it; it is an error if only some samples have it, since filled-in
-    values would be trained on.
+    same gradient. num_ulysses, num_tp: the peers that share the tokens. A field is None when no sample has it; it is an
+    error if only some samples have it, since filled-in values would be trained on.
     """
     if not samples:
-        return replace(pack([bare_row("dummy", [0, 0], scored=False)], [-1], device), is_dummy=True)
+        dummy = bare_row("dummy", [0, 0], scored=False)
+        return replace(pack([dummy], [-1], device, False, num_ulysses, num_tp), is_dummy=True)
     pieces = _pieces(samples, rows, share_prefix)
     lengths = [p.stop - p.start for p in pieces]
     cu = np.zeros(len(pieces) + 1, np.int32)
@@ -104,12 +108,14 @@ def pack(
     mask, loss_weight = cat("mask", np.bool_), _loss_weight(pieces)
     # Computed here, since on an accelerator the host would have to wait for their sizes.
     trained = (mask.numpy() & (loss_weight.numpy() != 0)).nonzero()[0]
+    scored = mask.numpy().nonzero()[0]
+    chunks = previous[scored] // chunk_tokens(int(cu[-1]), num_ulysses, num_tp)
     tensors = {
         "tokens": cat("tokens", np.int64),
         "position_ids": torch.from_numpy(np.concatenate([np.arange(p.start, p.stop) for p in pieces])),
         "previous": torch.from_numpy(previous),
         "mask": mask,
-        "scored": torch.from_numpy(mask.numpy().nonzero()[0]),
+        "scored": torch.from_numpy(scored[np.argsort(chunks, kind="stable")]),
         "trained": torch.from_numpy(trained),
         "loss_weight": loss_weight,
         "temperature": torch.from_numpy(temperature),
@@ -126,6 +132,7 @@ def pack(
         rows=[p.row for p in pieces],
         parents=[p.parent for p in pieces],
         offsets=[p.start for p in pieces],
+        scored_of_chunk=np.bincount(chunks, minlength=num_ulysses).tolist(),
         trained_lengths=np.unique(per_row[trained], return_counts=True)[1].tolist(),
         token_extras=token_extras,
         model_kwargs=model_kwargs,

@@ -30,7 +30,7 @@ def engine_over(
 ) -> TrainEngine:
     """A policy engine over `lm` on all ranks. dtype: compute dtype, by default the dtype of the weights."""
     cfg = TrainConfig(**(train or {}))
-    mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
+    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
     lora = LORA if adapters_of(lm) else None
     return TrainEngine.wrap(lm, cfg, mesh, "policy", dtype or next(lm.parameters()).dtype, lora=lora)
 
@@ -46,17 +46,17 @@ def partitioned(
     train: dict[str, Any],
     num_scored: int = 0,
 ) -> dict[str, Any]:
-    """One forward_backward over this rank's micro-batches of `partition`; [] is a dummy. num_scored: the leading ones
-    without a gradient."""
+    """One forward_backward over the micro-batches of `partition` for this rank's data index; [] is a dummy.
+    num_scored: the leading ones without a gradient. Only the first peer has metrics and logprobs."""
     engine = engine_over(make_model(**model_args), world, train)
-    batches = [pack([samples[i] for i in micro], micro) for micro in partition[rank]]
+    batches = [engine.pack([samples[i] for i in micro], micro) for micro in partition[engine.coordinates.data_index]]
     result = engine.forward_backward(batches, loss, num_scored=num_scored)
     grads = {n: full_tensor(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters() if p.requires_grad}
     local = sum(p.to_local().numel() for p in engine.model.parameters())
     report = engine.optim_step(0.0)
     return {
         "grads": grads,
-        "metrics": result.metrics,
+        "metrics": result.metrics if engine.coordinates.is_first_peer else [],
         "logprobs": result.logprobs,
         "norm": report.grad_norm,
         "local_numel": local,
@@ -68,7 +68,8 @@ def unsharded(lm: torch.nn.Module, samples: list[Sample], loss: Any) -> dict[str
     from meshrl.core.batch import Outputs
 
     metrics: list[Any] = []
-    lm.config._attn_implementation = "sdpa"  # eager rounds its softmax to fp32
+    wide = next(lm.parameters()).dtype == torch.float64
+    lm.config._attn_implementation = "sdpa" if wide else "eager"  # sdpa has no softcap, eager's softmax is in fp32
     total = torch.zeros((), dtype=next(lm.parameters()).dtype)
     logprobs = {}
     for i, s in enumerate(samples):

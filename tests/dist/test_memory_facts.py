@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = dict(
 
 
 def _held(rank: int, world: int, model: ModelConfig, train: TrainConfig) -> dict[str, int]:
-    mesh = build_mesh(resolve_shape(train.mesh, world, train.sharding_strategy), "cpu")
+    mesh = build_mesh(resolve_shape(train, world), "cpu")
     policy, reference = (TrainEngine.build(model, train, mesh, role) for role in ("policy", "reference"))
     batches = [pack([sample], [i]) for i, sample in enumerate(weigh(random_samples(0, [5, 9])))]
     policy.forward_backward(batches, sft_loss)
@@ -66,7 +66,7 @@ def test_the_bytes_of_train_engines_follow_from_config_json(pool, folder: Path, 
     config = ModelConfig(path=str(folder), dtype="bfloat16", lora=LoraConfig(enabled=lora, rank=3))
     train = TrainConfig(sharding_strategy=strategy)
     held = pool.run(_held, 2, config, train)[0]
-    computed = model_memory(config.model_copy(update={"path": str(folder / "config")}), train, train.data_ranks(2)[1])
+    computed = model_memory(config.model_copy(update={"path": str(folder / "config")}), train, 2)
     if lora:
         assert computed.reference == 0  # the policy without its adapters
         held["reference"] = 0

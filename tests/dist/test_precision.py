@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
 
 def _built(world: int, folder: Path, dtype: str, role: Any = "policy", **train: Any) -> TrainEngine:
     cfg = TrainConfig(**train)
-    mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
+    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
     return TrainEngine.build(ModelConfig(path=str(folder), dtype=dtype), cfg, mesh, role)
 
 

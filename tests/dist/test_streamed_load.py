@@ -81,7 +81,7 @@ def _differences(
 ) -> tuple[list[str], int]:
     """Names of what differs between a streamed engine and one over a full load, and the size of the smallest shard."""
     cfg = TrainConfig(**train)
-    mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
+    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
     got = TrainEngine.build(ModelConfig(path=str(folder), **model), cfg, mesh, role)
     stored = DTYPES[cfg.master_dtype if role == "policy" else model["dtype"]]
     want = engine_over(_by_transformers(folder, stored), world, train)

@@ -121,9 +121,10 @@ BAD: list[tuple[str, list[str]]] = [
     ("rollout.mesh.infer_tp=4", ["Use 1"]),
     ("rollout.tensor_model_parallel_size=4", ["Use 1"]),
     ("rollout.pipeline_model_parallel_size=2", ["Use 1"]),
-    ("train.mesh.tp=2", ["tensor parallelism", "Use 1"]),
-    ("train.tensor_model_parallel_size=2", ["tensor parallelism", "Use 1"]),
-    ("train.mesh.ulysses=2", ["split rows", "Use 1"]),
+    ("train.mesh.tp=3", ["tp 3 = 3 ranks, but num_train_ranks is 2", "product of the others one of 1, 2."]),
+    ("train.tensor_model_parallel_size=3", ["tp 3 = 3 ranks, but num_train_ranks is 2"]),
+    ("train.mesh.ulysses=2 train.mesh.dp_shard=2", ["dp_shard 2 x ulysses 2 = 4 ranks", "train.mesh.ulysses"]),
+    ("train.mesh.ulysses=2 train.sharding_strategy=NO_SHARD", ["share the model's state", "use FULL_SHARD"]),
     ("loop.kind=one_step_off", ["needs ranks that only sample", "cluster.num_rollout_ranks"]),
     ("loop.kind=fully_async", ["needs ranks that only sample", "cluster.num_rollout_ranks"]),
     ("loop.max_staleness=1", ["colocated never trains on samples that are more than 0 versions old"]),
@@ -271,7 +272,7 @@ def test_a_bad_config_is_refused_with_a_helpful_error(good: Path, overrides: str
     message = _words(good, _split(overrides))
     for word in words:
         assert word in message
-    problems = 1 + ("train.mesh.tp" in overrides and "parallel_size" in overrides) + ("infer_tp=1" in overrides)
+    problems = 1 + ("infer_tp=1" in overrides)
     assert f"{problems} problem" in message
 
 
@@ -429,12 +430,12 @@ def test_all_problems_are_reported_at_once_with_file_line_and_command_line(write
 
 
 def test_a_wrong_or_missing_required_key_does_not_hide_other_problems(write, good: Path):
-    message = _words(good, ["loop.num_steps=abc", "train.mesh.tp=2", "train.scheduler.warmup_steps=9"])
+    message = _words(good, ["loop.num_steps=abc", "train.mesh.tp=4", "train.scheduler.warmup_steps=9"])
     assert "2 problems" in message  # whether the warm-up is too long can't be known
-    assert "loop.num_steps = abc [command line] allowed: integer >= 1" in message and "train.mesh.tp = 2" in message
+    assert "loop.num_steps = abc [command line] allowed: integer >= 1" in message and "train.mesh.tp = 4" in message
     path = write("data: {path: gone.jsonl}\nloop: {prompts_per_step: 4}\nmodel: {dtype: bfloat16}\n", "missing.yaml")
-    message = _words(path, ["train.mesh.tp=2"])
-    for words in ("model.path [not given]", "loop.num_steps [not given]", "train.mesh.tp = 2", "no such file"):
+    message = _words(path, ["train.mesh.tp=4"])
+    for words in ("model.path [not given]", "loop.num_steps [not given]", "train.mesh.tp = 4", "no such file"):
         assert words in message
 
 

@@ -1,0 +1,173 @@
+"""How tensor parallelism cuts a model's parameters: by Transformers' own plan of the family, or by ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshrl.core.errors import ConfigError
+from meshrl.model.causal import CausalModel
+from meshrl.model.lora import wire_name
+from meshrl.parallel.tp import EACH, Cut, TensorParallel
+
+# Which layers are cut by their outputs (columns of x W^T), and which by their inputs, after which parts are summed.
+LLAMA = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
+    **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
+}
+LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+EXPERTS = {"experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
+PLANS: dict[str, dict[str, str]] = {  # of families without a plan of Transformers, or one without these layers
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "hunyuan_v1_dense": LLAMA,
+    "nemotron": LLAMA,
+    "stablelm": LLAMA,
+}
+_OUTPUTS = {"colwise": 1, "colwise_gather_output": 1, "packed_colwise": 2}  # the parts of a fused tensor
+_INPUTS = {"rowwise": 1, "rowwise_split_input": 1, "packed_rowwise": 2}
+
+
+def cut_model(model: CausalModel, tp: TensorParallel) -> None:
+    """Cut all parameters of a model, before checkpointing and FSDP2 change its blocks.
+
+    Raises: ConfigError when the family has no plan, or a number of heads that tp does not divide.
+    """
+    lm: Any = model.lm
+    styles = _styles(lm)
+    placed: dict[int, torch.nn.Parameter] = {}
+    blocks = list(model.layers)
+    num_cut = 0
+    for block in blocks:
+        for name, child in block.named_children():
+            cuts = _cuts_of_child(lm, name, child, styles, tp)
+            num_cut += cuts is not None
+            for layer, leaf, _ in _parameters(child):
+                tp.cut(layer, leaf, (cuts or {}).get((id(layer), leaf), EACH), placed)
+            if any(p.ndim > 1 for p in child.parameters()):
+                tp.bound(child, cuts is not None)
+                for path, layer in child.named_modules() if cuts else ():
+                    style = styles.of(f"{name}.{path}")
+                    if style == "colwise_gather_output":
+                        tp.gather_output(layer)
+                    elif style == "rowwise_split_input":
+                        tp.cut_input(layer)
+        for leaf in [leaf for leaf, p in block._parameters.items() if p is not None]:
+            tp.cut(block, leaf, EACH, placed)
+        tp.use_local(block, list(block.modules()))
+    if num_cut == 0:
+        raise ConfigError(
+            f"train.mesh.tp is {tp.axis.size}, but meshrl has no plan to cut the layers of {type(lm).__name__}. Use "
+            "train.mesh.tp=1, and train.mesh.ulysses to split long rows"
+        )
+    _cut_root(model, tp, blocks, placed)
+
+
+def _cut_root(
+    model: CausalModel, tp: TensorParallel, blocks: list[torch.nn.Module], placed: dict[int, torch.nn.Parameter]
+) -> None:
+    """Embedding and head over the vocabulary; norms see a slice of the tokens."""
+    lm: Any = model.lm
+    inside = {id(module) for block in blocks for module in block.modules()}
+    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    for name, module in lm.named_modules():
+        own = [leaf for leaf, p in module._parameters.items() if p is not None]
+        if id(module) in inside or not own:
+            continue
+        vocabulary = EACH
+        if module is embedding or module is head:
+            size, n = module.weight.shape[0], tp.axis.size
+            step = -(-size // n)
+            first = min(size, step * tp.axis.index)
+            rows = first, min(size, first + step)
+            vocabulary = Cut(dim=0) if size % n == 0 else Cut(rows=rows)
+            if module is embedding:
+                tp.embed(module, rows)
+            else:
+                model.first_word = rows[0]
+        elif any(p is not None and p.ndim > 1 for p in module._parameters.values()):
+            raise ConfigError(
+                f"train.mesh.tp is {tp.axis.size}, but {type(lm).__name__} has a matrix outside of its blocks, {name}, "
+                "which meshrl does not cut. Use train.mesh.tp=1"
+            )
+        for leaf in own:
+            tp.cut(module, leaf, vocabulary, placed)
+        tp.use_local(module, [module])
+
+
+@dataclass(frozen=True)
+class _Styles:
+    by_end: dict[str, str]  # by the end of a layer's path in its block
+
+    def of(self, path: str) -> str | None:
+        """path: of a layer, or of a parameter that belongs to no layer of its own."""
+        return next((style for end, style in self.by_end.items() if path == end or path.endswith(f".{end}")), None)
+
+
+def _styles(lm: Any) -> _Styles:
+    config = lm.config.get_text_config()
+    theirs = getattr(config, "base_model_tp_plan", None) or {}
+    known = _OUTPUTS.keys() | _INPUTS.keys()
+    own = {re.sub(r"^.*layers\.\*\.", "", path): style for path, style in theirs.items() if style in known}
+    return _Styles({**own, **EXPERTS, **PLANS.get(config.model_type, {})})
+
+
+def _parameters(child: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str]]:
+    """(layer, name in it, wire path in the child)"""
+    for path, layer in child.named_modules():
+        for leaf, p in layer._parameters.items():
+            if p is not None:
+                yield layer, leaf, wire_name(f"{path}.{leaf}" if path else leaf)
+
+
+def _cuts_of_child(
+    lm: Any, name: str, child: torch.nn.Module, styles: _Styles, tp: TensorParallel
+) -> dict[tuple[int, str], Cut] | None:
+    """By layer and name, the cuts of a module's parameters; None = each rank computes all of it."""
+    cuts, used = {}, set()
+    for layer, leaf, path in _parameters(child):
+        owner = re.sub(r"(\.lora_[AB])?\.(weight|bias)$", "", f"{name}.{path}")
+        if (style := styles.of(owner)) is None:
+            continue
+        p = layer._parameters[leaf]
+        assert p is not None
+        cut = _cut(style, path, p)
+        if style == "colwise" and ("attn" in name or "attention" in name):
+            cut = _cut_of_heads(lm, owner, p, cut, tp)
+        if cut.dim is not None and p.shape[cut.dim] % (cut.parts * tp.axis.size):
+            return None
+        cuts[id(layer), leaf] = cut
+        used.add(style)
+    return cuts if used & _OUTPUTS.keys() and used & _INPUTS.keys() else None
+
+
+def _cut(style: str, path: str, p: torch.Tensor) -> Cut:
+    if style in _OUTPUTS:
+        if ".lora_A." in path:
+            return EACH
+        return Cut(dim=p.ndim - 1 if path.endswith("bias") else p.ndim - 2, parts=_OUTPUTS[style])
+    if ".lora_B." in path:
+        return EACH
+    return Cut(is_shared=True) if path.endswith("bias") else Cut(dim=p.ndim - 1, parts=_INPUTS[style])
+
+
+def _cut_of_heads(lm: Any, owner: str, p: torch.Tensor, cut: Cut, tp: TensorParallel) -> Cut:
+    """Ranks have complete heads. Where several ranks need the same key head, each holds all of them, and computes with
+    the one of its query heads."""
+    config, n = lm.config.get_text_config(), tp.axis.size
+    heads = config.num_attention_heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    legal = [size for size in range(1, heads + 1) if heads % size == 0 and (shared % size == 0 or size % shared == 0)]
+    if n not in legal:
+        raise ConfigError(
+            f"train.mesh.tp is {n}, but {type(lm).__name__} has {heads} attention heads and {shared} key heads. "
+            f"Use one of {', '.join(map(str, legal))}"
+        )
+    if cut.dim is None or shared % n == 0 or not owner.endswith(("k_proj", "v_proj")):
+        return cut
+    head, size = tp.axis.index * shared // n, p.shape[0] // shared
+    return Cut(rows=(head * size, (head + 1) * size))

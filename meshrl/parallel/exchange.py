@@ -1,0 +1,137 @@
+"""Collectives with a gradient, between the peers of one axis of the mesh, which work on the same rows.
+
+Peers share each gradient: what one rank computes is a part of it, and the sum over the peers is the gradient. So a
+gather's backward pass sums, and that of a sum of parts gathers. The loss is an exception: each peer computes all of it,
+from values that `gathered_values` and `summed_values` give to all, so its gradient of a value counts once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshrl.parallel.timing import timed_collective
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The peers along one axis of the mesh: their number, this rank's place, and their process group."""
+
+    size: int
+    index: int
+    group: Any
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, name: str) -> Axis:
+        return cls(mesh[name].size(), mesh.get_local_rank(name), mesh[name].get_group())
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, ...] of each rank -> [size * N, ...], without a gradient."""
+        full = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        with timed_collective("all_gather", full, self.size):
+            dist.all_gather_into_tensor(full, x.contiguous(), group=self.group)
+        return full
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[size * N, ...] of each rank -> this rank's [N, ...] of their sum, without a gradient."""
+        own = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        with timed_collective("reduce_scatter", x, self.size):
+            dist.reduce_scatter_tensor(own, x.contiguous(), group=self.group)
+        return own
+
+    def swap(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...], entry r for rank r -> [size, ...], entry r from rank r, without a gradient."""
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        with timed_collective("all_to_all", x, self.size):
+            dist.all_to_all_single(received, x.contiguous(), group=self.group)
+        return received
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's [N, ...] of [size * N, ...]."""
+        return x.unflatten(0, (self.size, -1))[self.index]
+
+
+def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Slices [N, ...] of all peers -> [size * N, ...]."""
+    return _Gathered.apply(x, axis)  # type: ignore[no-any-return]  # apply is not typed
+
+
+def sum_scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Parts [size * N, ...] of a sum -> this rank's slice [N, ...] of it."""
+    return _SumScattered.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def swapped(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[size, ...], entry r for rank r -> [size, ...], entry r from rank r."""
+    return _Swapped.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def gathered_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Values [N] of all peers -> [size, N], for a loss that each peer computes."""
+    return _GatheredValues.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def summed_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of all peers' values, for a loss that each peer computes."""
+    return _SummedValues.apply(x, axis)  # type: ignore[no-any-return]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # type: ignore[override]
+        ctx.axis = axis
+        return axis.gather(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return ctx.axis.reduce_scatter(grad), None
+
+
+class _SumScattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # type: ignore[override]
+        ctx.axis = axis
+        return axis.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return ctx.axis.gather(grad), None
+
+
+class _Swapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # type: ignore[override]
+        ctx.axis = axis
+        return axis.swap(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return ctx.axis.swap(grad), None
+
+
+class _GatheredValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # type: ignore[override]
+        ctx.axis = axis
+        return axis.gather(x[None])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return grad[ctx.axis.index], None
+
+
+class _SummedValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # type: ignore[override]
+        total = x.clone()
+        with timed_collective("all_reduce", total, axis.size):
+            dist.all_reduce(total, group=axis.group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        return grad, None

@@ -1,0 +1,96 @@
+"""The gradient does not depend on the mesh: every combination of its axes gives that of the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import norm_of, partitioned, random_partition, unsharded, worst
+from tiny_models import tiny_lm, tiny_qwen2
+from tiny_samples import random_groups, random_samples, weigh
+
+from meshrl.algo.losses import make_policy_loss
+from meshrl.config.algo import AlgoConfig, KlConfig
+from meshrl.monitor.metrics import divide, merge
+
+LENGTHS = [12, 3, 40, -6, 7, 7, 21, 2, 64, -2, 12, 13]
+LOSS = AlgoConfig(entropy_coef=0.01, kl=KlConfig(coef=0.1, estimator="k3"))
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def mesh(dp_replicate: int = 1, dp_shard: int = 1, ulysses: int = 1, tp: int = 1) -> dict[str, Any]:
+    axes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "ulysses": ulysses, "tp": tp}
+    return {"sharding_strategy": "HYBRID_SHARD" if dp_replicate > 1 else "FULL_SHARD", "mesh": axes}
+
+
+def size(train: dict[str, Any]) -> int:
+    return int(np.prod([*train["mesh"].values()]))
+
+
+MESHES = {
+    "ulysses 2": mesh(ulysses=2),
+    "tp 2": mesh(tp=2),
+    "ulysses 4": mesh(ulysses=4),
+    "tp 4": mesh(tp=4),
+    "shard 2 x ulysses 2": mesh(dp_shard=2, ulysses=2),
+    "shard 2 x tp 2": mesh(dp_shard=2, tp=2),
+    "ulysses 2 x tp 2": mesh(ulysses=2, tp=2),
+    "replicate 2 x ulysses 2": mesh(dp_replicate=2, ulysses=2),
+    "replicate 2 x tp 2": mesh(dp_replicate=2, tp=2),
+}
+
+
+def check(got: list[dict[str, Any]], want: dict[str, Any], dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    for rank in got:
+        distance, name = worst(rank["grads"], want["grads"])
+        assert distance < tolerance, f"{name} is {distance:.2e} of its norm off"
+        assert rank["norm"] == pytest.approx(norm_of(want["grads"]), rel=max(tolerance, 1e-6))
+    metrics = divide(merge([m for rank in got for m in rank["metrics"]]))
+    for name, value in divide(merge(want["metrics"])).items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    seen = {i: row for rank in got for i, row in rank["logprobs"].items()}
+    for i, row in want["logprobs"].items():
+        np.testing.assert_allclose(seen[i], row, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("train", MESHES.values(), ids=MESHES.keys())
+def test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh(pool: Any, train: dict[str, Any], dtype: torch.dtype):
+    samples = weigh(random_samples(1, LENGTHS)) + random_groups(6, [9, 1, 30], [1, 12, 5, 40])
+    loss = make_policy_loss(LOSS)
+    want = unsharded(tiny_qwen2(dtype), samples, loss)
+    data = size(train) // train["mesh"]["ulysses"] // train["mesh"]["tp"]
+    partition = random_partition(np.random.default_rng(0), len(samples), data, 2)
+    partition[0].append([])  # a dummy
+    for rest in partition[1:]:
+        rest.append([])
+    args = (tiny_qwen2, {"dtype": dtype}, samples, partition, loss, train)
+    check(pool.run(partitioned, size(train), *args), want, dtype)
+
+
+MODELS: dict[str, dict[str, Any]] = {  # what each has that others lack
+    "untied head": {"family": "qwen2", "tie_word_embeddings": False},
+    "words and features that tp does not divide": {"family": "llama", "vocab_size": 65, "intermediate_size": 45},
+    "norms of heads": {"family": "qwen3"},
+    "norms of all features of the queries": {"family": "olmo2"},
+    "post-norms, softcaps, windows, scaled embedding": {"family": "gemma2"},
+    "fused projections, one norm": {"family": "phi3"},
+    "parallel attention, logit scale": {"family": "cohere"},
+    "biases, layer norms": {"family": "starcoder2", "use_bias": True},
+    "fused experts": {"family": "qwen3_moe"},
+    "latent attention, shared experts": {"family": "deepseek_v3"},
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_the_gradient_of_a_family_does_not_depend_on_the_mesh(pool: Any, model: dict[str, Any]):
+    samples = weigh(random_samples(1, [12, 3, 20, -6, 7])) + random_groups(6, [9], [1, 12, 5])
+    loss = make_policy_loss(LOSS)
+    want = unsharded(tiny_lm(**model), samples, loss)
+    for train in (mesh(dp_shard=2, tp=2), mesh(ulysses=2, tp=2)):
+        data = train["mesh"]["dp_shard"]
+        partition = random_partition(np.random.default_rng(0), len(samples), data, 2)
+        check(pool.run(partitioned, 4, tiny_lm, model, samples, partition, loss, train), want, torch.float32)
