@@ -17,6 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.parallel.timing import timed_collective
 
 
+# Newer versions have both under new names, and warn of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """The peers along one axis of the mesh: their number, this rank's place, and their process group."""
@@ -33,14 +38,14 @@ class Axis:
         """[N, ...] of each rank -> [size * N, ...], without a gradient."""
         full = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         with timed_collective("all_gather", full, self.size):
-            dist.all_gather_into_tensor(full, x.contiguous(), group=self.group)
+            _all_gather(full, x.contiguous(), group=self.group)
         return full
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * N, ...] of each rank -> this rank's [N, ...] of their sum, without a gradient."""
         own = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         with timed_collective("reduce_scatter", x, self.size):
-            dist.reduce_scatter_tensor(own, x.contiguous(), group=self.group)
+            _reduce_scatter(own, x.contiguous(), group=self.group)
         return own
 
     def swap(self, x: torch.Tensor) -> torch.Tensor:

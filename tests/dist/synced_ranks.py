@@ -93,8 +93,8 @@ _USUAL: dict[str, Any] = {"apart": False, "transport": "auto", "nodes": 1}
 
 def layout_over_ranks(trainer: TrainEngine, transfer_bytes: int) -> Layout:
     """The layout of what all ranks of the first replica hold."""
-    held, mesh = trainer.weights(), trainer.mesh
-    found = _gathered({(mesh["dp_replicate"].get_local_rank(), mesh["dp_shard"].get_local_rank()): held.boxes()})
+    held, at = trainer.weights(), trainer.coordinates
+    found = _gathered({(at.replica, at.sender): held.boxes()})
     senders = [boxes for (replica, _), boxes in sorted(found.items()) if replica == 0]
     return make_layout(held.tensors, senders, held.tied, transfer_bytes)
 

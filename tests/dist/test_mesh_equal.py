@@ -7,16 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import norm_of, partitioned, random_partition, unsharded, worst
+from harness import engine_over, norm_of, partitioned, random_partition, unsharded, worst
+from test_lora import with_adapters
 from tiny_models import tiny_lm, tiny_qwen2
 from tiny_samples import random_groups, random_samples, weigh
 
 from meshrl.algo.losses import make_policy_loss
-from meshrl.config.algo import AlgoConfig, KlConfig
+from meshrl.config.algo import AlgoConfig, CorrectionConfig, KlConfig
 from meshrl.monitor.metrics import divide, merge
 
 LENGTHS = [12, 3, 40, -6, 7, 7, 21, 2, 64, -2, 12, 13]
 LOSS = AlgoConfig(entropy_coef=0.01, kl=KlConfig(coef=0.1, estimator="k3"))
+OF_ROWS = make_policy_loss(LOSS.model_copy(update={"correction": CorrectionConfig(kind="truncate", level="sequence")}))
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -42,6 +44,10 @@ MESHES = {
 }
 
 
+def data_ranks(train: dict[str, Any]) -> int:
+    return int(train["mesh"]["dp_replicate"] * train["mesh"]["dp_shard"])
+
+
 def check(got: list[dict[str, Any]], want: dict[str, Any], dtype: torch.dtype) -> None:
     tolerance = TOLERANCE[dtype]
     for rank in got:
@@ -56,19 +62,17 @@ def check(got: list[dict[str, Any]], want: dict[str, Any], dtype: torch.dtype) -
         np.testing.assert_allclose(seen[i], row, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("train", MESHES.values(), ids=MESHES.keys())
-def test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh(pool: Any, train: dict[str, Any], dtype: torch.dtype):
+def test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh(pool: Any, train: dict[str, Any]):
+    """Also with a dummy, with rows that train nothing, and with losses of complete rows, which cross the chunks of
+    Ulysses."""
     samples = weigh(random_samples(1, LENGTHS)) + random_groups(6, [9, 1, 30], [1, 12, 5, 40])
-    loss = make_policy_loss(LOSS)
-    want = unsharded(tiny_qwen2(dtype), samples, loss)
-    data = size(train) // train["mesh"]["ulysses"] // train["mesh"]["tp"]
-    partition = random_partition(np.random.default_rng(0), len(samples), data, 2)
-    partition[0].append([])  # a dummy
-    for rest in partition[1:]:
-        rest.append([])
-    args = (tiny_qwen2, {"dtype": dtype}, samples, partition, loss, train)
-    check(pool.run(partitioned, size(train), *args), want, dtype)
+    want = unsharded(tiny_qwen2(torch.float64), samples, OF_ROWS)
+    partition = random_partition(np.random.default_rng(0), len(samples), data_ranks(train), 2)
+    for micro_batches in partition:
+        micro_batches.append([])
+    args = (tiny_qwen2, {"dtype": torch.float64}, samples, partition, OF_ROWS, train)
+    check(pool.run(partitioned, size(train), *args), want, torch.float64)
 
 
 MODELS: dict[str, dict[str, Any]] = {  # what each has that others lack
@@ -91,6 +95,35 @@ def test_the_gradient_of_a_family_does_not_depend_on_the_mesh(pool: Any, model: 
     loss = make_policy_loss(LOSS)
     want = unsharded(tiny_lm(**model), samples, loss)
     for train in (mesh(dp_shard=2, tp=2), mesh(ulysses=2, tp=2)):
-        data = train["mesh"]["dp_shard"]
-        partition = random_partition(np.random.default_rng(0), len(samples), data, 2)
+        partition = random_partition(np.random.default_rng(0), len(samples), data_ranks(train), 2)
         check(pool.run(partitioned, 4, tiny_lm, model, samples, partition, loss, train), want, torch.float32)
+
+
+def test_adapters_have_the_same_gradient_on_a_mesh(pool: Any):
+    samples = weigh(random_samples(1, [12, 3, 20, -6, 7])) + random_groups(6, [9], [1, 12, 5])
+    loss = make_policy_loss(LOSS)
+    want = unsharded(with_adapters(torch.float64), samples, loss)
+    train = mesh(ulysses=2, tp=2)
+    args = (with_adapters, {"dtype": torch.float64}, samples, [[[*range(len(samples))]]], loss, train)
+    check(pool.run(partitioned, 4, *args), want, torch.float64)
+
+
+def _curve(rank: int, world: int, train: dict[str, Any]) -> list[float]:
+    """The norms of the gradient in 20 steps, each from the weights that the steps before have made."""
+    engine = engine_over(tiny_lm("qwen3"), world, {**train, "optimizer": {"eps": 1e-3}})
+    samples = weigh(random_samples(1, [12, 3, 20, 6])) + random_groups(6, [9], [1, 12, 5])
+    rows = list(range(len(samples)))[engine.coordinates.data_index :: engine.coordinates.num_data]
+    batches = [engine.pack([samples[i] for i in rows], rows)]
+    norms = []
+    for _ in range(20):
+        engine.forward_backward(batches, make_policy_loss(LOSS))
+        norms.append(engine.optim_step(1e-3).grad_norm)
+    return norms
+
+
+def test_twenty_steps_are_the_same_on_every_mesh(pool: Any):
+    (want,) = pool.run(_curve, 1, mesh())
+    assert want[-1] < 0.9 * want[0]
+    for train in (mesh(dp_shard=2, tp=2), mesh(ulysses=2, tp=2)):
+        for norms in pool.run(_curve, 4, train):
+            assert norms == pytest.approx(want, rel=1e-5)

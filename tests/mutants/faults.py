@@ -5,6 +5,7 @@ import algo_faults
 import cluster_process_faults
 import config_core_faults
 import loops_faults
+import mesh_faults
 import rollout_faults
 import run_monitor_tools_faults
 import sync_faults
@@ -14,6 +15,7 @@ FAULTS = [
     *algo_faults.FAULTS,
     *agent_data_reward_faults.FAULTS,
     *train_model_parallel_faults.FAULTS,
+    *mesh_faults.FAULTS,
     *rollout_faults.FAULTS,
     *sync_faults.FAULTS,
     *loops_faults.FAULTS,
