@@ -310,6 +310,11 @@ class RankWorker:
     def stats(self) -> EngineStats:
         return self._sampler().stats()
 
+    @property
+    def computed_tokens(self) -> int:
+        """Of its sampler, since it started."""
+        return 0 if self.sampler is None else self.sampler.stats().computed_tokens
+
     # ---- rest
 
     @phase("report")

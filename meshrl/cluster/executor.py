@@ -120,7 +120,8 @@ class Executor(Protocol):
     Calls of one rank start in the order in which they were made; calls of one tick of the event loop arrive together.
     A MeshrlError raised in a rank is raised here unchanged. Any other failure is a RankFailure that names the rank that
     caused it, the phase (`phase_of(method)`) and the cause: an exception, a process that ended, or a command
-    that was not answered within `spec.deadline_s(phase)`.
+    that was not answered within `spec.deadline_s(phase)`. A sampler has that time again after each token that it
+    computes for any request.
 
     A rank is lost when its process died, or missed a deadline and was killed. If a train rank is lost, all train ranks
     are lost, because their process group is broken: their running and later calls raise the same failure until
@@ -155,6 +156,10 @@ class Executor(Protocol):
 
     def failure_of(self, rank: int) -> RankFailure | None:
         """The failure by which this rank is lost; None if it is not lost, or starts again."""
+        ...
+
+    def computed_tokens(self, rank: int) -> int:
+        """Tokens that this rank's sampler has computed since it started, by its last report."""
         ...
 
     async def restart(self, ranks: Sequence[int]) -> None:

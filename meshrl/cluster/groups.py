@@ -250,6 +250,10 @@ class RolloutGroup:
                 parts.clear()
             asked = _continued(request, parts) if parts else request
 
+    def computed_tokens(self) -> int:
+        """Tokens that all samplers have computed. It stands still when none of them makes progress."""
+        return sum(map(self.executor.computed_tokens, self.routes.ranks))
+
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
         """Context of a sync: aborts the running turns, except with in_flight = keep."""

@@ -51,6 +51,9 @@ class InlineExecutor:
     def failure_of(self, rank: int) -> RankFailure | None:
         return None
 
+    def computed_tokens(self, rank: int) -> int:
+        return self.worker.computed_tokens
+
     async def restart(self, ranks: Sequence[int]) -> None:
         raise AssertionError("the rank is this process, so it can't be lost alone")
 

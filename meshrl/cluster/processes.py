@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import os
 import queue
 import socket
@@ -41,6 +42,7 @@ from meshrl.process.spawn import Program, SpawnedProcess
 
 _STOP_GRACE_S = 5.0
 _SETTLE_S = 1.5  # an exception may result from another rank's death, which is detected within this time
+_OF_SAMPLERS = ("rollout", "eval")  # phases whose deadline is extended while the rank's sampler computes tokens
 _REAP_S = 2.0  # a channel closes shortly before its process has ended
 
 RANK = Program(
@@ -55,11 +57,12 @@ RANK = Program(
 
 @dataclass(slots=True)
 class _Call:
-    """occupies: the rank runs no other command before it has answered this one."""
+    """occupies: the rank runs no other command before it has answered this one. timer: of its deadline."""
 
     phase: str
     future: asyncio.Future[Any]
     occupies: bool
+    timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +75,8 @@ class RankConnection:
     commands: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     pending: dict[int, _Call] = field(default_factory=dict)
     outbox: list[tuple[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    computed_tokens: int = 0  # of its sampler, by its last report
+    progressed_at: float = -math.inf  # when that report arrived, on the event loop's clock
     lost: RankFailure | None = None  # set until the rank is replaced
     recorder: str = ""  # the socket on its machine of its flight recorder, if it serves one
 
@@ -119,6 +124,9 @@ class ProcessExecutor:
 
     def failure_of(self, rank: int) -> RankFailure | None:
         return self._ranks[rank].lost
+
+    def computed_tokens(self, rank: int) -> int:
+        return self._ranks[rank].computed_tokens
 
     async def restart(self, ranks: Sequence[int]) -> None:
         if self._failure is not None:
@@ -182,12 +190,11 @@ class ProcessExecutor:
         if not state.outbox:
             self._loop.call_soon(self._flush, state)
         state.outbox.append((call_id, method, args, kwargs))
-        deadline_s = self.specs[rank].deadline_s(call.phase)
-        timer = self._loop.call_later(deadline_s, self._silent, state, call)
+        call.timer = self._loop.call_later(self.specs[rank].deadline_s(call.phase), self._silent, state, call)
         try:
             return await call.future
         finally:
-            timer.cancel()
+            call.timer.cancel()
 
     def _flush(self, state: RankConnection) -> None:
         """Send all calls of this tick as one message, so that a rank sees them together."""
@@ -218,12 +225,15 @@ class ProcessExecutor:
             if answers is None:
                 return
 
-    def _answered(self, rank: RankConnection, answers: list[tuple[int, bool, Any]] | None) -> None:
+    def _answered(self, rank: RankConnection, answers: list[tuple[int | None, bool, Any]] | None) -> None:
         if answers is None:
             if rank.lost is None and not self._closing:
                 self._suspect(_ended(rank))
             return
         for call_id, ok, value in answers:
+            if call_id is None:
+                rank.computed_tokens, rank.progressed_at = value, self._loop.time()
+                continue
             call = rank.pending.pop(call_id)
             if call.future.done():
                 continue
@@ -244,6 +254,10 @@ class ProcessExecutor:
 
     def _silent(self, rank: RankConnection, call: _Call) -> None:
         spec, phase = self.specs[rank.index], call.phase
+        left_s = rank.progressed_at + spec.deadline_s(phase) - self._loop.time()
+        if phase in _OF_SAMPLERS and left_s > 0:
+            call.timer = self._loop.call_later(left_s, self._silent, rank, call)
+            return
         key = f"cluster.deadlines.{phase}" if phase in spec.deadlines else "cluster.timeout_s"
         cause = f"no answer within {key} = {spec.deadline_s(phase):g} s"
         self._suspect(_Suspicion(rank, phase, "silent", cause, call=call))

@@ -21,13 +21,16 @@ from meshrl.core.terminal import print_message
 from meshrl.process import frames
 from meshrl.process.spawn import inherited_channel
 
+_REPORT_S = 0.5
+
 
 class _Server:
     def __init__(self, sock: socket.socket, worker: Any):
         self.sock, self.worker = sock, worker
         self.loop = asyncio.get_running_loop()
         self.done = self.loop.create_future()
-        self.answers: list[tuple[int, bool, Any]] = []
+        self.answers: list[tuple[int | None, bool, Any]] = []
+        self.reported_tokens = 0
         self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
 
     def readable(self) -> None:
@@ -58,7 +61,14 @@ class _Server:
                 os._exit(1)
             self.answer(call_id, False, _portable(error))
 
-    def answer(self, call_id: int, ok: bool, value: Any) -> None:
+    def report_progress(self) -> None:
+        """Send, as the answer to no call, the number of tokens that the sampler has computed, whenever it has grown."""
+        if (tokens := self.worker.computed_tokens) > self.reported_tokens:
+            self.reported_tokens = tokens
+            self.answer(None, True, tokens)
+        self.loop.call_later(_REPORT_S, self.report_progress)
+
+    def answer(self, call_id: int | None, ok: bool, value: Any) -> None:
         if not self.answers:
             self.loop.call_soon(self.flush)
         self.answers.append((call_id, ok, value))
@@ -84,6 +94,7 @@ async def _serve(sock: socket.socket, spec: Any) -> None:
     server = _Server(sock, RankWorker(spec))
     server.loop.set_exception_handler(_end_if_broken)
     server.loop.add_reader(sock.fileno(), server.readable)
+    server.report_progress()
     await server.done
 
 

@@ -20,7 +20,8 @@ class Deadlines(Slice):
     load: float | None = Field(None, gt=0)
     """seconds in which the ranks connect and load models, or a checkpoint"""
     rollout: float | None = Field(None, gt=0)
-    """seconds for one answer of a sampler, including the time of its request in queues"""
+    """seconds for one answer of a sampler, including the time of its request in queues; they begin again with each
+    token that the sampler computes, so that a long answer has no limit"""
     reward: float | None = Field(None, gt=0)
     """seconds for all gradings of one step; reward.timeout_s also limits each grading"""
     annotate: float | None = Field(None, gt=0)
@@ -36,7 +37,7 @@ class Deadlines(Slice):
     export: float | None = Field(None, gt=0)
     """seconds for writing the model"""
     eval: float | None = Field(None, gt=0)
-    """seconds for one answer to a held-out prompt"""
+    """seconds for one answer to a held-out prompt, counted as for rollout"""
     report: float | None = Field(None, gt=0)
     """seconds in which the ranks report a step's memory use"""
     end: float | None = Field(None, gt=0)

@@ -59,7 +59,8 @@ async def collect(
             one = attempt(task.agent, prompt, index, rollouts.generate, context, cfg.agent.kind)
             runs.append(one if ended is None else _then(one, partial(ended, prompt)))
     try:
-        return await gather_with_deadline(cfg.cluster, "eval" if is_eval else "rollout", runs)
+        phase = "eval" if is_eval else "rollout"
+        return await gather_with_deadline(cfg.cluster, phase, runs, rollouts.computed_tokens)
     finally:
         for prompt in prompts:
             rollouts.routes.end_session(group_id(prompt, purpose))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from meshrl.config.cluster import ClusterConfig
@@ -15,20 +15,26 @@ _SLACK_S = 10.0  # so that the deadline of a rank's command, which names the ran
 _SHOWN = 3
 
 
-async def gather_with_deadline(cluster: ClusterConfig, phase: str, jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of the jobs, in order. There is no limit for all of them, as long as some of them end.
+async def gather_with_deadline(
+    cluster: ClusterConfig,
+    phase: str,
+    jobs: Sequence[Coroutine[Any, Any, T]],
+    progress: Callable[[], int] = lambda: 0,
+) -> list[T]:
+    """The results of the jobs, in order. There is no limit for all of them, as long as some of them end, or `progress`
+    returns another number, such as the tokens that have been computed for them.
 
-    Raises: DeadlineError, with the stacks of waiting jobs, when no job ends within the phase's deadline (detected after
-    at most twice that time); MeshrlError when a job was cancelled from inside; else the first exception of a job.
+    Raises: DeadlineError, with the stacks of waiting jobs, when neither happens within the phase's deadline (detected
+    after at most twice that time); MeshrlError when a job was cancelled from inside; else the first exception of a job.
     """
     tasks = [asyncio.ensure_future(job) for job in jobs]
     limit_s = cluster.deadline_s(phase) + _SLACK_S
-    everything, ended = asyncio.gather(*tasks), 0
+    everything, seen = asyncio.gather(*tasks), (0, progress())
     everything.add_done_callback(lambda all_: all_.cancelled() or all_.exception())  # marks the exception as retrieved
     try:
         while not (await asyncio.wait({everything}, timeout=limit_s))[0]:
-            before, ended = ended, sum(task.done() for task in tasks)
-            if ended == before:
+            before, seen = seen, (sum(task.done() for task in tasks), progress())
+            if seen == before:
                 waiting = [task for task in tasks if not task.done()]
                 places = "".join(f"\n{waiting_stack(task)}" for task in waiting[:_SHOWN])
                 raise DeadlineError(

@@ -38,6 +38,11 @@ class EngineStats:
     decode_tokens: int = 0  # sampled, since start
     version: int = -1
 
+    @property
+    def computed_tokens(self) -> int:
+        """It grows while the engine works."""
+        return self.prefill_tokens + self.decode_tokens
+
 
 def check_parts(parts: set[str]) -> None:
     """Check the argument of `release` and `restore`. Raises: CapabilityError."""

@@ -165,7 +165,8 @@ A failed run first prints which rank failed, in which phase, and why:
     meshrl: RankFailure: rank 1 failed in phase 'train': its process was killed by SIGKILL (...)
 
 Below this line are the traceback of the exception and the stacks of the other ranks; `stacks.txt` in the run's folder
-has all threads of all ranks. The deadline of a phase is `cluster.deadlines.<phase>`, else `cluster.timeout_s`. If a
+has all threads of all ranks. The deadline of a phase is `cluster.deadlines.<phase>`, else `cluster.timeout_s`. Each
+token that a sampler computes extends the deadline of its requests, so that a long answer has no limit. If a
 rank does not answer, another rank that only waits for it may miss its deadline first. The error still names the rank
 that is the cause: a rank with a stopped process, else a rank that is not in a collective of torch.distributed, because
 the others wait for it there. On accelerators the stack of a rank does not show whether it waits for others, unless it
@@ -229,8 +230,8 @@ With `loop.kind` one_step_off or fully_async, every prompt is still trained once
   groups are not sampled again.
 - A sync that fails on one rank without a lost rank, for example because a transfer is damaged, is repeated with all
   weights. The second failure in a row ends the run. This applies to `loop.kind: colocated`, too.
-- An agent that never returns ends the run when no task has ended within `cluster.deadlines.rollout`; the error has the
-  agent's stack.
+- An agent that never returns ends the run when no task has ended, and no sampler has computed a token, within
+  `cluster.deadlines.rollout`; the error has the agent's stack.
 - If graders are slower than samplers, the samplers wait: groups that wait for a grade count towards the limit of
   started groups.
 - A run that is killed, any number of times, continues from the newest checkpoint; with `loop.max_staleness: 0` its

@@ -14,6 +14,18 @@ _RUN_TOKEN = "tests/unit/process/test_run_token.py::"
 
 FAULTS = [
     Fault(
+        "a long answer ends the run although its sampler computes tokens",
+        "meshrl/cluster/processes.py::ProcessExecutor._silent",
+        "phase in _OF_SAMPLERS => False",
+        "tests/unit/cluster/test_process_executor.py::test_the_deadline_of_an_answer_begins_again_with_each_token",
+    ),
+    Fault(
+        "a sampler that stands still reports progress",
+        "meshrl/cluster/worker.py::_Server.report_progress",
+        "(tokens := self.worker.computed_tokens) > self.reported_tokens => (tokens := self.worker.computed_tokens) > 0",
+        "tests/unit/cluster/test_process_executor.py::test_the_deadline_of_an_answer_begins_again_with_each_token",
+    ),
+    Fault(
         "under Ray a rank sees the device of one rank",
         "meshrl/cluster/ray.py::RayExecutor._devices_in",
         "count * self.specs[0].num_local_ranks => count",

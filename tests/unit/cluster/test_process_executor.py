@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 import pytest
 from running_processes import is_running_process, running_descendants
+from tiny_engines import ask
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 from tiny_specs import worker_spec
@@ -31,12 +32,14 @@ from tiny_specs import worker_spec
 from meshrl.algo.losses import sft_loss
 from meshrl.cluster import processes
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.executor import WorkerSpec, phase
 from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.processes import ProcessExecutor
 from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError, RankFailure, SyncError
+from meshrl.core.types import Request, Turn
 from meshrl.process.diagnosis import Snapshot
 
 pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
@@ -319,6 +322,39 @@ def test_the_loss_of_a_rank_that_only_samples_ends_no_other_rank(how):
         assert len(_workers()) == 2
 
     _with(_specs(2), body)
+
+
+@phase("rollout")
+async def sample_slowly(worker: RankWorker, request: Request, num_steps: int) -> Turn:
+    """Sample with a pause before each step; after so many steps the sampler stands still, but other calls are
+    answered."""
+    engine: Any = worker.sampler
+    engine.trust_loaded_weights()
+    step, steps = type(engine).step, itertools.count()
+
+    def slow() -> list[tuple[str, Turn]]:
+        time.sleep(0.3)
+        return step(engine) if next(steps) < num_steps else []
+
+    engine.step = slow
+    return await worker.generate(request)
+
+
+def test_the_deadline_of_an_answer_begins_again_with_each_token(tmp_path):
+    """An answer that takes almost twice the deadline is returned; a sampler that stands still misses it."""
+    tiny_qwen2().save_pretrained(tmp_path)
+    (spec,) = _specs(1, folder=tmp_path)
+    spec = dataclasses.replace(spec, rollout=RolloutConfig(), deadlines={"rollout": 2.0})
+
+    async def body(executor: ProcessExecutor) -> None:
+        long = ask("long", range(4), max_new_tokens=12, ignore_eos=True)
+        turn = await executor.call(0, sample_slowly, long, 12)
+        assert len(turn.output_ids) == 12
+        with pytest.raises(RankFailure, match="rank 0 failed in phase 'rollout': no answer within") as error:
+            await executor.call(0, sample_slowly, dataclasses.replace(long, id="stands still"), 4)
+        assert error.value.kind == "silent" and "in slow" in error.value.details
+
+    _with([spec], body)
 
 
 class Unreadable:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
+from tiny_run import steps_of, train, write_run
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError, MeshrlError
 from meshrl.loops import deadlines
 from meshrl.loops.deadlines import gather_with_deadline
+from meshrl.rollout.embedded.engine import EmbeddedEngine
 
 CLUSTER = ClusterConfig(deadlines=Deadlines(rollout=0.2))
 
@@ -112,3 +115,25 @@ def test_the_first_exception_ends_all_and_so_does_a_cancellation():
         return list(ended)
 
     assert asyncio.run(interrupted()) == [None, None]
+
+
+@pytest.mark.parametrize("num_slow_steps", [8, 3])
+def test_a_phase_may_take_long_while_a_sampler_computes_tokens(num_slow_steps, tmp_path, monkeypatch):
+    """All answers end after eight steps, which take three times the deadline. A sampler that stands still after three
+    steps ends the run."""
+    step, num_steps = EmbeddedEngine.step, 0
+
+    def slow(engine):
+        nonlocal num_steps
+        num_steps += 1
+        time.sleep(0.15 if num_steps <= num_slow_steps else 0.001)
+        return step(engine) if num_steps <= num_slow_steps else []
+
+    monkeypatch.setattr(EmbeddedEngine, "step", slow)
+    overrides = "cluster.executor=inline", "cluster.deadlines.rollout=0.4"
+    overrides += "loop.num_steps=1", "loop.prompts_per_step=1", "loop.samples_per_prompt=2"
+    if num_slow_steps == 8:
+        assert len(steps_of(train(write_run(tmp_path), "slow", *overrides))) == 1
+    else:
+        with pytest.raises(DeadlineError, match="phase 'rollout': none of 1 waiting tasks ended"):
+            train(write_run(tmp_path), "stands_still", *overrides)
