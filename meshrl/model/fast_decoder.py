@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.activations import SiLUActivation
 
 from meshrl.model import prepack
 from meshrl.model.attention import AttentionContext, AttentionSpec, PackedAttention
@@ -257,6 +256,8 @@ def _joined(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 
 def _fits(base: Any) -> bool:
     """Whether the model has exactly the submodules that are computed here. Their arithmetic is compared afterwards."""
+    from transformers.activations import SiLUActivation  # here, because a controller does not need it
+
     return _children(base) == _BACKBONE and all(
         _children(block) == _BLOCK
         and _children(block.self_attn) in (_ATTENTION, _ATTENTION | _HEAD_NORMS)

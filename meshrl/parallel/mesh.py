@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import _redistribute, debug
+from torch.distributed.tensor import DTensor, _redistribute
 
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
@@ -102,10 +103,13 @@ def forget_meshes() -> None:
     crash before its exec (Ray starts its servers by such forks).
     """
     plans = getattr(_redistribute, "_gen_transform_infos", None)
+    # Not by torch.distributed.tensor.debug, whose import loads TorchDynamo and takes half a second.
+    propagator = getattr(DTensor._op_dispatcher, "sharding_propagator", None)
     private = (  # another torch may lack them
         (plans, "cache_clear"),
         (_redistribute, "clear_redistribute_planner_cache"),
-        (debug, "_clear_sharding_prop_cache"),
+        (getattr(propagator, "propagate_op_sharding", None), "cache_clear"),
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
     )
     for owner, name in private:
         getattr(owner, name, lambda: None)()

@@ -105,9 +105,9 @@ def _sampled(folder: Path) -> list[tuple[str, list[int], list[float], list[int]]
         ("inline", "one process"),
         ("two ranks", "two ranks again"),
         ("two ranks", "ray"),
-        ("two ranks", "torchrun"),
         ("split", "split, by broadcast"),
         pytest.param("split", "ray split", marks=pytest.mark.slow),
+        pytest.param("two ranks", "torchrun", marks=pytest.mark.slow),  # tests/e2e/test_open_ports.py has a quick one
         pytest.param("two ranks", "torchrun on two nodes", marks=pytest.mark.slow),
     ],
 )
@@ -122,7 +122,9 @@ def test_the_same_run_gives_the_same_numbers_to_the_bit(run: Run, a: str, b: str
     assert any(not torch.equal(ours[name], start) for name, start in load_file(_model(first)).items())
 
 
-@pytest.mark.parametrize("layout", ["inline", "two ranks", "ray", "torchrun", "split"])
+@pytest.mark.parametrize(
+    "layout", ["inline", "two ranks", "ray", "split", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_every_run_leaves_the_spans_of_its_newest_steps(run: Run, layout: str):
     folder = run(layout)
     trace = read_controller(folder / "traces" / CONTROLLER)

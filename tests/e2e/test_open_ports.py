@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tiny_run import write_run
+from run_contents import assert_equal_tensors, sampled_turns, weights
+from tiny_run import steps_of, train, write_run
 from torchrun_runs import PYTHONPATH
 
 pytestmark = [
@@ -245,3 +246,12 @@ def test_another_user_can_read_the_store_of_torchrun_but_can_not_run_code_in_the
     assert not seen.mark.exists()
     assert (seen.folder / "run" / "checkpoints" / "step_000002").is_dir()
     assert seen.tokens == [], "the file is removed when all processes have read it"
+
+
+def test_the_run_under_torchrun_has_the_numbers_of_the_same_ranks_without_it(observe: Observe, tmp_path: Path):
+    """To the bit; it waited after its first step."""
+    launched = observe("torchrun").folder / "run"
+    other = train(write_run(tmp_path), "run", "cluster.num_train_ranks=2")
+    assert steps_of(launched) == steps_of(other) and len(steps_of(other)) == 2
+    assert sampled_turns(launched) == sampled_turns(other) and len(sampled_turns(other)) == 2 * 4 * 4
+    assert_equal_tensors(weights(launched, 2), weights(other, 2))

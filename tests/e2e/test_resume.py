@@ -292,7 +292,14 @@ def test_thirty_kills_change_nothing(config, executor):
 # ---- Ctrl-C
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="Ctrl-C"),
+        # Quick tests of signals to a run with ranks, and to these: tests/e2e/test_stop_command.py
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_ends_the_run_with_a_checkpoint_and_no_children(config, undisturbed, number):
     """The exit code is not zero. Under both executors with one rank, a resume from there is bit-identical.
     Schedulers send SIGTERM to all processes of a run; the ranks ignore it, and the controller ends them."""

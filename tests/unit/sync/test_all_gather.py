@@ -29,9 +29,9 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def gathering(layout: Layout, num_workers: int) -> Iterator[list[AllGather]]:
-    """The transports of as many ranks as the layout has senders."""
-    ends = [AllGather(layout, rank, "127.0.0.1", CPU, 20.0, num_workers) for rank in range(len(layout.senders))]
+def gathering(layout: Layout, num_workers: int, limit_s: float = 20.0) -> Iterator[list[AllGather]]:
+    """The transports of as many ranks as the layout has senders. limit_s: of a collective that one rank never joins."""
+    ends = [AllGather(layout, rank, "127.0.0.1", CPU, limit_s, num_workers) for rank in range(len(layout.senders))]
     yield ends
     for end in ends:
         end.close()
@@ -215,5 +215,5 @@ def test_after_a_sync_that_failed_the_ranks_form_new_groups():
         await asyncio.gather(*waiting, return_exceptions=True)
         await exchanged(begun(layout), ends, "after a failure")
 
-    with gathering(layout, 0) as ends:
+    with gathering(layout, 0, limit_s=6.0) as ends:  # the threads that wait end after this time
         asyncio.run(asyncio.wait_for(main(ends), 100))
