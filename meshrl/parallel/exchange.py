@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.parallel.timing import timed_collective
 
-
 # Newer versions have both under new names, and warn of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
