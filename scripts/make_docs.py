@@ -7,9 +7,10 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "faults"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
 
 from fault_cases import page as faults  # noqa: E402 - found by the line above
+from model_families import page as models  # noqa: E402
 
 from meshrl.config.docs import markdown as config  # noqa: E402
 from meshrl.config.other_frameworks import Setting, settings  # noqa: E402
@@ -76,6 +77,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/faults.md": faults,
     "docs/from_verl_and_trl.md": from_other_frameworks,
     "docs/metrics.md": metrics,
+    "docs/models.md": models,
 }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     ("tests/dist/test_real_weights.py",),
-    ("tests/dist/", "tests/unit/run/test_own_loop.py"),  # they use the `pool` of ranks
+    # they use the `pool` of ranks
+    ("tests/dist/", "tests/unit/run/test_own_loop.py", "tests/contract/test_model_families.py"),
     ("tests/e2e/test_lora_run.py",),
     ("tests/contract/test_executors.py",),
     tuple(f"tests/unit/rollout/test_{name}.py" for name in ("sglang_engine", "endpoint_engine")),

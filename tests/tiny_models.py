@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from model_families import config_of
 
 
 def tiny_qwen2(dtype: torch.dtype = torch.float32, tie: bool = True, seed: int = 0, **changes: Any) -> torch.nn.Module:
@@ -57,88 +58,22 @@ def widen(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-FAMILIES: dict[str, dict[str, Any]] = {  # model type -> its special fields, small enough to matter in a few tokens
-    "qwen2": {},
-    "llama": {},
-    "qwen3": {"head_dim": 8},
-    "mistral": {"sliding_window": 6},
-    "gemma2": {
-        "head_dim": 8,
-        "sliding_window": 6,
-        "query_pre_attn_scalar": 8,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
-    "cohere": {"logit_scale": 0.25},
-    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0},
-}
-
-_ROUTED: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_BIASED: dict[str, Any] = {**_ROUTED, "n_routed_experts": 8, "topk_group": 1, "first_k_dense_replace": 1}
-REFUSED: dict[str, dict[str, Any]] = {  # families that meshrl does not compute
-    "bert": {},  # tokens see later tokens
-    "bart": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},  # own positions
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "falcon": {},
-    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
-    "nemotron": {},
-    "stablelm": {},
-    "diffllama": {},
-}
-SPECIAL: dict[str, dict[str, Any]] = {  # families that few tests need
-    "gpt2": {},  # learned positions
-    "olmo2": {},
-    "phi3": {},
-    "starcoder2": {},
-    "exaone4": {},  # layers of full attention have the size of the window, too
-    "afmoe": {**_ROUTED, "num_dense_layers": 1, "num_experts": 4, "head_dim": 8},  # splits attention's result by view
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.5},  # skips layers in train mode
-    "gemma4_text": {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.1},
-    "phimoe": {"num_local_experts": 4},  # samples its experts in train mode
-    "qwen3_moe": {**_ROUTED, "num_experts": 8, "head_dim": 8},
-    "glm4_moe": {**_BIASED, "n_group": 1, "head_dim": 8},
-    "deepseek_v3": {
-        **_BIASED,
-        "n_group": 2,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
-}
+# Families that differ in their attention or their head. tests/contract/test_model_families.py has all families.
+FAMILIES = ("qwen2", "llama", "qwen3", "mistral", "gemma2", "cohere", "granite")
 
 
 def tiny_lm(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A tiny model of one of FAMILIES or SPECIAL with meshrl's attention, or of REFUSED with Transformers' own. Its
-    weights are large enough to matter, and so are its buffers: the biases of routers, and the scales of Gemma 4's
-    layers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A tiny model of a family, with meshrl's attention. Its weights are large enough to matter, and so are the buffers
+    with the biases of routers and the scales of Gemma 4's layers."""
+    from transformers import AutoModelForCausalLM
 
     from meshrl.model import attention
 
     attention.register()
-    facts: dict[str, Any] = dict(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    special = (FAMILIES | SPECIAL | REFUSED)[family]
-    config = AutoConfig.for_model(family, **{**facts, **special, **changes})
+    config = config_of(family, **{"initializer_range": 0.2, **changes})
     config.use_cache = False
     torch.manual_seed(seed)
-    name = "eager" if family in REFUSED else attention.NAME
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=dtype).eval()
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype).eval()
     for name, buffer in lm.named_buffers():
         if name.endswith(("e_score_correction_bias", "layer_scalar")):
             buffer.uniform_(0.5, 0.8)

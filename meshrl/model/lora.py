@@ -178,6 +178,11 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:
     targets that do not exist. Routers and experts of a mixture are not torch.nn.Linear modules and get no adapter."""
     head = lm.get_output_embeddings()
     linear = [name for name, m in lm.named_modules() if type(m) is torch.nn.Linear and m is not head]
+    if not linear:
+        raise ConfigError(
+            f"model.lora.enabled is true, but {str(path)!r} has no linear layers (torch.nn.Linear) except its head. "
+            "Set it to false"
+        )
     if cfg.targets == ["all-linear"]:
         return linear
     meant = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in cfg.targets}

@@ -105,6 +105,6 @@ def _make_placeholder(layer: Any, name: str, tensor: torch.Tensor) -> torch.Tens
     recorded = (buffers if name in layer._buffers else parameters).get(name)
     placeholder = restore_layer_refs(to_meta_tensor(tensor if recorded is None else recorded), layer)
     # vLLM's reload wraps a loader into one that waits for the complete layer; restore_metadata retains the wrapper.
-    while getattr(placeholder, "weight_loader", None) and placeholder.weight_loader.__name__ == "online_process_loader":
+    while getattr(getattr(placeholder, "weight_loader", None), "__name__", "") == "online_process_loader":
         placeholder.weight_loader = placeholder.weight_loader.__wrapped__
     return placeholder

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_engines import ask, plain, run, tiny_engine
-from tiny_models import FAMILIES, tiny_lm
+from tiny_models import tiny_lm
 
 from meshrl.core.errors import CapabilityError, ConfigError, MeshrlError, RequestError
 from meshrl.core.types import turn_seed
@@ -47,9 +47,9 @@ def trainer_logprobs(lm, turn, temperature):
         )[0].numpy()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_greedy_equals_transformers_generate(family):
-    """Includes sliding windows, softcaps and logit scales; all contexts in one batch, 80 tokens over two tiles."""
+    """Includes sliding windows and softcaps; all contexts in one batch, 80 tokens over two tiles."""
     lm = tiny_lm(family)
     turns = run(tiny_engine(lm), [ask(str(i), c, temperature=0, max_new_tokens=80) for i, c in enumerate(CONTEXTS)])
     reference, compared = plain(lm), 0

@@ -1,0 +1,308 @@
+"""The contract of a model: meshrl computes, samples and writes what Transformers' own eager forward does, in fp32.
+
+A check returns the largest difference from Transformers, or raises the reason why the model does not have the property.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshrl.config.model import LoraConfig, ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.batch import Batch, Outputs
+from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.types import Request, Sample, SamplingParams, Turn
+from meshrl.model.attention import PackedAttention
+from meshrl.model.causal import CausalModel
+from meshrl.model.hub_names import HubNames
+from meshrl.model.lora import is_adapter, named_weights, randomize_adapters
+from meshrl.model.recipe import Recipe, build_model
+from meshrl.model.save import save_pretrained
+from meshrl.model.weight_files import stored_tensors
+from meshrl.parallel.fsdp import full_tensor
+from meshrl.parallel.mesh import build_mesh
+from meshrl.rollout.embedded.engine import build_embedded_engine
+from meshrl.train.engine import TrainEngine
+from meshrl.train.packing import bare_row, pack
+
+TOLERANCE = 1e-5  # nats of a logprob; of a gradient, relative to its norm
+SMALL_GRADIENT = 1e-2  # of the largest norm; a smaller gradient (a key's bias has none) is compared with this
+MIN_MARGIN = 1e-4  # between the best two logits; rounding decides a greedy token of a smaller one
+NEW_TOKENS = 24
+CPU = torch.device("cpu")
+LORA = LoraConfig(enabled=True, rank=4, alpha=2)
+Gradients = dict[str, torch.Tensor]
+OnTwoRanks = Callable[..., list[float]]  # (function, *args) -> the results of function(rank, world, *args)
+
+
+class Scores(NamedTuple):
+    """logprobs: of the scored tokens, by row. gradients: of their sum, weighted by advantages, by parameter."""
+
+    logprobs: dict[int, torch.Tensor]
+    gradients: Gradients
+
+
+class CheckedModel:
+    """A model folder that holds a small model, and what Transformers computes of it, each row alone."""
+
+    def __init__(self, path: Path, on_two_ranks: OnTwoRanks):
+        """Raises: ConfigError when meshrl refuses the model."""
+        self.path, self.on_two_ranks = path, on_two_ranks
+        self.model = build_model(path, Recipe(trains=True))
+        self.rows = rows_for(self.model.vocab_size)
+
+    @cached_property
+    def theirs(self) -> Any:
+        return transformers_model(self.path)
+
+    @cached_property
+    def reference(self) -> Scores:
+        return transformers_scores(self.theirs, self.rows)
+
+    def differences(self, packs: Sequence[Sequence[int]], share_prefix: bool = False) -> tuple[float, float]:
+        """Of logprobs and of gradients, of these packs of rows from the rows alone in Transformers."""
+        got = scores(self.model, [pack([self.rows[i] for i in p], p, share_prefix=share_prefix) for p in packs])
+        return logprob_distance(got, self.reference), gradient_distance(got.gradients, self.reference.gradients)
+
+
+def rows_for(vocab_size: int) -> list[Sample]:
+    """Three answers to one prompt, one of a single token, and a row with a prompt of its own."""
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(3, vocab_size, 9)
+    rows = []
+    for i, (start, count) in enumerate(((prompt, 5), (prompt, 1), (prompt, 20), (prompt[:4], 13))):
+        row = bare_row(f"row {i}", [*start, *draw.integers(3, vocab_size, count)], scored=True)
+        row.group_id, row.prefix_len = f"group {len(start)}", len(start)
+        row.mask = np.arange(len(row)) >= row.prefix_len
+        row.advantages = np.where(row.mask, draw.standard_normal(len(row)), 0).astype(np.float32)
+        rows.append(row)
+    return rows
+
+
+def transformers_model(path: Path) -> Any:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, trust_remote_code=False
+    )
+    lm, report = loaded
+    if wrong := {key: names for key, names in report.items() if names and key != "error_msgs"}:
+        raise ConfigError(f"Transformers does not load the folder {path} completely: {wrong!s:.300}")
+    return lm.eval()
+
+
+def transformers_scores(lm: Any, rows: Sequence[Sample]) -> Scores:
+    """Of Transformers' own forward, called with one row at a time."""
+    lm.zero_grad()
+    logprobs = {}
+    for i, row in enumerate(rows):
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))
+        where = torch.from_numpy(row.mask.nonzero()[0])
+        logq = torch.log_softmax(lm(tokens[None], use_cache=False).logits[0].float(), dim=-1)
+        logprobs[i] = logq[where - 1, tokens[where]]
+        (logprobs[i] * torch.from_numpy(row.advantages)[where]).sum().backward()
+    return Scores({i: logp.detach() for i, logp in logprobs.items()}, _gradients(lm))
+
+
+def scores(model: CausalModel, batches: Sequence[Batch]) -> Scores:
+    """Of meshrl's forward."""
+    model.zero_grad()
+    logprobs: dict[int, torch.Tensor] = {}
+    for batch in batches:
+        context, at = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents), batch.scored
+        got, _ = model(
+            *(batch.tokens, batch.position_ids, context, at),
+            *(batch.previous[at], batch.temperature[at], None, False, batch.model_kwargs),
+        )
+        if batch.advantages is not None and got.requires_grad:
+            (got * batch.advantages[at]).sum().backward()
+        segment = torch.searchsorted(batch.cu_seqlens, at, right=True) - 1
+        row_of = torch.tensor(batch.rows)[segment]
+        logprobs |= {i: got.detach()[row_of == i] for i in batch.rows if i >= 0}
+    return Scores(logprobs, _gradients(model.lm))
+
+
+def _gradients(lm: torch.nn.Module) -> Gradients:
+    return {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
+
+
+def logprob_distance(got: Scores, want: Scores) -> float:
+    return max(float((got.logprobs[i] - want.logprobs[i]).abs().max()) for i in want.logprobs)
+
+
+def gradient_distance(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> float:
+    """The largest of a parameter, relative to its norm; a parameter without a gradient has the gradient 0."""
+    norms = {name: float(g.norm()) for name, g in want.items()}
+    least = SMALL_GRADIENT * max(norms.values())
+    zero = torch.zeros(())
+    return max(
+        float((got.get(name, zero) - want.get(name, zero)).norm()) / max(norms.get(name, 0.0), least)
+        for name in got.keys() | want.keys()
+    )
+
+
+# ---- the checks
+
+
+def logprobs(checked: CheckedModel) -> float:
+    return checked.differences([[i] for i in range(len(checked.rows))])[0]
+
+
+def gradients(checked: CheckedModel) -> float:
+    return checked.differences([[i] for i in range(len(checked.rows))])[1]
+
+
+def packed(checked: CheckedModel) -> float:
+    """All rows in one pack."""
+    return max(checked.differences([range(len(checked.rows))]))
+
+
+def shared_prompts(checked: CheckedModel) -> float:
+    """All rows in one pack, which holds the prompt of a group once."""
+    return max(checked.differences([range(len(checked.rows))], share_prefix=True))
+
+
+def two_ranks(checked: CheckedModel) -> float:
+    """The train engine on two FSDP2 ranks, with activation checkpointing; each rank has half of the rows."""
+    return max(checked.on_two_ranks(difference_on_rank, 2, str(checked.path)))
+
+
+def difference_on_rank(rank: int, world: int, path: str) -> float:
+    """Of this rank's logprobs and, on rank 0, of the full gradients."""
+    cfg = TrainConfig(activation_checkpointing=True)
+    engine = TrainEngine.build(
+        ModelConfig(path=path, dtype="float32"), cfg, build_mesh((1, world, 1, 1), "cpu"), "policy"
+    )
+    rows = rows_for(engine.model.vocab_size)
+    mine = range(rank, len(rows), world)
+    result = engine.forward_backward([pack([rows[i] for i in mine], mine)], _weighted_sum)
+    full = {name: full_tensor(p.grad) for name, p in engine.model.lm.named_parameters() if p.grad is not None}
+    reference = transformers_scores(transformers_model(Path(path)), rows)
+    got = {i: torch.from_numpy(logp)[torch.from_numpy(rows[i].mask)] for i, logp in result.logprobs.items()}
+    difference = max(float((logp - reference.logprobs[i]).abs().max()) for i, logp in got.items())
+    return max(difference, gradient_distance(full, reference.gradients)) if rank == 0 else difference
+
+
+def _weighted_sum(out: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Any]]:
+    assert batch.advantages is not None
+    return (out.logprobs * batch.advantages).sum(), []
+
+
+def embedded_sampling(checked: CheckedModel) -> float:
+    """Greedy tokens are those of `generate`, and so are their logprobs, which are returned."""
+    engine = build_embedded_engine(
+        ModelConfig(path=str(checked.path), dtype="float32"), RolloutConfig(), CPU, "model-check", ()
+    )
+    engine.trust_loaded_weights()
+    greedy = SamplingParams(temperature=0.0)
+    for i, row in enumerate(checked.rows):
+        engine.submit(
+            Request(id=str(i), context_ids=row.tokens[: row.prefix_len + i], sampling=greedy, max_new_tokens=NEW_TOKENS)
+        )
+    turns: dict[str, Turn] = {}
+    while engine.has_work:
+        turns.update(engine.step())
+    largest, compared = 0.0, 0
+    for turn in turns.values():
+        out = checked.theirs.generate(
+            torch.from_numpy(turn.context_ids.astype(np.int64))[None],
+            **{"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0},
+            **{"output_logits": True, "return_dict_in_generate": True},
+        )
+        logits = torch.cat(out.logits).float()
+        tokens, best = out.sequences[0, len(turn.context_ids) :], logits.topk(2).values
+        certain = (best[:, 0] - best[:, 1] >= MIN_MARGIN).long().cumprod(0).bool()
+        wrong = (torch.from_numpy(turn.output_ids.astype(np.int64)) != tokens) & certain
+        if wrong.any():
+            raise MeshrlError(f"greedy token {int(wrong.nonzero()[0, 0])} after {len(turn.context_ids)} is another one")
+        want = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+        largest = max([largest, *(torch.from_numpy(turn.logprobs) - want)[certain].abs().tolist()])
+        compared += int(certain.sum())
+    if compared < NEW_TOKENS * len(turns) / 2:
+        raise MeshrlError(f"the model is certain of {compared} greedy tokens only, too few to compare")
+    return largest
+
+
+def export(checked: CheckedModel) -> float:
+    """Written by meshrl and loaded by Transformers, the model has the same logprobs."""
+    return _exported_distance(checked.model, checked.rows, checked.reference)
+
+
+def lora(checked: CheckedModel) -> float:
+    """Adapters on all linear layers: each one gets a gradient, and the exported model, with merged weights, has the
+    logprobs of the model with adapters."""
+    with_adapter = build_model(checked.path, Recipe(trains=True, lora=LORA))
+    randomize_adapters(with_adapter.lm)
+    got = scores(with_adapter, [pack(checked.rows, range(len(checked.rows)))])
+    if logprob_distance(got, checked.reference) < 100 * TOLERANCE:
+        raise MeshrlError("the adapters do not change the logprobs")
+    adapters = {name: p.grad for name, p in named_weights(with_adapter.lm) if is_adapter(name)}
+    without = [name for name, grad in adapters.items() if grad is None or not grad.any()]
+    if without:
+        raise MeshrlError(f"{without[0]} gets no gradient ({len(without)} of {len(adapters)} adapters)")
+    return _exported_distance(with_adapter, checked.rows, got)
+
+
+def _exported_distance(model: CausalModel, rows: Sequence[Sample], want: Scores) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(model.lm, torch.float32, Path(folder))
+        return logprob_distance(transformers_scores(transformers_model(Path(folder)), rows), want)
+
+
+def file_names(checked: CheckedModel) -> float:
+    """Weights are sent to servers under the names of the files that Transformers writes."""
+    names = HubNames(checked.model.lm)
+    if names.computed:
+        raise MeshrlError(next(iter(names.computed.values())))
+    with tempfile.TemporaryDirectory() as folder:
+        checked.theirs.save_pretrained(folder)
+        written = {name: tensor.shape for name, tensor in stored_tensors(Path(folder)).items()}
+    if different := written.items() ^ names.tensors.items():
+        raise MeshrlError(f"{sorted(different)[0][0]} is not a tensor of both ({len(different)} differences)")
+    return 0.0
+
+
+CHECKS: dict[str, Callable[[CheckedModel], float]] = {
+    "logprobs": logprobs,
+    "gradients": gradients,
+    "packed": packed,
+    "shared prompts": shared_prompts,
+    "two FSDP2 ranks": two_ranks,
+    "embedded sampling": embedded_sampling,
+    "export": export,
+    "LoRA": lora,
+    "file names": file_names,
+}
+
+
+class Finding(NamedTuple):
+    """difference: the largest, NaN if there is a reason why it was not measured."""
+
+    difference: float
+    reason: str = ""
+
+    @property
+    def proven(self) -> bool:
+        return self.difference <= TOLERANCE
+
+    def __str__(self) -> str:
+        return self.reason or f"largest difference {self.difference:.1e} (allowed: {TOLERANCE:g})"
+
+
+def findings(path: Path, on_two_ranks: OnTwoRanks) -> Iterator[tuple[str, Finding]]:
+    """The result of each of CHECKS for the model of a folder. Raises: ConfigError when meshrl refuses the model."""
+    checked = CheckedModel(path, on_two_ranks)
+    for name, check in CHECKS.items():
+        try:
+            yield name, Finding(check(checked))
+        except Exception as cause:  # a model's own code may raise anything
+            kind = "" if isinstance(cause, MeshrlError) else f"{type(cause).__name__}: "
+            yield name, Finding(math.nan, f"{kind}{cause}")

@@ -1,0 +1,394 @@
+"""The families of causal language models, one entry of data for each. tests/contract/test_model_families.py proves the
+entries, and scripts/make_docs.py writes them into docs/models.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """config: fields of its config, in addition to COMMON. without: for each check that it does not pass, the reason.
+    vllm: the reason why vLLM does not load its names; "" if it does. refused: the reason why meshrl does not load it,
+    a part of the error."""
+
+    config: dict[str, Any]
+    without: dict[str, str] = field(default_factory=dict)
+    vllm: str = ""
+    refused: str = ""
+
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS_OF_8 = {"head_dim": 8}
+WINDOW = {"sliding_window": 6}
+BOTH_WINDOWS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 1024}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+BIASED = {
+    **ROUTED,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+}
+LATENT = {  # latent attention
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+FAMILIES: dict[
+    str, Family
+] = {  # by model type; some fields are in published configs for vLLM, and Transformers ignores them
+    # dense models
+    "llama": Family({}),
+    "qwen2": Family({}),
+    "qwen3": Family(HEADS_OF_8),
+    "mistral": Family(WINDOW),
+    "ministral": Family({**HEADS_OF_8, **BOTH_WINDOWS}),
+    "ministral3": Family(HEADS_OF_8),
+    "gemma": Family(HEADS_OF_8),
+    "gemma2": Family(
+        {
+            **HEADS_OF_8,
+            **WINDOW,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        }
+    ),
+    "gemma3_text": Family({**HEADS_OF_8, **BOTH_WINDOWS, "query_pre_attn_scalar": 8}),
+    "gemma4_text": Family(
+        {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    ),
+    "vaultgemma": Family({**HEADS_OF_8, **BOTH_WINDOWS, "query_pre_attn_scalar": 8}),
+    "phi": Family({}, vllm="lm_head.bias can't be traced"),
+    "phi3": Family({}),
+    "glm": Family(HEADS_OF_8),
+    "glm4": Family(HEADS_OF_8),
+    "olmo": Family({}),
+    "olmo2": Family({}),
+    "olmo3": Family(BOTH_WINDOWS),
+    "granite": Family({"logits_scaling": 4.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}),
+    "starcoder2": Family(WINDOW),
+    "cohere": Family({"logit_scale": 0.25}),
+    "cohere2": Family({**BOTH_WINDOWS, "logit_scale": 0.25}),
+    "smollm3": Family({"no_rope_layers": [1, 0]}),
+    "ernie4_5": Family(HEADS_OF_8),
+    "exaone4": Family(BOTH_WINDOWS),
+    "seed_oss": Family(HEADS_OF_8),
+    "hunyuan_v1_dense": Family(HEADS_OF_8),
+    "hyperclovax": Family({}),
+    "helium": Family(HEADS_OF_8),
+    "arcee": Family({}),
+    "apertus": Family({}),
+    "bitnet": Family({}),
+    "cwm": Family({**HEADS_OF_8, **BOTH_WINDOWS}),
+    "nanochat": Family({}),
+    "minicpm3": Family({**LATENT, "dim_model_base": 16}),
+    "jais2": Family(HEADS_OF_8),
+    "youtu": Family({**LATENT, "pad_token_id": None}),
+    "persimmon": Family({}),
+    "gpt2": Family(
+        GPT2,
+        {"LoRA": "its layers are Conv1D, not Linear"},
+        vllm="vLLM transposes its weights, so they are not read back",
+    ),
+    "gpt_neox": Family({}),
+    "gpt_bigcode": Family(GPT2),
+    "biogpt": Family({}),
+    "opt": Family({"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.5}),
+    # mixtures of experts
+    "mixtral": Family({"num_local_experts": 4, "router_jitter_noise": 0.1}),
+    "qwen2_moe": Family({**ROUTED, "num_experts": 8, "shared_expert_intermediate_size": 16}),
+    "qwen3_moe": Family({**ROUTED, **HEADS_OF_8, "num_experts": 8}),
+    "olmoe": Family({"num_experts": 4, "num_experts_per_tok": 2}),
+    "phimoe": Family({"num_local_experts": 4}),
+    "granitemoe": Family({"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoeshared": Family({"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16}),
+    "glm4_moe": Family({**BIASED, **HEADS_OF_8}),
+    "glm4_moe_lite": Family({**BIASED, **LATENT, "mlp_layer_types": ["dense", "sparse"]}),
+    "ernie4_5_moe": Family({**ROUTED, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1}),
+    "minimax_m2": Family(
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "rotary_dim": 8,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        }
+    ),
+    "dots1": Family({**BIASED, **HEADS_OF_8, "n_shared_experts": 1}),
+    "deepseek_v2": Family({**BIASED, **LATENT, "topk_method": "greedy"}),
+    "deepseek_v3": Family({**BIASED, **LATENT, "n_group": 2}),
+    "exaone_moe": Family(
+        {
+            **ROUTED,
+            **BOTH_WINDOWS,
+            **HEADS_OF_8,
+            "num_experts": 8,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    ),
+    "hunyuan_v1_moe": Family({**HEADS_OF_8, "num_experts": 4, "moe_topk": 2}),
+    "flex_olmo": Family({"num_experts": 4, "num_experts_per_tok": 2}),
+    "solar_open": Family({**BIASED, **HEADS_OF_8}),
+    "longcat_flash": Family(
+        {
+            **LATENT,
+            "head_dim": 8,
+            "num_layers": 2,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+            "zero_expert_type": "identity",
+            "moe_topk": 2,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 16,
+        },
+        {"LoRA": "its router reads the weight of a linear layer without calling the layer"},
+        vllm="it has no names for experts that return their input",
+    ),
+    "afmoe": Family(
+        {
+            **ROUTED,
+            **HEADS_OF_8,
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "route_scale": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": 6,
+        }
+    ),
+    "jetmoe": Family({"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}),
+    "hy_v3": Family(
+        {
+            **ROUTED,
+            **HEADS_OF_8,
+            "num_experts": 4,
+            "first_k_dense_replace": 1,
+            "expert_hidden_dim": 16,
+            "route_norm": True,
+            "qk_norm": True,
+        }
+    ),
+    "laguna": Family(
+        {**ROUTED, **HEADS_OF_8, "num_experts": 4}, vllm="it has another name for e_score_correction_bias"
+    ),
+    "mellum": Family({}),
+    "cohere2_moe": Family({**HEADS_OF_8, "num_experts": 4, "num_experts_per_tok": 2}),
+    "axk1": Family({**BIASED, **LATENT}, vllm="its dense layers have a norm that the files do not hold"),
+    "minimax_m3_vl_text": Family({"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    # refused
+    "gpt_neo": Family(
+        {
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 6,
+        },
+        refused="computes attention by itself",
+    ),
+    "xglm": Family(
+        {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, refused="computes attention by itself"
+    ),
+    "codegen": Family({**GPT2, "rotary_dim": 8}, refused="computes attention by itself"),
+    "falcon": Family({}, refused="computes attention by itself"),
+    "gptj": Family({**GPT2, "rotary_dim": 8}, refused="computes attention by itself"),
+    "bloom": Family({"n_layer": 2, "n_head": 4}, refused="computes attention by itself"),
+    "mpt": Family(
+        {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 1024}, refused="computes attention by itself"
+    ),
+    "gpt_neox_japanese": Family({}, refused="computes attention by itself"),
+    "openai-gpt": Family(
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}, refused="computes attention by itself"
+    ),
+    "roformer": Family({"is_decoder": True}, refused="computes attention by itself"),
+    "rwkv": Family({}, refused="computes attention by itself"),
+    "xlstm": Family({}, refused="computes attention by itself"),
+    "stablelm": Family({}, refused="does not pass the arguments of its forward call on to its attention layers"),
+    "nemotron": Family({}, refused="does not pass the arguments of its forward call on to its attention layers"),
+    "diffllama": Family({}, refused="computes attention 2 times in layer 0"),
+    "modernbert-decoder": Family(
+        {"local_attention": 8, "num_hidden_layers": 3}, refused="gives a single row logprobs that differ"
+    ),
+    "bert": Family({"is_decoder": True}, refused="gives a single row logprobs that differ"),
+    "doge": Family({"num_experts": 16}, refused="gives a single row logprobs that differ"),
+    "recurrent_gemma": Family({}, refused="gives a single row logprobs that differ"),
+    "bart": Family(
+        {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
+        refused="it counts positions by itself",
+    ),
+    "granite_swa": Family({**BOTH_WINDOWS}, refused="asks for attention sinks (s_aux)"),
+    "gpt_oss": Family(
+        {**BOTH_WINDOWS, **HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        refused="asks for attention sinks (s_aux)",
+    ),
+    "mimo_v2_flash": Family(
+        {**ROUTED, **BOTH_WINDOWS, **HEADS_OF_8, "n_routed_experts": 4}, refused="asks for attention sinks (s_aux)"
+    ),
+    "granitemoe_swa": Family(
+        {**BOTH_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}, refused="asks for attention sinks (s_aux)"
+    ),
+    "llama4_text": Family(
+        {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 8},
+        refused="with layers of kind chunked_attention",
+    ),
+    "deepseek_v32": Family({**BIASED, **LATENT}, refused="with layers of kind indexed_attention"),
+    "glm_moe_dsa": Family({**BIASED, **LATENT}, refused="with layers of kind indexed_attention"),
+    "axk2": Family({**BIASED, **LATENT}, refused="with layers of kind indexed_attention"),
+    "hy_v4": Family({**ROUTED, **HEADS_OF_8, "num_experts": 4}, refused="with layers of kind indexed_attention"),
+    "hrm_text": Family({}, refused="computes attention 8 times in layer 0"),
+    "inkling_text": Family({}, refused="with layers of kind hybrid_sliding"),
+    "qwen4_exp_text": Family({}, refused="with layers of kind linear_attention"),
+    "falcon_mamba": Family({}, refused="with layers of kind linear_attention"),
+    "qwen3_next": Family({**ROUTED, **HEADS_OF_8, "num_experts": 4}, refused="with layers of kind linear_attention"),
+    "qwen3_5_text": Family(HEADS_OF_8, refused="with layers of kind linear_attention"),
+    "qwen3_5_moe_text": Family(
+        {**ROUTED, **HEADS_OF_8, "num_experts": 4}, refused="with layers of kind linear_attention"
+    ),
+    "minimax": Family(
+        {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
+        refused="with layers of kind linear_attention",
+    ),
+    "mamba": Family({}, refused="with layers of kind linear_attention"),
+    "mamba2": Family(
+        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}, refused="with layers of kind linear_attention"
+    ),
+    "bamba": Family(
+        {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_state": 8, "attn_layer_indices": [1]},
+        refused="with layers of kind linear_attention",
+    ),
+    "granitemoehybrid": Family(
+        {
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+        },
+        refused="with layers of kind linear_attention",
+    ),
+    "jamba": Family({}, refused="with layers of kind linear_attention"),
+    "kimi_linear": Family({}, refused="with layers of kind linear_attention"),
+    "olmo_hybrid": Family({}, refused="with layers of kind linear_attention"),
+    "deepseek_v4": Family({**BIASED, **LATENT}, refused="with layers of kind heavily_compressed_attention"),
+    "zaya": Family({}, refused="with layers of kind hybrid"),
+    "falcon_h1": Family({}, refused="with layers of kind hybrid"),
+    "lfm2": Family({"full_attn_idxs": [1]}, refused="with layers of kind conv"),
+    "lfm2_moe": Family(
+        {**ROUTED, "num_experts": 4, "layer_types": ["conv", "full_attention"]}, refused="with layers of kind conv"
+    ),
+    "nemotron_h": Family({}, refused="with layers of kind linear_attention, mlp, moe"),
+    "zamba2": Family(
+        {"layer_types": ["mamba", "hybrid"], "n_mamba_heads": 8}, refused="with layers of kind hybrid, linear_attention"
+    ),
+}
+
+
+SAMPLE = (  # one of each mechanism; the other families are slow tests
+    *("llama", "gemma2", "gemma3_text", "cohere", "granite", "phi3", "gpt2", "opt", "mixtral", "deepseek_v3"),
+    *("falcon", "stablelm", "gpt_oss", "diffllama", "bert", "bart", "qwen3_next", "lfm2"),
+)
+
+PAGE = """\
+# Models
+
+Generated by `scripts/make_docs.py` from `tests/model_families.py`. Every entry of that file is a test case of
+`tests/contract/test_model_families.py`, and of `tests/unit/rollout/test_vllm_names.py`.
+
+meshrl has no code for single architectures: it trains and samples with Transformers' own classes, and a model whose
+code calls Transformers' attention interface works. Every model is compared with Transformers when it is loaded, and
+refused if it differs.
+
+## {proven} architectures that train and sample
+
+Each of them was compared with Transformers' own eager forward in fp32, on a tiny model in which also biases, norms and
+router corrections have values that matter: logprobs and gradients differ by at most 1e-5 (of a gradient, relative to
+its norm), of each row alone, **packed** with other rows, after **shared prompts**, and on **two FSDP2 ranks** with
+activation checkpointing. **Sampling**: greedy tokens of the embedded engine and their logprobs equal `generate`'s.
+**Export**: Transformers loads what meshrl writes, with the same logprobs. **LoRA**: each adapter gets a gradient, and
+exported merged weights have the logprobs of the adapted model. **Names**: weights are sent to servers under the names
+of the model's files. **vLLM**: the vLLM of `requirements-vllm.txt` loads all of these names, they fill its model, and
+the values can be read back; whether it computes the same logprobs is measured in each run, before the first optimizer
+step.
+
+| architecture | model type | {columns} | vLLM |
+| --- | --- | {rule} | --- |
+{rows}
+
+{notes}
+
+## Refused
+
+A model of these architectures is refused when it is loaded, with the reason.
+
+| architecture | model type | why |
+| --- | --- | --- |
+{refused}
+"""
+COLUMNS = {  # check -> its column; logprobs and gradients are proven of each model that is loaded
+    "logprobs": "logprobs",
+    "gradients": "gradients",
+    "packed": "packed",
+    "shared prompts": "shared prompts",
+    "two FSDP2 ranks": "FSDP2",
+    "embedded sampling": "sampling",
+    "export": "export",
+    "LoRA": "LoRA",
+    "file names": "names",
+}
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family].config, **changes})
+
+
+def page() -> str:
+    """docs/models.md."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    proven, refused, notes = [], [], list[str]()
+    for family, entry in sorted(FAMILIES.items(), key=lambda item: NAMES[item[0]].lower()):
+        begin = f"| {NAMES[family]} | {family} |"
+        if entry.refused:
+            refused.append(f"{begin} {entry.refused} |")
+            continue
+        reasons = {**entry.without, "vLLM": entry.vllm} if entry.vllm else entry.without
+        notes += [f"{NAMES[family]}, {column}: {reason}." for column, reason in reasons.items()]
+        cells = ["no" if column in reasons else "yes" for column in (*COLUMNS, "vLLM")]
+        proven.append(f"{begin} {' | '.join(cells)} |")
+    return PAGE.format(
+        proven=len(proven),
+        columns=" | ".join(COLUMNS.values()),
+        rule=" | ".join(["---"] * len(COLUMNS)),
+        rows="\n".join(proven),
+        notes="\n".join(f"- {note}" for note in notes),
+        refused="\n".join(refused),
+    )
