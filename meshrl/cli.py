@@ -141,6 +141,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "checkpoint", type=Path, metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100, or model.gguf"
     )
     convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
+    check = add("model-check", _model_check, "check that meshrl trains and samples a model as Transformers computes it")
+    check.add_argument(
+        "model", metavar="MODEL", help="a model's folder, or a hub id, of which only config.json is fetched"
+    )
     config = add("config", _config, "list the config keys with type, default and meaning")
     config.add_argument("word", metavar="WORD", nargs="?", help="list only keys with this word in name or meaning")
 
@@ -430,6 +434,12 @@ def _convert(args: argparse.Namespace) -> int:
     convert(args.checkpoint, args.out)
     print_message(f"wrote {args.out}", sys.stdout)
     return 0
+
+
+def _model_check(args: argparse.Namespace) -> int:
+    from meshrl.tools.model_check.command import check_model
+
+    return 0 if check_model(args.model, print_output) else 1
 
 
 def _config(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshrl.model.attention import AttentionContext, UlyssesAttention
+from meshrl.model.families import head_scale
 from meshrl.model.logprob import Head, Vocabulary, token_logprobs
 from meshrl.parallel.peers import Peers
 
@@ -32,8 +33,7 @@ class CausalModel(torch.nn.Module):
         text = lm.config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.replays_routing: bool = getattr(lm, "replays_routing", False)  # takes routed_experts int16[T, L, K]
-        self._scale = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere multiplies
-        self._scale /= float(getattr(text, "logits_scaling", None) or 1.0)  # Granite divides
+        self._scale = head_scale(text)
         self._softcap = getattr(text, "final_logit_softcapping", None)
 
     @property

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import read_json
 from meshrl.model import attention
+from meshrl.model.families import import_plugins
 from meshrl.model.finite import not_finite, not_finite_error
 from meshrl.model.folder import check_folder, require_all_loaded, require_numbers, require_same_size
 from meshrl.model.hub_names import HubNames, persistent_buffers
@@ -52,6 +53,7 @@ def model_facts(path: str | Path) -> ModelFacts:
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
+    import_plugins()
     transformers_logging.disable_progress_bar()  # one bar for each rank would break the run's own display
     attention.register()
     folder = Path(path)
@@ -183,11 +185,13 @@ def _disable_dropout(model: torch.nn.Module) -> None:
 
 def _require_attention_interface(config: Any, path: str | Path) -> None:
     """Raises: ConfigError for a model that computes attention without Transformers' table of attention functions."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
 
     mapping, text = AutoModelForCausalLM._model_mapping, type(config.get_text_config())
-    code = mapping[text if text in mapping else type(config)].__module__  # a model of images has a text model inside
-    if not hasattr(sys.modules[code], "ALL_ATTENTION_FUNCTIONS"):
+    model: Any = mapping[text if text in mapping else type(config)]  # a model of images has a text model inside
+    code = model.__module__
+    own = model.__mro__[: model.__mro__.index(PreTrainedModel)]  # a class of a plugin may inherit its attention
+    if not any(hasattr(sys.modules[base.__module__], "ALL_ATTENTION_FUNCTIONS") for base in own):
         raise ConfigError(
             f"model.path {str(path)!r} is a {config.model_type}: {code} computes attention by itself (in some models "
             "with a position bias, such as ALiBi), and not through Transformers' attention interface, which meshrl "

@@ -96,14 +96,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _require_known_class(path: Path, config: dict[str, Any]) -> None:
-    """The code of a class that Transformers does not know could only come from the folder."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """The code of a class that neither Transformers nor an installed package has could only come from the folder."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind, code = config.get("model_type"), config.get("auto_map")
-    if isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+    if known in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
-    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+    if known is not None:
         raise ConfigError(
             f"{path}: model_type is {kind!r}, for which Transformers has no causal language model "
             "(AutoModelForCausalLM). Choose a text model"
@@ -111,7 +111,7 @@ def _require_known_class(path: Path, config: dict[str, Any]) -> None:
     own_code = f", and its auto_map names code of its own ({code!r:.120}), which meshrl never runs" if code else ""
     raise ConfigError(
         f"{path}: model_type is {kind!r:.80}, which this Transformers does not know{own_code}. Choose a model whose "
-        "class is part of Transformers, or install a Transformers that has it"
+        "class is part of Transformers, or install a Transformers or a package that has it (docs/add_a_model.md)"
     )
 
 

@@ -10,6 +10,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.train import MOST_TOKENS, TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.data.hub import require_reachable
+from meshrl.model.families import import_plugins
 
 ACTIVATION_BYTES = 4 << 30  # of a micro-batch
 FEWEST_TOKENS = 1024
@@ -62,6 +63,7 @@ def has_experts(path: str) -> bool:
 def text_config(path: str) -> Any:
     """Transformers' config of the language model. Raises: ConfigError, or DataError for a hub that can't be reached."""
     require_reachable(path)
+    import_plugins()
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except Exception as cause:  # on damaged files it may raise anything

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,39 @@ def test_the_six_files_that_follow_one_prompt_lists_exist():
     files = re.findall(r"^\d\. `(meshrl/[a-z_/]+\.py)`", text, re.MULTILINE)
     assert len(files) == 6
     assert all((ROOT / name).is_file() for name in files)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_page_about_adding_a_model_works(tmp_path: Path):
+    """docs/add_a_model.md: its class is refused until the fact about its head is stated; then every check is proven, in
+    the processes of two ranks, too."""
+    text = (ROOT / "docs" / "add_a_model.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(python|toml|json)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (_, model), (_, project), (_, config), (_, fact) = blocks
+    entry_points = tomllib.loads(project)["project"]["entry-points"]
+    installed = tmp_path / "calm_gemma-1.0.dist-info"  # what `pip install -e .` adds to an environment
+    for folder in (installed, tmp_path / "calm"):
+        folder.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: calm-gemma\nVersion: 1.0\n")
+    ((group, points),) = entry_points.items()
+    lines = [f"[{group}]", *(f"{name} = {module}" for name, module in points.items())]
+    (installed / "entry_points.txt").write_text("\n".join(lines))
+    (tmp_path / "calm" / "config.json").write_text(config)
+
+    def check(code: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "calm_gemma.py").write_text(code)
+        places = os.pathsep.join([str(tmp_path), str(ROOT)])
+        command = [sys.executable, "-m", "meshrl", "model-check", "calm"]
+        environment = {**os.environ, "PYTHONPATH": places}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+
+    refused = check(model)
+    assert refused.returncode == 2, refused.stderr
+    assert "CalmGemmaForCausalLM of 'calm' gives a single row logprobs that differ by" in refused.stderr
+    done = check(model + fact)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^(.+?) +\w[\w ]*: largest difference", done.stdout, re.MULTILINE) == ["proven"] * 9
 
 
 def test_the_page_about_adding_an_algorithm_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -25,6 +25,7 @@ LEVELS = {
 }
 
 EVERYWHERE = {"numpy"}
+MODEL_CHECK = {f"tools/model_check/{name}.py" for name in ("checks", "command", "small_model")}
 HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that may import it
     "xxhash": {"sync"},
     "triton": {"model/kernels.py", "sync/kernels.py"},  # imported where `has_triton` holds
@@ -40,8 +41,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
         "rollout",
         "cluster",
         "loops",
-        "tools/model_check/checks.py",
-        "tools/model_check/random_model.py",
+        *MODEL_CHECK,
     },
     "pydantic": {"config"},
     "pydantic_core": {"config"},
@@ -49,7 +49,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "math_verify": {"reward"},
     "sympy": {"reward"},
     "cloudpickle": {"reward"},
-    "transformers": {"data", "model", "tools/model_check/checks.py", "tools/model_check/random_model.py"},
+    "transformers": {"data", "model", *MODEL_CHECK},
     "huggingface_hub": {"data", "model"},
     "jinja2": {"data"},
     "safetensors": {"model"},

@@ -36,6 +36,7 @@ from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import bare_row, pack
 
 TOLERANCE = 1e-5  # nats of a logprob; of a gradient, relative to its norm
+USUAL_LOGIT = 10.0  # a logit is rounded in proportion to its size, so models with larger logits have more tolerance
 SMALL_GRADIENT = 1e-2  # of the largest norm; a smaller gradient (a key's bias has none) is compared with this
 MIN_MARGIN = 1e-4  # between the best two logits; rounding decides a greedy token of a smaller one
 NEW_TOKENS = 24
@@ -64,6 +65,12 @@ class CheckedModel:
     @cached_property
     def theirs(self) -> Any:
         return transformers_model(self.path)
+
+    @cached_property
+    def tolerance(self) -> float:
+        with torch.no_grad():
+            logits = [self.theirs(torch.from_numpy(row.tokens.astype(np.int64))[None]).logits for row in self.rows]
+        return TOLERANCE * max(1.0, *(float(z.abs().max()) / USUAL_LOGIT for z in logits))
 
     @cached_property
     def reference(self) -> Scores:
@@ -284,17 +291,18 @@ CHECKS: dict[str, Callable[[CheckedModel], float]] = {
 
 
 class Finding(NamedTuple):
-    """difference: the largest, NaN if there is a reason why it was not measured."""
+    """difference: the largest, NaN if there is a reason why it was not measured. allowed: the tolerance."""
 
     difference: float
+    allowed: float = TOLERANCE
     reason: str = ""
 
     @property
     def proven(self) -> bool:
-        return self.difference <= TOLERANCE
+        return self.difference <= self.allowed
 
     def __str__(self) -> str:
-        return self.reason or f"largest difference {self.difference:.1e} (allowed: {TOLERANCE:g})"
+        return self.reason or f"largest difference {self.difference:.1e} (allowed: {self.allowed:.1e})"
 
 
 def findings(path: Path, on_two_ranks: OnTwoRanks) -> Iterator[tuple[str, Finding]]:
@@ -302,7 +310,7 @@ def findings(path: Path, on_two_ranks: OnTwoRanks) -> Iterator[tuple[str, Findin
     checked = CheckedModel(path, on_two_ranks)
     for name, check in CHECKS.items():
         try:
-            yield name, Finding(check(checked))
+            yield name, Finding(check(checked), checked.tolerance)
         except Exception as cause:  # a model's own code may raise anything
             kind = "" if isinstance(cause, MeshrlError) else f"{type(cause).__name__}: "
-            yield name, Finding(math.nan, f"{kind}{cause}")
+            yield name, Finding(math.nan, reason=f"{kind}{cause}")

@@ -13,7 +13,7 @@ from vllm_servers import MISSING
 
 from meshrl.model.facts import model_facts
 from meshrl.rollout.server.name_map import trace_loader
-from meshrl.tools.model_check.random_model import write_random_model
+from meshrl.tools.model_check.small_model import write_random_model
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(120)]
 LOADED = [family for family, entry in FAMILIES.items() if not entry.refused]
