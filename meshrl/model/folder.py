@@ -101,9 +101,9 @@ def _require_known_class(path: Path, config: dict[str, Any]) -> None:
 
     kind, code = config.get("model_type"), config.get("auto_map")
     known = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
-    if known in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
     if known is not None:
+        if known in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return
         raise ConfigError(
             f"{path}: model_type is {kind!r}, for which Transformers has no causal language model "
             "(AutoModelForCausalLM). Choose a text model"

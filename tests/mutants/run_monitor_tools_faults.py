@@ -12,6 +12,8 @@ _RUN_FOLDER = "tests/unit/run/test_run_folder.py::"
 _SIGNALS = "tests/unit/run/test_signals.py::"
 _TOKEN_VALUES = "tests/unit/run/test_token_values.py::"
 _REPORT_JUDGEMENT = "tests/unit/tools/test_report_judgement.py::"
+_MODEL_CHECK = "tests/unit/tools/test_model_check.py::"
+_FAMILIES = "tests/contract/test_model_families.py::test_a_family_has_exactly_what_its_entry_states"
 _RUN_STATUS = "tests/unit/tools/test_run_status.py::"
 
 FAULTS = [
@@ -223,5 +225,23 @@ FAULTS = [
         "meshrl/tools/status.py::stop",
         "not holds_lease(status.pid, folder) => False",
         _RUN_STATUS + "test_a_process_that_does_not_hold_the_lease_gets_no_signal",
+    ),
+    Fault(
+        "model-check leaves out later kinds of layers",
+        "meshrl/tools/model_check/small_model.py::_first_layers",
+        "1 + kinds.index(kind) => 1",
+        _MODEL_CHECK + "test_layers_of_each_kind_are_taken_with_the_models_own_values",
+    ),
+    Fault(
+        "a check that was not made counts as proven",
+        "meshrl/tools/model_check/checks.py::Finding.proven",
+        "self.difference <= self.allowed => not self.difference > self.allowed",
+        _MODEL_CHECK + "test_a_check_that_fails_and_one_that_raises_are_reported_and_the_others_are_made",
+    ),
+    Fault(
+        "the scale of a head is inverted",
+        "meshrl/model/families.py",
+        "1.0 / value => value",
+        _FAMILIES + "[granite]",
     ),
 ]
