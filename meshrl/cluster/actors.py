@@ -43,6 +43,7 @@ from meshrl.core.device import (
 )
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Metric, Request, Sample, Turn
+from meshrl.model.attention import attention_text
 from meshrl.model.flops import peak_flops
 from meshrl.model.recipe import DTYPES
 from meshrl.monitor.memory import memory_metrics
@@ -233,6 +234,14 @@ class RankWorker:
     @phase("export")
     def model_bytes(self) -> int:
         return self._policy.model_bytes()
+
+    @phase("report")
+    def attention(self) -> str:
+        """How trainer and embedded sampler compute attention."""
+        text = attention_text(self.spec.model.attn_implementation, self._policy.attention)
+        if self.spec.rollout is not None and self.spec.rollout.engine == "embedded":
+            text += ". The sampler computes prompts in this way, and new tokens by matrix products over its KV cache"
+        return text
 
     @phase("load")
     async def set_layout(self, layout: Layout) -> tuple[bool, bool]:

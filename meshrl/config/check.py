@@ -245,12 +245,6 @@ def notices(case: Case) -> list[str]:
                 f"algo.correction.kind is off, although {reason}: the loss treats samples of another policy as its own "
                 "(docs/correction.md). auto corrects this."
             )
-    attention = config.model.attn_implementation
-    if attention != "auto":
-        texts.append(
-            f"model.attn_implementation is {attention}: trainer and sampler share one packed attention over torch's "
-            "scaled_dot_product_attention, which picks its kernel (flash where the hardware has it) by itself."
-        )
     if config.train.optimizer.lr is None and purpose != "eval" and config.peak_lr != RunConfig.DEFAULT_LR:
         with_lora = " with model.lora" if config.model.lora.enabled else ""
         texts.append(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
@@ -36,12 +36,21 @@ class ModelConfig(Slice):
     """folder with config.json, safetensors and tokenizer, or a Hugging Face Hub id organisation/name"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """dtype in which trainer and sampler compute; the trainer stores parameters in train.master_dtype"""
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """all four values give the same packed attention with torch's SDPA, which chooses its kernel for the hardware"""
+    attn_implementation: Literal["auto", "sdpa", "flash", "flex", "eager"] = "auto"
+    """how trainer and embedded sampler compute attention: flash (or flash_attention_2) = a kernel for packed rows;
+    flex = torch's flex_attention; sdpa = torch's SDPA over padded rows; eager = plain matrix products, for a debugger;
+    auto = flash where the device and the model permit it, else sdpa, and matrix products for short rows on a CPU. The
+    run reports what it uses, and why where it can't be the one that is set: then it is as auto. Embedded samplers
+    compute prompts in this way, and new tokens by matrix products over their KV cache; servers have their own"""
     lora: LoraConfig = LoraConfig()
     """low-rank adapters"""
     vision: Literal["shard", "replicate", "freeze"] = "shard"
     """placement of a vision tower: shard = sharded, replicate = a copy in each rank, freeze = not trained"""
+
+    @field_validator("attn_implementation", mode="before")
+    @classmethod
+    def _other_name(cls, value: object) -> object:
+        return "flash" if value == "flash_attention_2" else value
 
 
 def model_problems(case: Case) -> Iterator[Problem]:

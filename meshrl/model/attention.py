@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
-from meshrl.core.device import has_varlen_kernels, upload
+from meshrl.core.device import has_triton, has_varlen_kernels, upload
+from meshrl.model.attention_kernels import Flex, eager_attention, padded_attention, sdpa_attention
 from meshrl.parallel.exchange import Axis, swapped
 
 NAME = "meshrl"
+# Transformers' name of each model.attn_implementation. It loads a package of its own for a name with "flash" in it.
+NAMES = {"auto": NAME, **{name: f"{NAME}_{name}" for name in ("sdpa", "eager", "flex")}, "flash": f"{NAME}_varlen"}
 PAD_WASTE = 1.25  # a padded bucket may cost at most this many times what its rows cost one by one
 ALIGNED_KEYS = 16  # on a CPU, 316 keys take 11 ms and 320 take 7 ms (bf16, forward): a softmax computes full vectors
 CHEAP_WASTE = 128 * 128  # scores of padding that cost less than the kernel launches of one more bucket
@@ -41,18 +44,21 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Parameters of one attention layer: softmax scale, sliding window in tokens (None = all), logit softcap."""
+    """Parameters of one attention layer: softmax scale, sliding window in tokens (None = all), logit softcap.
+    implementation: one of NAMES, the value of model.attn_implementation."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    implementation: str = "auto"
 
 
 def register() -> None:
-    """Make the attention name known to Transformers; safe to call again."""
+    """Make the attention names known to Transformers; safe to call again."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    for implementation, name in NAMES.items():
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, implementation=implementation))
 
 
 def _attention(
@@ -67,6 +73,7 @@ def _attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     attention_context: AttentionContext | None = None,
+    implementation: str = "auto",
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' interface, query [1, H, T, D] -> [1, T, H, D]."""
@@ -80,7 +87,7 @@ def _attention(
         feature = "attention sinks (s_aux)" if s_aux is not None else f"attention dropout {dropout}"
         raise ValueError(f"{type(module).__name__} asks for {feature}, which meshrl's attention does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    spec = AttentionSpec(scale, sliding_window, softcap)
+    spec = AttentionSpec(scale, sliding_window, softcap, implementation)
     out = attention_context.attend(
         module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), spec
     )
@@ -122,23 +129,45 @@ class PackedAttention:
     cu_seqlens cuts the pack into segments. A segment is a row, or continues another segment (parents[s], -1 = none): a
     group's prompt is then computed once, and each answer sees the prompt and itself.
 
-    Where PyTorch has a kernel for packed rows, it computes all segments in one call. Elsewhere segments with prefixes
-    of equal length are sorted by length and cut into buckets, whose padded cost stays within PAD_WASTE times the sum
-    of queries x keys, so a pack costs about what its rows cost one by one, with few kernel launches. Right padding
-    can't leak: attention is causal.
+    KERNELS has the ways to compute it. Where PyTorch has a kernel for packed rows, it computes all segments in one
+    call. Elsewhere segments with prefixes of equal length are sorted by length and cut into buckets, whose padded cost
+    stays within PAD_WASTE times the sum of queries x keys, so a pack costs about what its rows cost one by one, with
+    few kernel launches. Right padding can't leak: attention is causal.
+
+    used: layer -> its kernel, and why it is not the one that was asked for.
     """
 
     def __init__(self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None):
         self.num_tokens = cu_seqlens[-1]
         self.use_varlen = has_varlen_kernels(device)  # when False, buckets compute the same result
+        self.used: dict[int, tuple[str, str]] = {}
         self._segments = (cu_seqlens, parents, device)
         self._padded: dict[int, _Padded] = {}
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        if self.use_varlen and _varlen_computes(q, v, spec):
-            return self._varlen.attend(q, k, v, spec)
+        kernel, _ = self.used[layer] = self._choose(q, v, spec)
+        return KERNELS[kernel](self, q, k, v, spec)
+
+    def _choose(self, q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> tuple[str, str]:
+        """The name of a kernel, and why it is not the one that was asked for."""
+        no_flash = _no_flash(q, v, spec) if self.use_varlen else "PyTorch has no kernel for packed rows for this device"
+        problem = ""
+        if spec.implementation == "flash":
+            problem = no_flash
+        elif spec.implementation == "flex":
+            problem = _no_flex(q.device)
+        elif spec.implementation == "sdpa" and spec.softcap is not None:
+            problem = "SDPA computes no softcap"
+        if problem or spec.implementation == "auto":
+            return "padded" if no_flash else "flash", problem
+        return spec.implementation, ""
+
+    def in_rows(
+        self, compute: RowKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """The attention of the pack by a function of equally long rows."""
         padded = self.padded(ALIGNED_KEYS if q.device.type == "cpu" and q.dtype == torch.bfloat16 else 1)
         sizes = [b.num_queries for b in padded.buckets], [b.num_keys for b in padded.buckets]
         queries = _picked(q, padded.queries).split(sizes[0])
@@ -146,8 +175,7 @@ class PackedAttention:
         outs = []
         for i, b in enumerate(padded.buckets):
             x, y, z = (_in_rows(part, b.rows) for part in (queries[i], keys[i], values[i]))
-            out = _causal_attention(x, y, z, spec)
-            outs.append(out.transpose(1, 2).reshape(b.num_queries, q.shape[1], v.shape[2]))
+            outs.append(compute(x, y, z, spec).transpose(1, 2).reshape(b.num_queries, q.shape[1], v.shape[2]))
         out = _picked(outs[0] if len(outs) == 1 else torch.cat(outs), padded.back)
         return out.contiguous()  # that of a single row may be a transposed view, which some models can't reshape
 
@@ -188,8 +216,19 @@ class PackedAttention:
         return _Padded(buckets, *(i if i is None else next(sent) for i in indices))
 
     @cached_property
-    def _varlen(self) -> Varlen:
+    def varlen(self) -> Varlen:
         return varlen_layout(*self._segments)
+
+    @cached_property
+    def flex(self) -> Flex:
+        cu_seqlens, parents, device = self._segments
+        lengths = torch.tensor(cu_seqlens).diff()
+        parent = torch.full_like(lengths, -1) if parents is None else torch.tensor(list(parents))
+        before = torch.where(parent < 0, 0, lengths[parent])
+        token, starts = torch.arange(self.num_tokens), torch.tensor(cu_seqlens[:-1])
+        tensors = [torch.arange(len(lengths)), parent, before - starts]
+        segment, parent, shift = (x.repeat_interleave(lengths) for x in tensors)
+        return Flex(*upload([segment, parent, token + shift], device))
 
 
 class UlyssesAttention:
@@ -259,11 +298,20 @@ def varlen_layout(cu_seqlens: list[int], parents: Sequence[int] | None, device: 
     return Varlen(queries, keys, (longest, max(lengths)), gather)
 
 
-def _varlen_computes(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> bool:
-    """Whether the kernel supports this dtype, head size and score function."""
+def _no_flash(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> str:
+    """Why the kernel for packed rows can't compute this layer; "" if it can."""
     size = q.shape[2]
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return half and spec.softcap is None and size == v.shape[2] and size % 8 == 0 and size <= 256
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel computes bfloat16 and float16, not {q.dtype}".replace("torch.", "")
+    if size != v.shape[2] or size % 8 or size > 256:
+        return f"the kernel has no head sizes {size} and {v.shape[2]}"
+    return "" if spec.softcap is None else "the kernel computes no softcap"
+
+
+def _no_flex(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "flex_attention has no backward pass on a CPU"
+    return "" if has_triton(device) else "flex_attention needs Triton, which is not installed for this device"
 
 
 @lru_cache(maxsize=1)
@@ -301,88 +349,29 @@ def _in_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x.reshape(rows, -1, x.shape[1], x.shape[2]).transpose(1, 2)
 
 
-def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Equally long rows, each after a prefix of N - L tokens: q [B, H, L, D], k and v [B, K, N, D] -> [B, H, L, Dv]."""
-    n = k.shape[2]
-    prefix = n - q.shape[2]
-    unseen = spec.window is not None and n > spec.window
-    if prefix or unseen or spec.softcap is not None or _short_on_cpu(q, n):
-        position = torch.arange(n, device=q.device)
-        return masked_attention(q, k, v, visible(position[prefix:], position, spec.window), spec)
-    return F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+RowKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
+Kernel = Callable[[PackedAttention, torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
+KERNELS: dict[str, Kernel] = {
+    "padded": lambda pack, *layer: pack.in_rows(padded_attention, *layer),
+    "sdpa": lambda pack, *layer: pack.in_rows(sdpa_attention, *layer),
+    "eager": lambda pack, *layer: pack.in_rows(eager_attention, *layer),
+    "flash": lambda pack, *layer: pack.varlen.attend(*layer),
+    "flex": lambda pack, *layer: pack.flex.attend(*layer),
+}
+_TEXTS = {
+    "padded": "SDPA over padded rows, and matrix products for short rows on a CPU and for softcaps",
+    "sdpa": "SDPA over padded rows",
+    "eager": "plain matrix products",
+    "flash": "torch's kernel for packed rows (varlen_attn)",
+    "flex": "torch's flex_attention, compiled",
+}
 
 
-def _short_on_cpu(q: torch.Tensor, num_keys: int) -> bool:
-    """Whether two matrix products are faster than PyTorch's fused CPU kernel. The kernel's backward takes 18 ms for 64
-    bf16 rows of 20 tokens, the products 2 ms; above 256 keys (fp32: 64) the kernel is faster. Accelerators always use
-    the fused kernel."""
-    return q.device.type == "cpu" and num_keys <= (256 if q.dtype == torch.bfloat16 else 64)
-
-
-def visible(query_position: torch.Tensor, key_position: torch.Tensor, window: int | None) -> torch.Tensor:
-    """bool [..., Q, N]: which keys each query may see, given the positions [..., Q] and [..., N] in their row."""
-    behind = query_position[..., :, None] - key_position[..., None, :]
-    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
-
-
-def masked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, spec: AttentionSpec
-) -> torch.Tensor:
-    """Attention under a bool mask [Q, N]: q [B, H, Q, D], k and v [B, K, N, D] -> [B, H, Q, Dv].
-
-    With a softcap, and for short rows on a CPU, separate matrix products compute the scores, in fp32, as PyTorch's
-    fused kernels do. Only the result of the softmax is rounded, to the dtype that the product with the values needs.
-    """
-    (b, h, q_len, d), (heads, n) = q.shape, k.shape[1:3]
-    if spec.softcap is None and not _short_on_cpu(q, n):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale, enable_gqa=h != heads)
-    # Query heads that share a key head are rows of one matrix product: no key or value is repeated.
-    unseen = ~mask.repeat(h // heads, 1)
-    queries, keys = q.reshape(b * heads, -1, d), k.reshape(b * heads, n, d).transpose(1, 2)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    bias = torch.zeros(unseen.shape, dtype=wide, device=q.device).masked_fill_(unseen, torch.finfo(wide).min)
-    bias = bias.expand(b * heads, -1, -1)
-    if spec.softcap is None:
-        scores = wide_product(queries, keys, bias, spec.scale)
-    else:
-        scores = torch.tanh(wide_product(queries, keys) * (spec.scale / spec.softcap)) * spec.softcap + bias
-    out = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v.reshape(b * heads, n, v.shape[3]))
-    return out.view(b, h, q_len, v.shape[3])
-
-
-def wide_product(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0
-) -> torch.Tensor:
-    """a @ b, or bias + scale * (a @ b) with a bias in the result's dtype: a [B, M, K], b [B, K, N] of one dtype ->
-    [B, M, N] in fp32 (fp64 stays).
-
-    Attention scores may be large with small differences, since a key bias adds nearly the same number to all scores of
-    a query. bf16 rounds a score of 196 by up to 0.5, which changes logprobs by 0.1 nats on average.
-    """
-    if a.dtype.itemsize < 4:
-        return _WideProduct.apply(a, b, bias, scale)  # type: ignore[no-any-return]  # apply is not typed
-    return torch.bmm(a, b) if bias is None else torch.baddbmm(bias, a, b, alpha=scale)
-
-
-class _WideProduct(torch.autograd.Function):
-    """PyTorch's product of 16-bit operands with fp32 output exists on accelerators only, and has no backward pass. On a
-    CPU the operands are converted, which rounds nothing. The backward pass multiplies in the operands' dtype, as fused
-    kernels do. (PyTorch has baddbmm with fp32 output, too, whose bias can't be broadcast in some versions.)"""
-
-    @staticmethod
-    def forward(ctx, a, b, bias, scale):  # type: ignore[override]
-        ctx.save_for_backward(a, b)
-        ctx.scale = scale
-        if a.device.type == "cpu":
-            product = torch.bmm(a.float(), b.float())
-        else:
-            product = torch.bmm(a, b, out_dtype=torch.float32)
-        return product if bias is None else torch.add(bias, product, alpha=scale)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        a, b = ctx.saved_tensors
-        grad = grad.to(a.dtype)
-        return torch.bmm(grad, b.mT).mul_(ctx.scale), torch.bmm(a.mT, grad).mul_(ctx.scale), None, None
+def attention_text(asked: str, used: Mapping[int, tuple[str, str]]) -> str:
+    """How the layers of a model compute attention, and why not as asked. used: of a PackedAttention."""
+    counts = Counter(used.values())
+    parts = []
+    for (kernel, problem), count in counts.items():
+        layers = f" in {count} of {len(used)} layers" if len(counts) > 1 else ""
+        parts.append(f"{_TEXTS[kernel]}{layers}" + (f", because {problem}" if problem else ""))
+    return f"attention {asked}: {'; '.join(parts)}"

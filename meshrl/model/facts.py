@@ -43,7 +43,7 @@ class ModelFacts:
     weights: StoredWeights | LoadedWeights
 
 
-def model_facts(path: str | Path) -> ModelFacts:
+def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
     """Read config.json and the headers of the weight files. If only Transformers can compute the values from the files,
     the full model is loaded into host memory.
 
@@ -68,7 +68,8 @@ def model_facts(path: str | Path) -> ModelFacts:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _require_plain_attention(config.get_text_config(), path)
         _require_attention_interface(config, path)
-        lm = _skeleton(config, folder)
+        name = attention.NAMES[implementation]
+        lm = _skeleton(config, folder, name)
         quantized = getattr(config, "quantization_config", None) is not None
         names = HubNames(lm)
         matched = "it is quantized" if quantized else match_names(lm, stored, names, path)
@@ -78,7 +79,7 @@ def model_facts(path: str | Path) -> ModelFacts:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log = logging.getLogger(__name__)
                 log.warning("model.path %r: every rank loads the full model: %s", str(path), matched)
-            full = _load_full(stored, folder)
+            full = _load_full(stored, folder, name)
             lm, weights = meta_copy(full), LoadedWeights(full)
         else:
             weights = StoredWeights(matched, names)
@@ -101,13 +102,13 @@ def as_config_error(path: str | Path, *more: type[Exception]) -> Iterator[None]:
         ) from cause
 
 
-def _skeleton(config: Any, path: str | Path) -> PreTrainedModel:
+def _skeleton(config: Any, path: str | Path, name: str) -> PreTrainedModel:
     """The model with its parameters on the meta device and its buffers as `from_pretrained` makes them."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.NAME, dtype=torch.float32, trust_remote_code=False
+            config, attn_implementation=name, dtype=torch.float32, trust_remote_code=False
         )
     for module in lm.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -124,13 +125,13 @@ def _skeleton(config: Any, path: str | Path) -> PreTrainedModel:
     return lm
 
 
-def _load_full(stored: dict[str, StoredTensor], folder: Path) -> PreTrainedModel:
+def _load_full(stored: dict[str, StoredTensor], folder: Path, name: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
-        attn_implementation=attention.NAME,
+        attn_implementation=name,
         output_loading_info=True,
         use_safetensors=True,
         trust_remote_code=False,

@@ -46,6 +46,7 @@ class Recipe:
 
     dtype: of the parameters, except adapters, which have adapter_dtype. compute_dtype: of a sharded model's forward.
     mesh: None = not sharded, and then no checkpointing. keep_unsharded: after the forward, for the backward pass.
+    attention: one of attention.NAMES.
     """
 
     dtype: torch.dtype = torch.float32
@@ -57,6 +58,7 @@ class Recipe:
     activation_checkpointing: bool = False
     keep_unsharded: bool = False
     device: torch.device = CPU
+    attention: str = "auto"
 
 
 def build_model(path: str | Path, recipe: Recipe) -> CausalModel:
@@ -65,7 +67,7 @@ def build_model(path: str | Path, recipe: Recipe) -> CausalModel:
 
     Raises: ConfigError when the folder holds no model that Transformers can load, or one that we compute differently.
     """
-    facts = model_facts(path)
+    facts = model_facts(path, recipe.attention)
     model = skeleton(facts, recipe)
     adapt(model, facts, recipe)
     parallelize(model, recipe)

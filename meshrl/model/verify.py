@@ -90,12 +90,13 @@ class ComparedModel(CausalModel):
         single = _RecordedAttention(self._padded([0, len(rows[0])]), device)
         ours = self._logprobs(tokens, positions, packed)
         alone = self._logprobs(rows[0], positions[: len(rows[0])], single)
+        name = lm.config._attn_implementation
         lm.config._attn_implementation = "eager"  # implemented in every model's own file
         with nullcontext() if self.peers is None else self.peers.without_tp():
             theirs = torch.cat([torch.log_softmax(lm(row[None]).logits[0].float(), dim=-1) for row in rows])
         if self.peers is not None:
             theirs = theirs.gather(1, tokens.roll(-1)[:, None])
-        lm.config._attn_implementation = attention.NAME
+        lm.config._attn_implementation = name
         return ScoreDifferences((alone - theirs[: len(alone)]).abs().max(), (ours - theirs).abs().max(), single.layers)
 
     def _logprobs(

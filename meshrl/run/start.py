@@ -239,6 +239,7 @@ async def _note_ready(
     run: LiveRun, trainer: TrainGroup, num_eval_prompts: int = 0, max_context_tokens: int = 0
 ) -> None:
     run.note(f"ready after {run.seconds:.1f} s")
+    run.note(await trainer.attention())
     sizes = WrittenSizes(
         state_bytes=await trainer.state_bytes(),
         model_bytes=await trainer.model_bytes(),

@@ -97,6 +97,7 @@ class TrainEngine:
         self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
         self.version = 0
+        self.attention: dict[int, tuple[str, str]] = {}  # PackedAttention.used of the newest forward
         self._write: Future[tuple[str, FileFact]] | None = None
 
     @classmethod
@@ -108,7 +109,7 @@ class TrainEngine:
         """
         lora = model_cfg.lora if role in TRAINED and model_cfg.lora.enabled else None
         compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
-        recipe = _recipe(train_cfg, mesh, role, compute, masters, lora)
+        recipe = _recipe(train_cfg, mesh, role, compute, masters, lora, model_cfg.attn_implementation)
         engine = cls(build_model(model_cfg.path, recipe), mesh, train_cfg, role, recipe)
         engine.require_independent_rows()
         return engine
@@ -274,6 +275,7 @@ class TrainEngine:
             entropy,
             self._model_kwargs(batch),
         )
+        self.attention = context.used
         zeros = torch.zeros(batch.num_tokens, dtype=logp.dtype, device=logp.device)
         outputs = [None if values is None else zeros.index_copy(0, scored, values) for values in (logp, ent)]
         if peers is not None:
@@ -393,6 +395,7 @@ def _recipe(
     compute: torch.dtype,
     masters: torch.dtype,
     lora: LoraConfig | None,
+    attention: str = "auto",
 ) -> Recipe:
     trains = role in TRAINED
     return Recipe(
@@ -405,6 +408,7 @@ def _recipe(
         activation_checkpointing=trains and cfg.activation_checkpointing,
         keep_unsharded=cfg.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
         device=current_device(mesh.device_type),
+        attention=attention,
     )
 
 

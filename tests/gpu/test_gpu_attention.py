@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,18 @@ def test_values_and_gradients_are_those_of_the_definition(accelerator, heads, pa
     for name, one, other in zip(("output", "dq", "dk", "dv"), got, want, strict=True):
         off = float((one - other).norm() / other.norm())
         assert off < OFF[dtype], f"{name} is {off:.2e} of its norm off"
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flex"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize("pack", [ROWS, FAMILIES], ids=["rows", "families"])
+def test_each_implementation_has_the_values_and_gradients_of_the_definition(accelerator, pack, spec, name):
+    qkv = [x.to(accelerator) for x in _qkv(pack[0][-1], 14, 2, 64, torch.bfloat16)]
+    want = _run(lambda q, k, v: _definition(pack, q, k, v, spec), [x.double() for x in qkv])
+    packed = PackedAttention(pack[0], accelerator, pack[1])
+    got = _run(lambda q, k, v: packed.attend(0, q, k, v, replace(spec, implementation=name)), qkv)
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).norm() < OFF[torch.bfloat16] * other.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -14,6 +14,7 @@ _FUZZ_MODEL = "tests/fuzz/test_fuzz_model.py::"
 _CAUSAL_MODEL = "tests/unit/model/test_causal_model.py::"
 _HUB_NAMES = "tests/unit/model/test_hub_names.py::"
 _LOGPROB = "tests/unit/model/test_logprob.py::"
+_IMPLEMENTATIONS = "tests/unit/model/test_attention_implementations.py::"
 _PACKED_ATTENTION = "tests/unit/model/test_packed_attention.py::"
 _TRAINER_ON_META = "tests/unit/model/test_trainer_on_meta.py::"
 _WEIGHT_NAMES = "tests/unit/model/test_weight_names.py::"
@@ -154,6 +155,18 @@ FAULTS = [
         "torch.arange(prefixes[s].start, prefixes[s].stop)"
         " => torch.arange(prefixes[members[0]].start, prefixes[members[0]].stop)",
         _PACKED_ATTENTION + "test_rows_padded_to_full_vectors_equal_the_definition_in_bf16[prompts_of_equal_length]",
+    ),
+    Fault(
+        "flex_attention sees all earlier tokens of a pack",
+        "meshrl/model/attention_kernels.py::Flex._mask",
+        "(self.segment[query] == self.segment[key]) | (self.parent[query] == self.segment[key]) => query >= key",
+        _IMPLEMENTATIONS + "test_changing_one_answer_changes_no_bit_of_the_others[flex]",
+    ),
+    Fault(
+        "every model.attn_implementation is auto",
+        "meshrl/model/attention.py::PackedAttention._choose",
+        'return spec.implementation, "" => return "padded", ""',
+        _IMPLEMENTATIONS + "test_sdpa_and_eager_run_the_kernels_of_their_names",
     ),
     Fault(
         "activation checkpointing keeps every activation",

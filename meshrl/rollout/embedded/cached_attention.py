@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshrl.model.attention import AttentionSpec, PackedAttention, visible, wide_product
+from meshrl.model.attention import AttentionSpec, PackedAttention
+from meshrl.model.attention_kernels import visible, wide_product
 from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
 from meshrl.rollout.embedded.step_arrays import StepArrays
 

@@ -54,7 +54,9 @@ def build_embedded_engine(
     """
     max_context_tokens, _ = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
     dtype, lora = DTYPES[model_cfg.dtype], model_cfg.lora if model_cfg.lora.enabled else None
-    model = build_model(model_cfg.path, Recipe(dtype=dtype, lora=lora, adapter_dtype=dtype, device=device))
+    attention = model_cfg.attn_implementation
+    recipe = Recipe(dtype=dtype, lora=lora, adapter_dtype=dtype, device=device, attention=attention)
+    model = build_model(model_cfg.path, recipe)
     model.requires_grad_(False)
     randomize_adapters(model.lm)  # so that the fast decoder is compared with adapters that do something
     fast = fast_decoder(model)

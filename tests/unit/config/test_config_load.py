@@ -201,11 +201,10 @@ def test_the_resolved_sft_config_loads_to_the_same_config(write, good_sft: Path)
     assert load_sft_config(write(to_yaml(loaded), "resolved.yaml")).config == loaded.config
 
 
-def test_the_readme_yaml_for_flash_attention_loads_with_a_notice(good: Path):
+def test_transformers_name_of_flash_attention_is_another_name_of_flash(good: Path):
     loaded = load_run_config(good, ["model={dtype: bfloat16, attn_implementation: flash_attention_2}"])
-    assert loaded.config.model.attn_implementation == "flash_attention_2"
-    assert len(loaded.notices) == 1 and "flash_attention_2" in loaded.notices[0]
-    assert load_run_config(good).notices == ()
+    assert loaded.config.model.attn_implementation == "flash"
+    assert loaded.notices == load_run_config(good).notices == ()
 
 
 def test_a_row_above_the_token_budget_and_bf16_masters_give_notices(good: Path):

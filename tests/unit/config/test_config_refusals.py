@@ -64,7 +64,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("train.activation_checkpointing=3", ["true | false"]),
     (
         "model.attn_implementation=flash_attention_3",
-        ["auto, sdpa, eager or flash_attention_2. Nearest: flash_attention_2."],
+        ["auto, sdpa, flash, flex or eager. Nearest: flash."],
     ),
     ("loop.num_steps=2.5", ["integer >= 1"]),
     ("loop.num_steps=0", ["integer >= 1"]),

@@ -46,7 +46,8 @@ def test_supervised_training_prints_its_start_its_steps_and_its_end_as_train_doe
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("note: ")]
     assert lines[0] == f"run {folder}: starting 1 train rank, executor inline"
     assert lines[1].startswith("ready after ")
-    assert lines[2].startswith("disk: at most ") and " free: states " in lines[2] and "newest 2 kept" in lines[2]
-    assert [line.partition("  ")[0] for line in lines[3:5]] == ["step 1/2", "step 2/2"]
+    assert lines[2].startswith("attention auto: SDPA")
+    assert lines[3].startswith("disk: at most ") and " free: states " in lines[3] and "newest 2 kept" in lines[3]
+    assert [line.partition("  ")[0] for line in lines[4:6]] == ["step 1/2", "step 2/2"]
     assert f"wrote {folder / 'checkpoints' / 'step_000002' / 'model'}" in lines
     assert lines[-1].startswith("done: 2 steps in ") and lines[-1].endswith(f"see {folder / 'report.html'}")

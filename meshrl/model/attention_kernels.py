@@ -1,0 +1,171 @@
+"""The attention of equally long rows, and of a pack by flex_attention; attention.py chooses between these functions.
+
+Letters: B rows, L queries and N keys of a row, H query heads, K key/value heads, D head size. A row's queries are its
+last L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from meshrl.model.attention import AttentionSpec
+
+
+def padded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """The fastest exact way here: q [B, H, L, D], k and v [B, K, N, D] -> [B, H, L, Dv]."""
+    if spec.softcap is not None or _short_on_cpu(q, k.shape[2]):
+        return _product_attention(q, k, v, spec)
+    return sdpa_attention(q, k, v, spec)
+
+
+def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """As padded_attention; PyTorch chooses the kernel. It has no softcap."""
+    n = k.shape[2]
+    causal = q.shape[2] == n and (spec.window is None or n <= spec.window)
+    mask = None if causal else _mask(q, n, spec.window)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped
+    )
+
+
+def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """As padded_attention, by its definition, with all scores in memory: for a debugger."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q.to(wide) @ k.to(wide).transpose(2, 3) * spec.scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = scores.masked_fill(~_mask(q, k.shape[2], spec.window), -torch.inf)
+    return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+
+
+def _product_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """As padded_attention: matrix products compute the scores, in fp32, as PyTorch's fused kernels do. Only the result
+    of the softmax is rounded, to the dtype that the product with the values needs."""
+    (b, h, q_len, d), (heads, n) = q.shape, k.shape[1:3]
+    # Query heads that share a key head are rows of one matrix product: no key or value is repeated.
+    unseen = ~_mask(q, n, spec.window).repeat(h // heads, 1)
+    queries, keys = q.reshape(b * heads, -1, d), k.reshape(b * heads, n, d).transpose(1, 2)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    bias = torch.zeros(unseen.shape, dtype=wide, device=q.device).masked_fill_(unseen, torch.finfo(wide).min)
+    bias = bias.expand(b * heads, -1, -1)
+    if spec.softcap is None:
+        scores = wide_product(queries, keys, bias, spec.scale)
+    else:
+        scores = torch.tanh(wide_product(queries, keys) * (spec.scale / spec.softcap)) * spec.softcap + bias
+    out = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v.reshape(b * heads, n, v.shape[3]))
+    return out.view(b, h, q_len, v.shape[3])
+
+
+def _short_on_cpu(q: torch.Tensor, num_keys: int) -> bool:
+    """Whether two matrix products are faster than PyTorch's fused CPU kernel. The kernel's backward takes 18 ms for 64
+    bf16 rows of 20 tokens, the products 2 ms; above 256 keys (fp32: 64) the kernel is faster. Accelerators always use
+    the fused kernel."""
+    return q.device.type == "cpu" and num_keys <= (256 if q.dtype == torch.bfloat16 else 64)
+
+
+def _mask(q: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
+    """bool [L, N]: which keys each query of a row sees."""
+    position = torch.arange(num_keys, device=q.device)
+    return visible(position[num_keys - q.shape[2] :], position, window)
+
+
+def visible(query_position: torch.Tensor, key_position: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [..., Q, N]: which keys each query may see, given the positions [..., Q] and [..., N] in their row."""
+    behind = query_position[..., :, None] - key_position[..., None, :]
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+
+
+def wide_product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0
+) -> torch.Tensor:
+    """a @ b, or bias + scale * (a @ b) with a bias in the result's dtype: a [B, M, K], b [B, K, N] of one dtype ->
+    [B, M, N] in fp32 (fp64 stays).
+
+    Attention scores may be large with small differences, since a key bias adds nearly the same number to all scores of
+    a query. bf16 rounds a score of 196 by up to 0.5, which changes logprobs by 0.1 nats on average.
+    """
+    if a.dtype.itemsize < 4:
+        return _WideProduct.apply(a, b, bias, scale)  # type: ignore[no-any-return]  # apply is not typed
+    return torch.bmm(a, b) if bias is None else torch.baddbmm(bias, a, b, alpha=scale)
+
+
+class _WideProduct(torch.autograd.Function):
+    """PyTorch's product of 16-bit operands with fp32 output exists on accelerators only, and has no backward pass. On a
+    CPU the operands are converted, which rounds nothing. The backward pass multiplies in the operands' dtype, as fused
+    kernels do. (PyTorch has baddbmm with fp32 output, too, whose bias can't be broadcast in some versions.)"""
+
+    @staticmethod
+    def forward(ctx, a, b, bias, scale):  # type: ignore[override]
+        ctx.save_for_backward(a, b)
+        ctx.scale = scale
+        if a.device.type == "cpu":
+            product = torch.bmm(a.float(), b.float())
+        else:
+            product = torch.bmm(a, b, out_dtype=torch.float32)
+        return product if bias is None else torch.add(bias, product, alpha=scale)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        grad = grad.to(a.dtype)
+        return torch.bmm(grad, b.mT).mul_(ctx.scale), torch.bmm(a.mT, grad).mul_(ctx.scale), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Flex:
+    """A pack for flex_attention, which computes only the blocks of scores that have a visible key. Each int64[T]: the
+    segment of a token, the segment that its own continues (-1 = none), and its position in its row."""
+
+    segment: torch.Tensor
+    parent: torch.Tensor
+    position: torch.Tensor
+    _masks: dict[int | None, Any] = field(default_factory=dict)  # window -> BlockMask
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        from torch.nn.attention.flex_attention import flex_attention  # imports the compiler
+
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        cap, grouped = spec.softcap, q.shape[1] != k.shape[1]
+
+        def capped(score: torch.Tensor, b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(score / cap) * cap
+
+        out = compiled(flex_attention)(
+            q,
+            k,
+            v,
+            score_mod=None if cap is None else capped,
+            block_mask=self._mask(spec.window),
+            scale=spec.scale,
+            enable_gqa=grouped,
+        )
+        return out[0].transpose(0, 1).contiguous()  # type: ignore[no-any-return]
+
+    def _mask(self, window: int | None) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def seen(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            behind = self.position[query] - self.position[key]
+            own = (self.segment[query] == self.segment[key]) | (self.parent[query] == self.segment[key])
+            own = own & (behind >= 0)
+            return own if window is None else own & (behind < window)
+
+        if window not in self._masks:
+            size, device = len(self.segment), self.segment.device
+            self._masks[window] = compiled(create_block_mask)(seen, None, None, size, size, device=device)
+        return self._masks[window]
+
+
+@lru_cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once for packs of any length."""
+    return torch.compile(function, dynamic=True)

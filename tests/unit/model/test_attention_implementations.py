@@ -1,0 +1,186 @@
+"""Each model.attn_implementation computes what auto computes, by its own kernel, and leaks nothing between rows.
+
+flash needs a GPU: test_varlen_layout.py replaces its kernel by the definition. flex_attention has no backward pass on a
+CPU by decision of torch; here that check is off, and its fallback without compilation computes scores and gradients.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_lm
+from tiny_run import steps_of, train, write_run
+from tiny_samples import random_samples
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshrl.core.errors import ConfigError
+from meshrl.core.types import Sample
+from meshrl.model import attention, attention_kernels
+from meshrl.model.attention import KERNELS, NAMES, AttentionSpec, PackedAttention, attention_text
+from meshrl.model.causal import CausalModel
+from meshrl.train.packing import pack
+from meshrl.train.probe import require_independent_rows
+
+CPU = torch.device("cpu")
+OWN = ["sdpa", "eager", "flex"]
+PACKS = {
+    "rows": ([0, 5, 5, 6, 70, 81], None),
+    "shared": ([0, 9, 10, 10, 22, 25, 40, 43], [-1, 0, 0, 0, -1, 4, 4]),  # prompts of 9 and 3 tokens; an empty answer
+}
+SPECS = [(None, None), (4, None), (None, 2.0), (4, 2.0)]  # window, softcap
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(attention, "_no_flex", lambda device: "")
+    monkeypatch.setattr(attention_kernels, "compiled", lambda function: function)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    yield
+    torch._dynamo.reset()  # it counts functions that it has traced, up to a limit
+
+
+def _attended(name: str, pack_name: str, window: int | None, softcap: float | None) -> list[torch.Tensor]:
+    """The result and the gradients of q, k and v, for four query heads and two key heads."""
+    cu, parents = PACKS[pack_name]
+    g = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(cu[-1], h, 8, generator=g).requires_grad_() for h in (4, 2, 2)]
+    packed = PackedAttention(cu, CPU, parents)
+    out = packed.attend(0, *qkv, AttentionSpec(0.3, window, softcap, name))
+    kernel, problem = packed.used[0]
+    assert kernel == ("padded" if name == "auto" or problem else name)
+    out.square().sum().backward()
+    return [out.detach(), *(x.grad for x in qkv)]
+
+
+@pytest.mark.parametrize("pack_name", PACKS)
+@pytest.mark.parametrize("name", OWN)
+def test_each_implementation_equals_auto_in_values_and_gradients(flex_on_cpu, name, pack_name):
+    for window, softcap in SPECS:
+        got, want = (_attended(each, pack_name, window, softcap) for each in (name, "auto"))
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.softmax = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.fused += "scaled_dot_product" in str(func)
+        self.softmax += "softmax" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_sdpa_and_eager_run_the_kernels_of_their_names():
+    """Short rows are computed by matrix products in auto only."""
+    found = {}
+    for name in ("auto", "sdpa", "eager"):
+        q = torch.ones(6, 2, 8)
+        with _Operations() as operations, torch.no_grad():
+            PackedAttention([0, 6], CPU).attend(0, q, q, q, AttentionSpec(0.3, implementation=name))
+        found[name] = operations.fused, operations.softmax
+    assert found == {"auto": (0, 1), "sdpa": (1, 0), "eager": (0, 1)}
+
+
+def _model(family: str, name: str) -> CausalModel:
+    lm = tiny_lm(family)
+    lm.set_attn_implementation(NAMES[name])
+    return CausalModel(lm)
+
+
+def _scores(model: CausalModel, samples: list[Sample]) -> dict[int, torch.Tensor]:
+    """Logprobs of each row's trained tokens, in one pack with shared prompts."""
+    batch = pack(samples, list(range(len(samples))), share_prefix=True)
+    scored = batch.mask.nonzero()[:, 0]
+    context = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents)
+    inputs = batch.tokens, batch.position_ids, context, scored, batch.previous[scored], batch.temperature[scored]
+    logprobs, _ = model(*inputs, 64, False, {})
+    row_of = torch.tensor(batch.rows)[torch.searchsorted(batch.cu_seqlens, scored, right=True) - 1]
+    assert len(context.used) == len(model.layers)
+    return {i: logprobs[row_of == i] for i in range(len(samples))}
+
+
+def _group() -> list[Sample]:
+    samples = random_samples(3, [9 + n for n in (5, 1, 30, 5)], groups=1)
+    for s in samples:
+        s.prefix_len, s.mask, s.temperature = 9, np.arange(len(s)) >= 9, 1.0
+        s.tokens[:9] = samples[0].tokens[:9]
+    return samples
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", OWN)
+def test_a_model_scores_and_learns_with_each_implementation_as_with_auto(flex_on_cpu, name, family):
+    """Grouped heads, windows that end in a shared prompt, and a softcap."""
+    found = []
+    for each in (name, "auto"):
+        model, samples = _model(family, each), _group()
+        logprobs = _scores(model, samples)
+        sum(x.square().sum() for x in logprobs.values()).backward()
+        found.append([*logprobs.values(), *(p.grad for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * max(1.0, other.detach().abs().max().item()))
+
+
+def _probe(name: str) -> None:
+    model = _model("qwen2", name)
+
+    def score(samples: list[Sample]) -> dict[int, np.ndarray]:
+        with torch.no_grad():
+            return {i: logprobs.numpy() for i, logprobs in _scores(model, samples).items()}
+
+    require_independent_rows("tiny", 64, score)
+
+
+@pytest.mark.parametrize("name", [*OWN, "flash"])
+def test_the_leak_probe_passes_with_each_implementation_and_sees_a_leak(flex_on_cpu, name, monkeypatch):
+    _probe(name)
+    start = PackedAttention.__init__
+    monkeypatch.setattr(PackedAttention, "__init__", lambda self, cu, *rest: start(self, [0, cu[-1]], CPU))
+    with pytest.raises(ConfigError, match="affect each other"):
+        _probe(name)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_changing_one_answer_changes_no_bit_of_the_others(flex_on_cpu, name):
+    model, samples = _model("gemma2", name), _group()
+    with torch.no_grad():
+        before = _scores(model, samples)
+        samples[2].tokens[9:] = (samples[2].tokens[9:] + 7) % 64
+        after = _scores(model, samples)
+    assert [torch.equal(before[i], after[i]) for i in before] == [True, True, False, True]
+
+
+def test_the_report_names_what_layers_use_and_why():
+    used = {0: ("sdpa", ""), 1: ("padded", "SDPA computes no softcap"), 2: ("sdpa", "")}
+    text = attention_text("sdpa", used)
+    assert text.startswith("attention sdpa: SDPA over padded rows in 2 of 3 layers; ")
+    assert text.endswith("in 1 of 3 layers, because SDPA computes no softcap")
+    assert all(attention_text("auto", {0: (kernel, "")}) for kernel in KERNELS)
+
+
+def test_flex_attention_is_not_used_where_it_has_no_backward_pass():
+    packed, q = PackedAttention([0, 3], CPU), torch.ones(3, 2, 8)
+    packed.attend(0, q, q, q, AttentionSpec(0.3, implementation="flex"))
+    assert packed.used == {0: ("padded", "flex_attention has no backward pass on a CPU")}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("flash", "attention flash: SDPA over padded rows, .* because PyTorch has no kernel for packed rows for this"),
+        ("eager", "attention eager: plain matrix products. The sampler computes prompts in this way"),
+    ],
+)
+def test_a_run_reports_its_attention_once_and_trains_with_it(tmp_path, capsys, name, reason):
+    """Trainer and sampler; the proof that their logprobs are equal passes."""
+    overrides = [f"model.attn_implementation={name}", "cluster.executor=inline", "loop.num_steps=1"]
+    folder = train(write_run(tmp_path), name, *overrides)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention ")]
+    assert len(lines) == 1 and re.match(reason, lines[0])
+    assert len(steps_of(folder)) == 1
