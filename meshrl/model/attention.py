@@ -45,12 +45,15 @@ class AttentionContext(Protocol):
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Parameters of one attention layer: softmax scale, sliding window in tokens (None = all), logit softcap.
-    implementation: one of NAMES, the value of model.attn_implementation."""
+    implementation: one of NAMES, the value of model.attn_implementation. sinks [H]: the score of one more key of each
+    head, without a value. slopes [H]: ALiBi adds to a score minus this times the distance of its tokens."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     implementation: str = "auto"
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
 
 
 def register() -> None:
@@ -74,6 +77,7 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     attention_context: AttentionContext | None = None,
     implementation: str = "auto",
+    slopes: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' interface, query [1, H, T, D] -> [1, T, H, D]."""
@@ -83,11 +87,10 @@ def _attention(
             "needs: either the model does not pass the arguments of its forward call on to its attention layers, or it "
             "was not called through meshrl.model.causal.CausalModel"
         )
-    if s_aux is not None or dropout:
-        feature = "attention sinks (s_aux)" if s_aux is not None else f"attention dropout {dropout}"
-        raise ValueError(f"{type(module).__name__} asks for {feature}, which meshrl's attention does not compute")
+    if dropout:
+        raise ValueError(f"{type(module).__name__} asks for attention dropout {dropout}, which meshrl does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    spec = AttentionSpec(scale, sliding_window, softcap, implementation)
+    spec = AttentionSpec(scale, sliding_window, softcap, implementation, s_aux, slopes)
     out = attention_context.attend(
         module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), spec
     )
@@ -305,7 +308,8 @@ def _no_flash(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> str:
         return f"the kernel computes bfloat16 and float16, not {q.dtype}".replace("torch.", "")
     if size != v.shape[2] or size % 8 or size > 256:
         return f"the kernel has no head sizes {size} and {v.shape[2]}"
-    return "" if spec.softcap is None else "the kernel computes no softcap"
+    others = {"softcap": spec.softcap, "attention sinks": spec.sinks, "ALiBi": spec.slopes}
+    return next((f"the kernel computes no {name}" for name, value in others.items() if value is not None), "")
 
 
 def _no_flex(device: torch.device) -> str:

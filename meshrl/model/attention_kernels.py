@@ -28,8 +28,16 @@ def padded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: At
 def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """As padded_attention; PyTorch chooses the kernel. It has no softcap."""
     n = k.shape[2]
-    causal = q.shape[2] == n and (spec.window is None or n <= spec.window)
+    plain = spec.sinks is None and spec.slopes is None
+    causal = plain and q.shape[2] == n and (spec.window is None or n <= spec.window)
     mask = None if causal else _mask(q, n, spec.window)
+    if not plain:
+        assert mask is not None
+        bias = torch.zeros_like(mask, dtype=q.dtype) if spec.slopes is None else _position_bias(q, n, spec.slopes)
+        mask = bias.masked_fill(~mask, -torch.inf).expand(q.shape[1], -1, -1)
+        if spec.sinks is not None:  # one more key, with a score of its own and no value
+            mask = torch.cat([mask, spec.sinks.to(mask.dtype)[:, None, None].expand(-1, len(mask[0]), 1)], dim=-1)
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped
@@ -43,8 +51,13 @@ def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Att
     scores = q.to(wide) @ k.to(wide).transpose(2, 3) * spec.scale
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    if spec.slopes is not None:
+        scores = scores + _position_bias(q, k.shape[2], spec.slopes.to(wide))
     scores = scores.masked_fill(~_mask(q, k.shape[2], spec.window), -torch.inf)
-    return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+    if spec.sinks is not None:
+        sinks = spec.sinks.to(wide)[:, None, None].expand(len(q), -1, q.shape[2], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    return torch.softmax(scores, dim=-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
 def _product_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -56,12 +69,15 @@ def _product_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: 
     queries, keys = q.reshape(b * heads, -1, d), k.reshape(b * heads, n, d).transpose(1, 2)
     wide = torch.promote_types(q.dtype, torch.float32)
     bias = torch.zeros(unseen.shape, dtype=wide, device=q.device).masked_fill_(unseen, torch.finfo(wide).min)
+    if spec.slopes is not None:
+        bias = bias + _position_bias(q, n, spec.slopes.to(wide)).reshape(heads, -1, n)
+        bias = bias.repeat(b, 1, 1)
     bias = bias.expand(b * heads, -1, -1)
     if spec.softcap is None:
         scores = wide_product(queries, keys, bias, spec.scale)
     else:
         scores = torch.tanh(wide_product(queries, keys) * (spec.scale / spec.softcap)) * spec.softcap + bias
-    out = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v.reshape(b * heads, n, v.shape[3]))
+    out = torch.bmm(probabilities(scores, spec.sinks, heads).to(v.dtype), v.reshape(b * heads, n, v.shape[3]))
     return out.view(b, h, q_len, v.shape[3])
 
 
@@ -70,6 +86,24 @@ def _short_on_cpu(q: torch.Tensor, num_keys: int) -> bool:
     bf16 rows of 20 tokens, the products 2 ms; above 256 keys (fp32: 64) the kernel is faster. Accelerators always use
     the fused kernel."""
     return q.device.type == "cpu" and num_keys <= (256 if q.dtype == torch.bfloat16 else 64)
+
+
+def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int) -> torch.Tensor:
+    """Softmax of scores [B * K, H / K * L, N], with the H attention sinks as scores of one more key, which is cut."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.to(scores.dtype).view(kv_heads, -1, 1)
+    column = column.repeat_interleave(scores.shape[1] // column.shape[1], dim=1)
+    column = column.repeat(scores.shape[0] // kv_heads, 1, 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+
+
+def _position_bias(q: torch.Tensor, num_keys: int, slopes: torch.Tensor) -> torch.Tensor:
+    """ALiBi [H, L, N]: a head's slope times how far a key is after a query, which is at most 0 for keys that it sees.
+    Source: Press et al., Train Short, Test Long (2022)."""
+    position = torch.arange(num_keys, device=q.device)
+    ahead = position - position[num_keys - q.shape[2] :, None]
+    return slopes[:, None, None] * ahead.to(slopes.dtype)
 
 
 def _mask(q: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
@@ -131,23 +165,28 @@ class Flex:
     _masks: dict[int | None, Any] = field(default_factory=dict)  # window -> BlockMask
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        from torch.nn.attention.flex_attention import flex_attention  # imports the compiler
+        from torch.nn.attention.flex_attention import AuxRequest, flex_attention  # imports the compiler
 
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        cap, grouped = spec.softcap, q.shape[1] != k.shape[1]
+        cap, slopes, grouped = spec.softcap, spec.slopes, q.shape[1] != k.shape[1]
 
-        def capped(score: torch.Tensor, b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(score / cap) * cap
+        def changed(score: torch.Tensor, b: Any, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
+            if cap is not None:
+                score = torch.tanh(score / cap) * cap
+            return score if slopes is None else score + slopes[h] * (self.position[key] - self.position[query])
 
-        out = compiled(flex_attention)(
+        out, aux = compiled(flex_attention)(
             q,
             k,
             v,
-            score_mod=None if cap is None else capped,
+            score_mod=None if cap is None and slopes is None else changed,
             block_mask=self._mask(spec.window),
             scale=spec.scale,
             enable_gqa=grouped,
+            return_aux=AuxRequest(lse=True),
         )
+        if spec.sinks is not None:  # the share of the softmax that the sink does not take
+            out = out * torch.sigmoid(aux.lse - spec.sinks[:, None])[..., None].to(out.dtype)
         return out[0].transpose(0, 1).contiguous()  # type: ignore[no-any-return]
 
     def _mask(self, window: int | None) -> Any:

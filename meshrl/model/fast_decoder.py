@@ -111,6 +111,8 @@ def fast_decoder(model: CausalModel) -> FastDecoder | None:
         expected = model.hidden(probe.tokens, probe.positions, probe)
         if not _fits(base) or sorted(probe.specs) != list(range(len(base.layers))):
             return None
+        if any(spec.sinks is not None for spec in probe.specs.values()):  # parameters that this class does not know
+            return None
         fast = FastDecoder(base, [spec for _, spec in sorted(probe.specs.items())])
         compared = FastDecoder(base, [layer.spec for layer in fast.layers])
         pairs = zip(base.layers, fast.layers, strict=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from meshrl.model.attention import AttentionSpec, PackedAttention
-from meshrl.model.attention_kernels import visible, wide_product
+from meshrl.model.attention_kernels import probabilities, visible, wide_product
 from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
 from meshrl.rollout.embedded.step_arrays import StepArrays
 
@@ -63,7 +63,7 @@ class DecodeAttention:
         dtype = tiles[0][1].dtype
         q = q.to(dtype).reshape(num_rows * kv_heads, -1, size)  # query heads of one key head share a product
         scores = self._scores(q, [keys for keys, _ in tiles], kv_heads, spec)
-        probs = torch.softmax(scores, dim=-1).to(v.dtype).to(dtype)
+        probs = probabilities(scores, spec.sinks, kv_heads).to(v.dtype).to(dtype)
         out = wide_product(probs[:, :, self.tiles[0][1]], tiles[0][1])  # every row has a position in the first tile
         for (_, values), (rows, columns) in zip(tiles[1:], self.tiles[1:], strict=True):
             part = slice(rows * kv_heads)
@@ -82,6 +82,11 @@ class DecodeAttention:
             else:
                 capped = torch.tanh(wide_product(part, keys).mul_(spec.scale / spec.softcap))
                 scores.append(capped.mul_(spec.softcap).add_(bias))
+        if spec.slopes is not None:
+            slopes = spec.slopes.to(wide).view(kv_heads, -1, 1)
+            for i, (rows, columns) in enumerate(self.tiles):
+                ahead = torch.arange(columns.start, columns.stop, device=q.device) - self._lengths()[:rows] + 1
+                scores[i] = scores[i] + (slopes * ahead[:, None, None]).flatten(0, 1)
         if len(scores) == 1:  # every row has a position in the first tile
             return scores[0]
         joined = scores[0].new_full((*q.shape[:2], self.tiles[-1][1].stop), -torch.inf)
