@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -107,10 +107,25 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     if not isinstance(values, dict):
         yield Problem(("model.path",), f"{path}: text_config should be an object, not {values!r:.80}.")
         return
-    room, need = values.get("max_position_embeddings"), case.config.longest_row_tokens
-    if not isinstance(room, int) or need is None or need <= room:
+    room, need = num_positions(values), case.config.longest_row_tokens
+    if room is None or need is None or need <= room:
         return
     keys = (*case.config.ROW_LENGTH_KEYS, "model.path")
     limits = " + ".join(case.config.ROW_LENGTH_KEYS)
     text = f"the longest row has {need} tokens, but the model has positions for {room}: {limits} may be at most {room}."
+    if room != values["max_position_embeddings"]:
+        text += " Its rope_type longrope computes longer rows with other rotations, also of their first tokens."
     yield Problem(keys, text)
+
+
+def num_positions(values: Mapping[str, Any]) -> int | None:
+    """The most tokens of a row of a model with this config.json; None if it does not say. With rope_type longrope,
+    fewer than the model has: rows of a pack, and a row while it is sampled, need the same rotations."""
+    room, original = values.get("max_position_embeddings"), "original_max_position_embeddings"
+    if not isinstance(room, int):
+        return None
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if (part.get("rope_type") or part.get("type")) in ("longrope", "su"):
+            room = min(room, part.get(original) or values.get(original) or room)
+    return room

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -25,6 +25,8 @@ from meshrl.model.attention_kernels import Flex, eager_attention, padded_attenti
 from meshrl.parallel.exchange import Axis, swapped
 
 NAME = "meshrl"
+OWN_CODE = ("gptj", "falcon", "bloom")  # model types that compute attention by themselves
+ONLY_CACHE = (*OWN_CODE, "nemotron", "stablelm")  # model types that pass nothing but a cache on to attention
 # Transformers' name of each model.attn_implementation. It loads a package of its own for a name with "flash" in it.
 NAMES = {"auto": NAME, **{name: f"{NAME}_{name}" for name in ("sdpa", "eager", "flex")}, "flash": f"{NAME}_varlen"}
 PAD_WASTE = 1.25  # a padded bucket may cost at most this many times what its rows cost one by one
@@ -61,10 +63,28 @@ def register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for implementation, name in NAMES.items():
-        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, implementation=implementation))
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, implementation=implementation))
 
 
-def _attention(
+class ContextCache:
+    """Takes the place of Transformers' cache in families of which the layers pass no other argument on to attention:
+    `update`, which a layer calls before, names the context of its attention. So a checkpointed block that is computed
+    again has its own context."""
+
+    current: ClassVar[AttentionContext | None] = None
+
+    def __init__(self, context: AttentionContext):
+        self._context = context
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ContextCache.current = self._context
+        return key, value
+
+
+def attend(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -81,6 +101,8 @@ def _attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' interface, query [1, H, T, D] -> [1, T, H, D]."""
+    if attention_context is None:
+        attention_context, ContextCache.current = ContextCache.current, None
     if attention_context is None:
         raise ValueError(
             f"{type(module).__name__} was called without attention_context, which meshrl's packed and cached attention "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshrl.model.attention import AttentionContext, UlyssesAttention
+from meshrl.model.attention import ONLY_CACHE, AttentionContext, ContextCache, UlyssesAttention
 from meshrl.model.families import head_scale
 from meshrl.model.logprob import Head, Vocabulary, token_logprobs
 from meshrl.parallel.peers import Peers
@@ -33,6 +33,7 @@ class CausalModel(torch.nn.Module):
         text = lm.config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.replays_routing: bool = getattr(lm, "replays_routing", False)  # takes routed_experts int16[T, L, K]
+        self._only_cache = text.model_type in ONLY_CACHE
         self._scale = head_scale(text)
         self._softcap = getattr(text, "final_logit_softcapping", None)
 
@@ -65,7 +66,8 @@ class CausalModel(torch.nn.Module):
             position_ids=position_ids[None] if position_ids.dim() == 1 else position_ids[:, None],
             attention_mask=None,
             use_cache=False,
-            attention_context=context,
+            past_key_values=ContextCache(context) if self._only_cache else None,
+            attention_context=None if self._only_cache else context,
             **model_kwargs,
         )
         hidden: torch.Tensor = out.last_hidden_state[0]

@@ -68,7 +68,8 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _require_plain_attention(config.get_text_config(), path)
         _require_attention_interface(config, path)
-        name = attention.NAMES[implementation]
+        own_code = config.model_type in attention.OWN_CODE
+        name = "eager" if own_code else attention.NAMES[implementation]
         lm = _skeleton(config, folder, name)
         quantized = getattr(config, "quantization_config", None) is not None
         names = HubNames(lm)
@@ -83,6 +84,10 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
             lm, weights = meta_copy(full), LoadedWeights(full)
         else:
             weights = StoredWeights(matched, names)
+        if own_code:
+            from meshrl.model.own_attention import use_context_attention
+
+            use_context_attention(lm, implementation)
         lm.config.use_cache = False
         _disable_dropout(lm)
     return ModelFacts(str(path), lm.eval(), weights)
@@ -192,7 +197,8 @@ def _require_attention_interface(config: Any, path: str | Path) -> None:
     model: Any = mapping[text if text in mapping else type(config)]  # a model of images has a text model inside
     code = model.__module__
     own = model.__mro__[: model.__mro__.index(PreTrainedModel)]  # a class of a plugin may inherit its attention
-    if not any(hasattr(sys.modules[base.__module__], "ALL_ATTENTION_FUNCTIONS") for base in own):
+    asks = any(hasattr(sys.modules[base.__module__], "ALL_ATTENTION_FUNCTIONS") for base in own)
+    if config.model_type not in attention.OWN_CODE and not asks:
         raise ConfigError(
             f"model.path {str(path)!r} is a {config.model_type}: {code} computes attention by itself (in some models "
             "with a position bias, such as ALiBi), and not through Transformers' attention interface, which meshrl "
@@ -205,13 +211,6 @@ def _require_plain_attention(config: Any, path: str | Path) -> None:
 
     Raises: ConfigError naming the kinds of layers.
     """
-    rope = str(getattr(config, "rope_parameters", None) or "")
-    for kind in ("dynamic", "longrope"):
-        if f"'rope_type': '{kind}'" in rope:
-            raise ConfigError(
-                f"model.path {str(path)!r} has rope_type {kind}: its positions depend on the longest row of a pack, so "
-                "a row's score would depend on its neighbours. Choose a model with another rope_type"
-            )
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if odd:
         raise ConfigError(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meshrl.config.model import num_positions
 from meshrl.model import prepack
 from meshrl.model.attention import AttentionContext, AttentionSpec, PackedAttention
 from meshrl.model.causal import CausalModel
@@ -43,7 +44,7 @@ class FastDecoder:
 
     def __init__(self, base: Any, specs: Sequence[AttentionSpec]):
         self.embedding, self._rotary = base.embed_tokens.weight, base.rotary_emb
-        self._num_positions = getattr(base.config, "max_position_embeddings", None) or TABLE_POSITIONS + 1
+        self._num_positions = num_positions(base.config.to_dict()) or TABLE_POSITIONS + 1
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         self.layers = [_Layer(i, block, spec) for i, (block, spec) in enumerate(zip(base.layers, specs, strict=True))]
         self.norm = _Norm(base.norm)
@@ -58,8 +59,8 @@ class FastDecoder:
 
     def _rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, 1, S], from a table of all positions: its size must not depend on position_ids, which
-        would have to be read from the device in each step. (Rope types whose rotations depend on the longest row are
-        refused when the model is loaded.)"""
+        would have to be read from the device in each step. (Rotations that depend on the length of a row change only
+        above num_positions.)"""
         if self._num_positions > TABLE_POSITIONS:
             return self._cos_sin(x, position_ids)
         table = self._table
@@ -130,7 +131,7 @@ class _Probe(PackedAttention):
         rows = [torch.arange(n, device=device) * 5 % (model.vocab_size - 1) + 1 for n in (11, 6)]
         super().__init__([0, len(rows[0]), len(rows[0]) + len(rows[1])], device)
         self.tokens = torch.cat(rows)
-        last = max(0, (getattr(model.lm.config, "max_position_embeddings", None) or 0) - len(rows[1]))
+        last = max(0, (num_positions(model.lm.config.to_dict()) or 0) - len(rows[1]))
         self.positions = torch.cat([torch.arange(len(row), device=device) + at for row, at in zip(rows, (0, last))])
         self.specs: dict[int, AttentionSpec] = {}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.model import ModelConfig, num_positions
 from meshrl.config.train import MOST_TOKENS, TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.data.hub import require_reachable
@@ -22,12 +22,12 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
     Raises: ConfigError when `asked` exceeds the model's positions, or neither number is given.
     """
     config = text_config(path)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = num_positions(config.to_dict())
     tokens = asked or positions
     if tokens is None or (positions is not None and tokens > positions):
         raise ConfigError(
             f"rollout.max_context_tokens is {'null' if asked is None else asked}; {path} has "
-            f"{'no max_position_embeddings' if positions is None else f'max_position_embeddings {positions}'}. Set the "
+            f"{'no max_position_embeddings' if positions is None else f'{positions} positions'}. Set the "
             "key to a number, at most that of the model; null works only if the model has one"
         )
     return tokens, config.vocab_size

@@ -15,6 +15,7 @@ _CAUSAL_MODEL = "tests/unit/model/test_causal_model.py::"
 _HUB_NAMES = "tests/unit/model/test_hub_names.py::"
 _LOGPROB = "tests/unit/model/test_logprob.py::"
 _IMPLEMENTATIONS = "tests/unit/model/test_attention_implementations.py::"
+_OF_FAMILIES = "tests/unit/model/test_attention_of_families.py::"
 _PACKED_ATTENTION = "tests/unit/model/test_packed_attention.py::"
 _TRAINER_ON_META = "tests/unit/model/test_trainer_on_meta.py::"
 _WEIGHT_NAMES = "tests/unit/model/test_weight_names.py::"
@@ -167,6 +168,25 @@ FAULTS = [
         "meshrl/model/attention.py::PackedAttention._choose",
         'return spec.implementation, "" => return "padded", ""',
         _IMPLEMENTATIONS + "test_sdpa_and_eager_run_the_kernels_of_their_names",
+    ),
+    Fault(
+        "a sampled token does not see the attention sink of its head",
+        "meshrl/rollout/embedded/cached_attention.py::DecodeAttention.attend",
+        "probabilities(scores, spec.sinks, kv_heads) => torch.softmax(scores, dim=-1)",
+        _OF_FAMILIES + "test_greedy_answers_are_those_of_generate[granite_swa]",
+    ),
+    Fault(
+        "a position bias counts from the start of a tile",
+        "meshrl/rollout/embedded/cached_attention.py::DecodeAttention._scores",
+        "torch.arange(columns.start, columns.stop, device=q.device)"
+        " => torch.arange(columns.stop - columns.start, device=q.device)",
+        _OF_FAMILIES + "test_position_biases_reach_over_the_tiles_of_the_cache",
+    ),
+    Fault(
+        "a block that is computed again has the rows of the newest pack",
+        "meshrl/model/attention.py::ContextCache.__init__",
+        "self._context = context => ContextCache._context = context",
+        _OF_FAMILIES + "test_a_checkpointed_block_is_computed_again_with_the_rows_of_its_own_pack[bloom]",
     ),
     Fault(
         "activation checkpointing keeps every activation",

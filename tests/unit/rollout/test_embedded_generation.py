@@ -309,7 +309,7 @@ def test_an_engine_from_a_folder(tmp_path, lm):
     assert (engine.max_context_tokens, engine._scheduler.max_running, engine.stats().version) == (1024, 3, -1)
     engine.trust_loaded_weights()
     assert run(engine, [ask("a", [3, 4])])["a"].engine_id == "e-0"
-    with pytest.raises(ConfigError, match=r"5000.* max_position_embeddings 1024"):
+    with pytest.raises(ConfigError, match=r"5000.* 1024 positions"):
         too_long = RolloutConfig(max_context_tokens=5000)
         build_embedded_engine(model, too_long, torch.device("cpu"), "e-0", ())
 
