@@ -14,7 +14,7 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
@@ -79,7 +79,7 @@ class ContextCache:
     def get_seq_length(self, layer: int = 0) -> int:
         return 0
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         ContextCache.current = self._context
         return key, value
 
@@ -253,7 +253,8 @@ class PackedAttention:
         token, starts = torch.arange(self.num_tokens), torch.tensor(cu_seqlens[:-1])
         tensors = [torch.arange(len(lengths)), parent, before - starts]
         segment, parent, shift = (x.repeat_interleave(lengths) for x in tensors)
-        return Flex(*upload([segment, parent, token + shift], device))
+        segment, parent, position = upload([segment, parent, token + shift], device)
+        return Flex(segment, parent, position)
 
 
 class UlyssesAttention:
@@ -275,7 +276,8 @@ class UlyssesAttention:
         if shared % n:
             k, v = (x.repeat_interleave(n // shared, dim=1) for x in (k, v))
         q, k, v = (self._all_tokens(x) for x in (q, k, v))
-        out = self.context.attend(layer, q, k, v, spec)
+        sinks, slopes = (x if x is None else self.axis.own(x) for x in (spec.sinks, spec.slopes))
+        out = self.context.attend(layer, q, k, v, replace(spec, sinks=sinks, slopes=slopes))
         return swapped(out.unflatten(0, (n, -1)), self.axis).transpose(0, 1).flatten(1, 2)
 
     def _all_tokens(self, x: torch.Tensor) -> torch.Tensor:

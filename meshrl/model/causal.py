@@ -61,13 +61,13 @@ class CausalModel(torch.nn.Module):
             tokens, position_ids = peers.own_tokens(tokens), peers.own_tokens(position_ids)
             if peers.ulysses is not None:
                 context = UlyssesAttention(context, peers.ulysses)
+        passed = {"past_key_values": ContextCache(context)} if self._only_cache else {"attention_context": context}
         out = self.lm.base_model(
             input_ids=tokens[None],
             position_ids=position_ids[None] if position_ids.dim() == 1 else position_ids[:, None],
             attention_mask=None,
             use_cache=False,
-            past_key_values=ContextCache(context) if self._only_cache else None,
-            attention_context=None if self._only_cache else context,
+            **passed,
             **model_kwargs,
         )
         hidden: torch.Tensor = out.last_hidden_state[0]

@@ -33,7 +33,8 @@ class FalconContextAttention(FalconAttention):
         self, hidden_states: Any, alibi: Any, attention_mask: Any, *args: Any, layer_past: Any = None, **kwargs: Any
     ) -> Any:
         if not isinstance(layer_past, ContextCache):
-            return super().forward(hidden_states, alibi, attention_mask, *args, layer_past=layer_past, **kwargs)
+            kwargs["layer_past"] = layer_past
+            return super().forward(hidden_states, alibi, attention_mask, *args, **kwargs)
         q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
         if alibi is not None:
             raise ValueError(
@@ -51,7 +52,8 @@ class BloomContextAttention(BloomAttention):
 
     def forward(self, hidden_states: Any, residual: Any, *args: Any, layer_past: Any = None, **kwargs: Any) -> Any:
         if not isinstance(layer_past, ContextCache):
-            return super().forward(hidden_states, residual, *args, layer_past=layer_past, **kwargs)
+            kwargs["layer_past"] = layer_past
+            return super().forward(hidden_states, residual, *args, **kwargs)
         q, k, v = self._reshape(self.query_key_value(hidden_states))
         layer_past.update(k, v, self.layer_idx)
         slopes = _slopes(self.num_heads, q.device)
@@ -70,6 +72,7 @@ def _slopes(num_heads: int, device: torch.device) -> torch.Tensor:
 def use_context_attention(lm: PreTrainedModel, implementation: str) -> None:
     """Give these layers to a model that was built with Transformers' eager attention."""
     own = {cls.__bases__[0]: cls for cls in (GPTJContextAttention, FalconContextAttention, BloomContextAttention)}
+    module: Any
     for module in lm.modules():
         if type(module) in own:
             module.__class__, module.implementation = own[type(module)], implementation
