@@ -217,9 +217,9 @@ FAMILIES: dict[
         {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, refused="computes attention by itself"
     ),
     "codegen": Family({**GPT2, "rotary_dim": 8}, refused="computes attention by itself"),
-    "falcon": Family({}, refused="computes attention by itself"),
-    "gptj": Family({**GPT2, "rotary_dim": 8}, refused="computes attention by itself"),
-    "bloom": Family({"n_layer": 2, "n_head": 4}, refused="computes attention by itself"),
+    "falcon": Family({}, {"LoRA": "its layers are FalconLinear, not Linear"}),
+    "gptj": Family({**GPT2, "rotary_dim": 8}),
+    "bloom": Family({"n_layer": 2, "n_head": 4}),
     "mpt": Family(
         {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 1024}, refused="computes attention by itself"
     ),
@@ -230,8 +230,8 @@ FAMILIES: dict[
     "roformer": Family({"is_decoder": True}, refused="computes attention by itself"),
     "rwkv": Family({}, refused="computes attention by itself"),
     "xlstm": Family({}, refused="computes attention by itself"),
-    "stablelm": Family({}, refused="does not pass the arguments of its forward call on to its attention layers"),
-    "nemotron": Family({}, refused="does not pass the arguments of its forward call on to its attention layers"),
+    "stablelm": Family({}),
+    "nemotron": Family({}),
     "diffllama": Family({}, refused="computes attention 2 times in layer 0"),
     "modernbert-decoder": Family(
         {"local_attention": 8, "num_hidden_layers": 3}, refused="gives a single row logprobs that differ"
@@ -243,17 +243,10 @@ FAMILIES: dict[
         {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
         refused="it counts positions by itself",
     ),
-    "granite_swa": Family({**BOTH_WINDOWS}, refused="asks for attention sinks (s_aux)"),
-    "gpt_oss": Family(
-        {**BOTH_WINDOWS, **HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2},
-        refused="asks for attention sinks (s_aux)",
-    ),
-    "mimo_v2_flash": Family(
-        {**ROUTED, **BOTH_WINDOWS, **HEADS_OF_8, "n_routed_experts": 4}, refused="asks for attention sinks (s_aux)"
-    ),
-    "granitemoe_swa": Family(
-        {**BOTH_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}, refused="asks for attention sinks (s_aux)"
-    ),
+    "granite_swa": Family({**BOTH_WINDOWS}),
+    "gpt_oss": Family({**BOTH_WINDOWS, **HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mimo_v2_flash": Family({**ROUTED, **BOTH_WINDOWS, **HEADS_OF_8, "n_routed_experts": 4}),
+    "granitemoe_swa": Family({**BOTH_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4_text": Family(
         {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 8},
         refused="with layers of kind chunked_attention",

@@ -121,7 +121,10 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
 def num_positions(values: Mapping[str, Any]) -> int | None:
     """The most tokens of a row of a model with this config.json; None if it does not say. With rope_type longrope,
     fewer than the model has: rows of a pack, and a row while it is sampled, need the same rotations."""
-    room, original = values.get("max_position_embeddings"), "original_max_position_embeddings"
+    room, original = (
+        values.get("max_position_embeddings", values.get("n_positions")),
+        "original_max_position_embeddings",
+    )
     if not isinstance(room, int):
         return None
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}

@@ -123,13 +123,6 @@ def test_tied_names_map_each_alias_to_the_name_that_is_sent():
     assert tied_names(tiny_qwen2(tie=False)) == {}
 
 
-def test_a_model_that_we_would_compute_differently_is_refused_at_loading(tmp_path):
-    """Dynamic rope depends on the longest row of a pack; an unknown head would be wrong in sampler and trainer."""
-    tiny_qwen2(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="rope_type dynamic"):
-        load_causal_lm(tmp_path)
-
-
 def test_a_model_that_is_no_causal_language_model_is_refused_as_such(tmp_path):
     """Its own vocab_size is that of a full PaliGemma, which its weights do not fill."""
     tiny_qwen2().save_pretrained(tmp_path)
