@@ -19,7 +19,8 @@ class DataError(MeshrlError):
 
 
 class UnloadedParamsError(MeshrlError):
-    """Trainer and sampler disagree on names, shapes, dtypes or tied weights; raised before any weight is sent."""
+    """A model's parameters and the tensors that should fill them, of its files or of a sync, differ in names, shapes,
+    dtypes or ties; raised before any value is read or sent, with all differences."""
 
 
 class SyncError(MeshrlError):

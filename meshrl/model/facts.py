@@ -22,7 +22,7 @@ from meshrl.core.files import read_json
 from meshrl.model import attention
 from meshrl.model.families import import_plugins
 from meshrl.model.finite import not_finite, not_finite_error
-from meshrl.model.folder import check_folder, require_all_loaded, require_numbers, require_same_size
+from meshrl.model.folder import check_folder, loaded_faults, require_fillable, require_same_size
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.names import match_names
 from meshrl.model.stream import LoadedWeights, StoredWeights
@@ -47,8 +47,8 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
     """Read config.json and the headers of the weight files. If only Transformers can compute the values from the files,
     the full model is loaded into host memory.
 
-    Raises: ConfigError when the folder holds no model that Transformers knows, files of another model, or a model of
-    which meshrl does not know the attention.
+    Raises: ConfigError when the folder holds no model that Transformers knows, or one of which meshrl does not know the
+    attention; UnloadedParamsError when its files don't fill the model of its config.json.
     """
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
@@ -64,7 +64,7 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
     weights: StoredWeights | LoadedWeights
     with as_config_error(path, AssertionError, ImportError, MemoryError, OSError, RuntimeError):
         folder = _downloaded(path)
-        stored = check_folder(folder)
+        stored, faults = check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _require_plain_attention(config.get_text_config(), path)
         _require_attention_interface(config, path)
@@ -73,7 +73,9 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
         lm = _skeleton(config, folder, name)
         quantized = getattr(config, "quantization_config", None) is not None
         names = HubNames(lm)
-        matched = "it is quantized" if quantized else match_names(lm, stored, names, path)
+        if quantized:
+            require_fillable(path, type(lm).__name__, {"files": faults})
+        matched = "it is quantized" if quantized else match_names(lm, stored, names, path, faults)
         if isinstance(matched, str):
             if not quantized:  # its files hold fewer numbers, of more than one parameter each
                 require_same_size(lm, stored, path)
@@ -139,11 +141,11 @@ def _load_full(stored: dict[str, StoredTensor], folder: Path, name: str) -> PreT
         attn_implementation=name,
         output_loading_info=True,
         use_safetensors=True,
+        ignore_mismatched_sizes=True,  # they are in the report
         trust_remote_code=False,
     )
     lm, report = loaded
-    require_all_loaded(report, folder)
-    require_numbers(lm, stored)
+    require_fillable(folder, type(lm).__name__, loaded_faults(report, lm, stored))
     for name in not_finite(dict(lm.named_parameters()) | persistent_buffers(lm)):
         raise not_finite_error(str(stored[name].file if name in stored else folder), name, torch.float32)
     return lm

@@ -6,6 +6,8 @@ Transformers trusts the folder: it follows an adapter to another model, and buil
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,16 @@ import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, read_json
-from meshrl.model.weight_files import SINGLE, StoredTensor, stored_tensors
+from meshrl.core.unloaded import ParamFault, unloaded_params
+from meshrl.model.weight_files import SINGLE, UNREADABLE, StoredTensor, stored_tensors
 
 _LAYERS = re.compile(r"(n|num)_(\w+_)?(layers?|blocks)")
 _SIZES = re.compile(r"(\w+_)?(dim|rank)|(hidden|vocab|intermediate)_size")
-_NAMED = 5  # tensors named in an error; the rest are counted
 _EXPERTS = re.compile(r"(n|num)_(\w+_)?experts")
 
 
-def check_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Check that a model folder holds plain data of one model, and return its tensors by name.
+def check_folder(folder: Path) -> tuple[dict[str, StoredTensor], list[ParamFault]]:
+    """Check that a model folder holds plain data of one model, and return its `stored_tensors`.
 
     Raises: ConfigError naming file and key or tensor.
     """
@@ -39,53 +41,79 @@ def check_folder(folder: Path) -> dict[str, StoredTensor]:
         )
     if "transformers_weights" in config:
         raise ConfigError(f"{path}: transformers_weights names other weights than {SINGLE}; remove that key")
-    stored = stored_tensors(folder)
+    stored, faults = stored_tensors(folder)
+    if not stored:
+        require_fillable(folder, "the model of its config.json", {"files": faults})
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             _require_sane_counts(path, part, stored)
-    return stored
+    return stored, faults
 
 
-def require_same_size(model: torch.nn.Module, stored: dict[str, StoredTensor], path: str | Path) -> None:
-    """Check that the files can fill a model that is still on the meta device. Raises: ConfigError."""
-    wanted, num_stored = sum(p.numel() for p in model.parameters()), sum(tensor.numel for tensor in stored.values())
-    if wanted > num_stored:
-        raise ConfigError(
-            f"model.path {str(path)!r}: the model of config.json has {wanted:,} parameters, but the weight files hold "
-            f"{num_stored:,}. They are of different models, or a file is missing"
+def require_fillable(path: str | Path, model: str, faults: Mapping[str, Sequence[ParamFault]]) -> None:
+    """Raise an UnloadedParamsError if there are faults. model: its class. faults: by kind, see _FAULTS."""
+    if count := sum(map(len, faults.values())):
+        kinds = [kind for kind in _FAULTS if faults.get(kind)]
+        raise unloaded_params(
+            f"model.path {str(path)!r}: its files don't fill {model}, so nothing was loaded; "
+            f"{count} fault{'s' if count > 1 else ''}:",
+            [(_FAULTS[kind][0], faults[kind]) for kind in kinds],
+            "\n".join(["What to do:", *(f"- {_FAULTS[kind][1]}" for kind in kinds)]),
         )
 
 
-def require_all_loaded(info: dict[str, Any], path: str | Path) -> None:
-    """Check Transformers' loading info: the files filled every weight of the model, and all their tensors were used.
+_FAULTS = {  # kind: title, what to do
+    "files": ("files that can't be used", "copy or download these files again"),
+    "missing": (
+        "parameters that no file holds; they would be left random",
+        "names that differ by a prefix, or by joined tensors (qkv_proj), are of another program: load the model there, "
+        "and write it by save_pretrained. Without lm_head.weight, tie_word_embeddings=true in config.json makes the "
+        "embedding the head, if the model was trained so",
+    ),
+    "unexpected": (
+        "tensors that the model has no parameter for; they would be ignored",
+        "remove tensors that the model does not use, such as a head of another task; for layers or experts correct "
+        "their number in config.json",
+    ),
+    "shape": (
+        "tensors of another shape than the parameter",
+        "correct the size in config.json, such as vocab_size; after resize_token_embeddings, save config.json, too",
+    ),
+    "dtype": (
+        "tensors of another dtype than the parameter",
+        "quantized weights can't be trained: give BF16, F16 or F32",
+    ),
+    "twice": ("tensors that fill a parameter twice", "remove one of the two tensors"),
+}
 
-    Raises: ConfigError naming tensors."""
-    for key, problem in (
-        ("missing_keys", "lack tensors of the model, which would be left random"),
-        ("mismatched_keys", "hold tensors of other shapes than the model's"),
-        ("unexpected_keys", "hold tensors that the model of config.json has no place for"),
-    ):
-        names = sorted(str(name) for name in info.get(key) or ())
-        if names:
-            shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-            raise ConfigError(
-                f"model.path {str(path)!r}: its weight files {problem}: {shown}. Give config.json and weights of "
-                "one model"
-            )
+
+def require_same_size(model: torch.nn.Module, stored: dict[str, StoredTensor], path: str | Path) -> None:
+    """Check that the files can fill a model that is still on the meta device. Raises: UnloadedParamsError."""
+    wanted, num_stored = sum(p.numel() for p in model.parameters()), sum(tensor.numel for tensor in stored.values())
+    if wanted > num_stored:
+        text = f" of {wanted:,} numbers in all; the files hold {num_stored:,}"
+        require_fillable(path, type(model).__name__, {"missing": [ParamFault("parameters", text)]})
 
 
-def require_numbers(model: torch.nn.Module, stored: dict[str, StoredTensor]) -> None:
-    """Check that floating-point parameters are stored as floating-point numbers: integers mean damage or quantization.
-
-    Raises: ConfigError naming file and tensor.
-    """
+def loaded_faults(
+    info: dict[str, Any], model: torch.nn.Module, stored: dict[str, StoredTensor]
+) -> dict[str, list[ParamFault]]:
+    """The faults of a model that Transformers has loaded: by its loading info, and integers in place of floating-point
+    numbers, which mean damage or quantization."""
     floats = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
-    for name in sorted(floats & stored.keys()):
-        if not stored[name].kind.startswith(("F", "BF")):
-            raise ConfigError(
-                f"{stored[name].file}: tensor {name} is stored as {stored[name].kind}, where the model has floating-"
-                "point numbers; the file is damaged, or it is quantized and can't be trained"
-            )
+    return {
+        "missing": [ParamFault(name) for name in sorted(info["missing_keys"])],
+        "unexpected": [ParamFault(name) for name in sorted(info["unexpected_keys"])],
+        "shape": [
+            ParamFault(name, f": {list(held)} in the files, {list(wanted)} in the model")
+            for name, held, wanted in sorted(info["mismatched_keys"])
+        ],
+        "dtype": [
+            ParamFault(name, f" is stored as {stored[name].kind} in {stored[name].file.name}")
+            for name in sorted(floats & stored.keys())
+            if not stored[name].kind.startswith(("F", "BF"))
+        ],
+    }
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -118,7 +146,8 @@ def _require_known_class(path: Path, config: dict[str, Any]) -> None:
 def _require_sane_counts(path: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
     """Check that numbers of layers and experts, and sizes, fit the files: Transformers builds or allocates all of them
     before it compares the weights."""
-    num_stored = sum(tensor.numel for tensor in stored.values())
+    is_known = all(tensor.kind != UNREADABLE for tensor in stored.values())
+    num_stored = sum(tensor.numel for tensor in stored.values()) if is_known else sys.maxsize
     widest = max((size for tensor in stored.values() for size in tensor.shape), default=0)
     for key, value in config.items():
         limits = {_LAYERS: len(stored), _EXPERTS: max(len(stored), widest), _SIZES: num_stored}

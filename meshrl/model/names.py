@@ -8,68 +8,68 @@ load the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshrl.core.errors import ConfigError
-from meshrl.core.lookup import similar_names
+from meshrl.core.unloaded import ParamFault
+from meshrl.model.folder import require_fillable
 from meshrl.model.hub_names import HubNames
 from meshrl.model.stream import DTYPES, same_values
-from meshrl.model.weight_files import StoredTensor
+from meshrl.model.weight_files import UNREADABLE, StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def match_names(
-    lm: PreTrainedModel, stored: Mapping[str, StoredTensor], names: HubNames, path: str | Path
+    lm: PreTrainedModel,
+    stored: Mapping[str, StoredTensor],
+    names: HubNames,
+    path: str | Path,
+    of_files: Sequence[ParamFault] = (),
 ) -> dict[str, StoredTensor] | str:
     """Hub name -> the tensor of the files, for each of `names`; or the reason, as text, why only Transformers can load
-    the files.
+    the files. of_files: the faults of the files themselves.
 
-    Raises: ConfigError when a name is missing or unexpected, with similar names, or a shape or dtype does not fit.
+    Raises: UnloadedParamsError with all faults: unreadable files, and names, shapes and dtypes that differ.
     """
-    matched, unexpected, computed = _assign(lm, stored, names)
-    if computed:
-        return computed
+    matched, unexpected, twice, computed = _assign(lm, stored, names)
+    wanted, own, tied = lm.state_dict(), names.module_names, list[tuple[StoredTensor, StoredTensor]]()
+    faults: dict[str, list[ParamFault]] = {"files": [*of_files], "twice": twice, "shape": [], "dtype": []}
+    for hub_name, entry in matched.items():
+        first = names.tied.get(hub_name, hub_name)
+        if kind := _misfit(entry, names.tensors[first], wanted[own[first]]):
+            shape, dtype = list(names.tensors[first]), str(wanted[own[first]].dtype).removeprefix("torch.")
+            in_file = f"{entry.kind} {list(entry.shape)!s:.80} in {entry.file.name}"
+            faults[kind].append(ParamFault(entry.name, f" is {in_file}, but {dtype} {shape} in the model"))
     for alias, first in names.tied.items():
-        if first in matched and alias in matched and not same_values(matched[first], matched[alias]):
-            return f"config.json ties {matched[alias].name} and {matched[first].name}, which differ in the files"
         if alias in matched:
-            matched.setdefault(first, matched[alias])
+            tied.append((matched[alias], matched.setdefault(first, matched[alias])))
             del matched[alias]
-    wanted, own = lm.state_dict(), names.module_names
-    for name, entry in matched.items():
-        _require_fit(name, entry, names.tensors[name], wanted[own[name]], type(lm).__name__)
-    missing = [name for name in names.tensors if name not in matched]
+    missing = [name for name in names.tensors if name not in matched and own[name] not in computed]
     refused = [name for name in missing if not _matches(lm._keys_to_ignore_on_load_missing, own[name])]
-    if refused:
-        raise ConfigError(
-            f"model.path {str(path)!r}: no file holds {refused[0]!r} of {type(lm).__name__}"
-            f"{_and_more(refused)}{_nearest(refused[0], unexpected)}. config.json and the files are of different "
-            "models, or a file is missing"
-        )
-    if unexpected:
-        entry = stored[unexpected[0]]
-        raise ConfigError(
-            f"{entry.file} holds {entry.name!r}, which {type(lm).__name__} does not have{_and_more(unexpected)}"
-            f"{_nearest(entry.name, names.tensors)}. config.json and the files are of different models; remove a head "
-            "of another task first"
-        )
+    faults["missing"] = [ParamFault(name, f" {list(names.tensors[name])}", unexpected) for name in refused]
+    faults["unexpected"] = [
+        ParamFault(name, f" {list(stored[name].shape)!s:.80} in {stored[name].file.name}", refused or names.tensors)
+        for name in unexpected
+    ]
+    require_fillable(path, type(lm).__name__, faults)
+    for module_name, source in computed.items():
+        return f"{module_name} is computed from {source}"
+    for alias_entry, entry in tied:
+        if entry is not alias_entry and not same_values(entry, alias_entry):
+            return f"config.json ties {alias_entry.name} and {entry.name}, which differ in the files"
     return f"{missing[0]} is in no file, and Transformers makes it" if missing else matched
 
 
 def _assign(
     lm: Any, stored: Mapping[str, StoredTensor], names: HubNames
-) -> tuple[dict[str, StoredTensor], list[str], str]:
-    """Hub name -> tensor of the files; the names in the files that fit no tensor; and the reason why only Transformers
-    can load the files ("" = none).
-
-    Raises: ConfigError when two tensors of the files have one hub name.
-    """
+) -> tuple[dict[str, StoredTensor], list[str], list[ParamFault], dict[str, str]]:
+    """Hub name -> tensor of the files; the names in the files that fit no tensor; the tensors of which two have one hub
+    name; and module name -> a name in the files, for the tensors that only Transformers can compute."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -80,8 +80,8 @@ def _assign(
     ignored = [*(lm._keys_to_ignore_on_load_unexpected or ())]
     buffers = [name for name, _ in lm.named_buffers()]  # older files hold some that are now computed
     ignored += [rf"(^|\.){name}$" for name in ("inv_freq", "position_ids") if any(b.endswith(name) for b in buffers)]
-    matched: dict[str, StoredTensor] = {}
-    unexpected = []
+    matched, unexpected, twice = dict[str, StoredTensor](), list[str](), list[ParamFault]()
+    others: dict[str, list[str]] = {}  # module name -> names in the files that are not its hub names
     for name in sorted(stored, key=dot_natural_key):
         target, _ = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
@@ -93,40 +93,30 @@ def _assign(
         candidates = names.of(target)
         spelled = [n for n in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if n in candidates]
         if not spelled and (len(candidates) > 1 or target in names.computed):
-            return {}, [], f"{target} is computed from {name}"
+            others.setdefault(target, []).append(name)
+            continue
         hub_name = (spelled or candidates)[0]
         if hub_name in matched:
-            other = matched[hub_name]
-            raise ConfigError(
-                f"{other.file}: {other.name!r} and {name!r} are both the weight {hub_name!r}; remove one of them"
-            )
-        matched[hub_name] = stored[name]
-    return matched, unexpected, ""
+            twice.append(ParamFault(name, f" and {matched[hub_name].name} are both the weight {hub_name}"))
+        matched.setdefault(hub_name, stored[name])
+    computed = {}
+    for target, sources in others.items():
+        if target not in names.computed and any(name in matched for name in names.of(target)):
+            unexpected += sources  # such as an expert more than the model has
+        else:
+            computed[target] = sources[0]
+    return matched, unexpected, twice, computed
 
 
-def _require_fit(name: str, entry: StoredTensor, shape: tuple[int, ...], wanted: torch.Tensor, model: str) -> None:
-    """Raises: ConfigError when a tensor of the files has another shape or kind than the model's."""
-    if entry.shape != shape:
-        raise ConfigError(
-            f"{entry.file}: {entry.name!r} has shape {list(entry.shape)!s:.80}, but with config.json {name!r} of "
-            f"{model} has shape {list(shape)}. The file and config.json are of different models"
-        )
+def _misfit(entry: StoredTensor, shape: tuple[int, ...], wanted: torch.Tensor) -> str:
+    """The kind of fault of a tensor of the files: "shape", "dtype", or "" if it fits or can't be read."""
     dtype = DTYPES.get(entry.kind)
-    if dtype is None or dtype.is_floating_point != wanted.is_floating_point():
-        raise ConfigError(
-            f"{entry.file}: {entry.name!r} is stored as {entry.kind}, but {model} needs {wanted.dtype} there. "
-            "Quantized weights can't be trained; give a folder with the weights in BF16, F16 or F32"
-        )
+    if entry.kind == UNREADABLE:
+        return ""
+    if entry.shape != shape:
+        return "shape"
+    return "dtype" if dtype is None or dtype.is_floating_point != wanted.is_floating_point() else ""
 
 
 def _matches(patterns: Iterable[str] | None, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = similar_names(name, names, 2)
-    return f"; nearest: {', '.join(near)}" if near else ""

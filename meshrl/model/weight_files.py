@@ -1,7 +1,7 @@
 """The tensors of a model folder by the headers of its safetensors files: position, dtype and shape of each.
 
 Before any data is read, headers are compared with their files and files with the index: a truncated, overlapping or
-missing tensor is an error that names the file. Nothing outside the folder is opened.
+missing tensor is a fault that names the file. Nothing outside the folder is opened.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, decode, open_plain, parse_json, read_json, size_of
+from meshrl.core.unloaded import ParamFault
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KINDS = {  # torch's dtypes, as safetensors spells them
@@ -24,6 +25,7 @@ KINDS = {  # torch's dtypes, as safetensors spells them
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
     **{torch.uint8: "U8", torch.bool: "BOOL"},
 }
+UNREADABLE = ""  # in place of a dtype
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header, little-endian
 
 
@@ -42,10 +44,11 @@ class StoredTensor:
         return prod(self.shape)
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a model folder, by the names in its files.
+def stored_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[ParamFault]]:
+    """Every tensor of a model folder, by the names in its files, and the faults of the files. A tensor is UNREADABLE if
+    the index places it in a file that can't be read, or that does not hold it.
 
-    Raises: ConfigError naming the file when there are no safetensors files, or when one is incomplete.
+    Raises: ConfigError when there are no safetensors files, or the index can't be used.
     """
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
@@ -55,29 +58,30 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             "save_pretrained"
         )
     places = None if (folder / SINGLE).exists() else _by_index(folder)
-    files = sorted(set(places.values())) if places is not None else [folder / SINGLE]
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        for stored in read_header(file):
+    tensors, faults, unreadable = dict[str, StoredTensor](), list[ParamFault](), set[Path]()
+    for file in sorted(set(places.values())) if places is not None else [folder / SINGLE]:
+        try:
+            header = _read_header(file)
+        except Unreadable as cause:
+            faults.append(ParamFault(str(file), f": {cause}"))
+            unreadable.add(file)
+            continue
+        for stored in header:
             other = tensors.setdefault(stored.name, stored)
             if other is not stored:
-                raise ConfigError(f"{file}: tensor {stored.name} is in {other.file.name}, too; remove one of them")
+                faults.append(ParamFault(stored.name, f" is in {other.file.name} and in {file.name}; remove one"))
     for name, file in (places or {}).items():
-        if name not in tensors or tensors[name].file != file:
-            raise ConfigError(
-                f"{folder / INDEX}: tensor {name} should be in {file.name}, which does not hold it. {_WHAT_TO_DO}"
-            )
-    return tensors
+        if file not in unreadable and (name not in tensors or tensors[name].file != file):
+            faults.append(ParamFault(name, f" should be in {file.name} by {INDEX}, but is not"))
+        tensors.setdefault(name, StoredTensor(file, name, UNREADABLE, (0,), 0))
+    return tensors, faults
 
 
-def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of one safetensors file. Raises: ConfigError naming the file."""
-    try:
-        with opened(file), open_plain(file) as data:
-            length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
-            header = parse_json(decode(data.read(length)))
-    except Unreadable as cause:
-        raise ConfigError(f"{file}: {cause}. {_WHAT_TO_DO}") from cause
+def _read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of one safetensors file. Raises: Unreadable."""
+    with opened(file), open_plain(file) as data:
+        length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
+        header = parse_json(decode(data.read(length)))
     header.pop("__metadata__", None)
     start = _LENGTH_BYTES + length
     return [
@@ -113,17 +117,11 @@ def _by_index(folder: Path) -> dict[str, Path]:
                     f"tensor {name} should be in {file!r:.80}, which is no safetensors file of this folder; files "
                     "outside it and pickles (.bin) are never read"
                 )
-        for file in sorted(set(places.values())):
-            try:
-                size_of(folder / file)
-            except Unreadable as cause:
-                raise Unreadable(f"its file {file!r:.80} can't be used: {cause}") from cause
     except Unreadable as cause:
-        raise ConfigError(f"{path}: {cause}. {_WHAT_TO_DO}") from cause
+        raise ConfigError(
+            f"{path}: {cause}. Copy or download the model folder again, or write it again by save_pretrained"
+        ) from cause
     return {name: folder / file for name, file in places.items()}
-
-
-_WHAT_TO_DO = "Copy or download the model folder again, or write it again by save_pretrained"
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:

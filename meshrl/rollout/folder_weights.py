@@ -57,7 +57,7 @@ class FolderWeights:
         self._layout = sent = layout_from_json(layout)
         dtypes = {tensor.name: tensor.dtype for tensor in sent.tensors}
         common = next(iter(dtypes.values()), "float32")
-        saved_shapes = {name: stored.shape for name, stored in stored_tensors(self._model_folder).items()}
+        saved_shapes = {name: stored.shape for name, stored in stored_tensors(self._model_folder)[0].items()}
         fitting = [tensor.name for tensor in sent.tensors if saved_shapes.get(tensor.name) == tensor.shape]
         others = {name: shape for name, shape in saved_shapes.items() if name not in fitting and name not in sent.tied}
         return {

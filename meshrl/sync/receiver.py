@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from meshrl.core.errors import SyncError, UnloadedParamsError
-from meshrl.core.lookup import similar_names
+from meshrl.core.errors import SyncError
+from meshrl.core.unloaded import ParamFault, unloaded_params
 from meshrl.sync.delivery import ALL, Delivery, Progress, write_changes
 from meshrl.sync.digest import (
     BlockDigests,
@@ -26,7 +26,6 @@ from meshrl.sync.layout import Ack, Layout, Part, SyncHeader
 from meshrl.sync.transaction import WeightState
 
 _CHUNK_BYTES = 1 << 20  # digested, then copied while it is still in a core's cache
-_SHOWN = 8  # names listed for each kind of fault of `reconcile`; the rest is counted
 
 Targets = Mapping[str, torch.Tensor]
 """{name: tensor of the sent shape and dtype}, to be written in place. An alias with memory of its own is written, too;
@@ -261,18 +260,19 @@ def reconcile(
     tied = tied or {}
     sent = layout.by_name
     wire = {name: name for name in sent} | layout.tied  # every name that the sync covers -> the name sent for it
-    unsent, misfits, bound = [], [], []
+    unsent, misfits, bound = list[ParamFault](), list[ParamFault](), list[ParamFault]()
     for name in [*params, *(alias for alias in tied if alias not in params)]:
         shape_dtype = params.get(name) or params.get(tied.get(name, ""))
         entry = sent.get(wire.get(name, ""))
         if entry is None and wire.get(tied.get(name, "")) is None:
-            unsent.append(f"{name} {_spec(shape_dtype)}{_nearest(name, wire)}")
+            unsent.append(ParamFault(name, _spec(shape_dtype), wire))
         elif entry is not None and shape_dtype is not None and shape_dtype != (entry.shape, entry.dtype):
-            misfits.append(f"{name}: sent {_spec((entry.shape, entry.dtype))}, the receiver has {_spec(shape_dtype)}")
+            both = f": sent{_spec((entry.shape, entry.dtype))}, the receiver has{_spec(shape_dtype)}"
+            misfits.append(ParamFault(name, both))
         if name in tied and wire.get(name) and wire.get(tied[name]) and wire[name] != wire[tied[name]]:
-            bound.append(f"{name}, which shares the memory of {tied[name]}")
+            bound.append(ParamFault(name, f", which shares the memory of {tied[name]}"))
     unknown = [
-        f"{name} {_spec((sent[source].shape, sent[source].dtype))}{_nearest(name, params)}"
+        ParamFault(name, _spec((sent[source].shape, sent[source].dtype)), params)
         for name, source in wire.items()
         if name not in params and name not in tied
     ]
@@ -282,25 +282,14 @@ def reconcile(
         ("sent with another shape or dtype", misfits),
         ("tied in the receiver, but sent as two tensors", bound),
     ]
-    if any(names for _, names in faults):
-        raise UnloadedParamsError(
-            f"trainer and receiver disagree on {sum(len(names) for _, names in faults)} of their parameters, so "
-            "nothing was sent:\n"
-            + "\n".join(f"- {title}:\n{_listed(names)}" for title, names in faults if names)
-            + "\nBoth sides must be built from the same model folder. If they are, this rollout engine "
-            "loads other names or dtypes for this model: try another release of it, or another rollout.engine."
+    if count := sum(len(of_kind) for _, of_kind in faults):
+        raise unloaded_params(
+            f"trainer and receiver disagree on {count} of their parameters, so nothing was sent:",
+            faults,
+            "Both sides must be built from the same model folder. If they are, this rollout engine loads other names "
+            "or dtypes for this model: try another release of it, or another rollout.engine.",
         )
 
 
 def _spec(shape_dtype: tuple[tuple[int, ...], str] | None) -> str:
-    return "" if shape_dtype is None else f"{list(shape_dtype[0])} {shape_dtype[1]}"
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = similar_names(name, names, 2)
-    return f" (nearest there: {', '.join(near)})" if near else ""
-
-
-def _listed(lines: list[str]) -> str:
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "\n".join(f"    {line}" for line in lines[:_SHOWN] + more)
+    return "" if shape_dtype is None else f" {list(shape_dtype[0])} {shape_dtype[1]}"

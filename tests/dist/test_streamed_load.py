@@ -155,7 +155,7 @@ def test_a_rank_reads_the_experts_it_holds(pool, tmp_path):
         for tensor in [*lm.parameters(), *(b for n, b in lm.named_buffers() if n.endswith("correction_bias"))]:
             tensor.add_(0.1 * torch.randn_like(tensor))
     lm.save_pretrained(tmp_path)
-    assert "model.layers.1.mlp.experts.4.up_proj.weight" in stored_tensors(tmp_path)
+    assert "model.layers.1.mlp.experts.4.up_proj.weight" in stored_tensors(tmp_path)[0]
     answers = pool.run(_differences, 2, tmp_path, {"dtype": "float32"}, {}, "policy")
     assert [wrong for wrong, _ in answers] == [[]] * 2
 
