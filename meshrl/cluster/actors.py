@@ -44,8 +44,10 @@ from meshrl.core.device import (
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.model.attention import attention_text
+from meshrl.model.facts import model_facts
 from meshrl.model.flops import peak_flops
 from meshrl.model.recipe import DTYPES
+from meshrl.model.stream import LoadedWeights
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.recorder import TRACED, recorder
 from meshrl.monitor.trace import PROFILE_FILE, write_rank
@@ -112,6 +114,7 @@ class RankWorker:
         self.device = local_device(self.spec.local_rank)
         self.spec = spec = _with_release_memory(self.spec, has_own_memory(self.device))
         seed_generators(spec.seed, spec.rank)
+        facts = None
         if spec.trains:
             settle(self.device)
             dist.init_process_group(
@@ -128,11 +131,22 @@ class RankWorker:
             roles: list[Role] = ["policy"]
             if spec.reference and not spec.model.lora.enabled:
                 roles.append("reference")
-            self.engines = {role: TrainEngine.build(spec.model, spec.train, mesh, role) for role in roles}
+            facts = loaded = model_facts(spec.model.path, spec.model.attn_implementation)
+            for role in roles:
+                self.engines[role] = TrainEngine.build(spec.model, spec.train, mesh, role, loaded)
+                if DTYPES[spec.train.master_dtype].itemsize >= DTYPES[spec.model.dtype].itemsize:  # else it has rounded
+                    loaded = replace(facts, weights=LoadedWeights(self.engines[role].model.lm))
             keep_freed_memory(self.device)
         if spec.samples and spec.rollout is not None:
             self.sampler = build_rollout_engine(
-                spec.model, spec.rollout, self.device, spec.rank, spec.stop_token_ids, spec.logs
+                spec.model,
+                spec.rollout,
+                self.device,
+                spec.rank,
+                spec.stop_token_ids,
+                spec.logs,
+                facts,
+                synced=spec.num_train_ranks > 0,
             )
             if spec.trains and spec.rollout.release_memory and not self.sampler.capabilities.release:
                 raise CapabilityError(

@@ -4,7 +4,7 @@ skeleton      modules of Transformers' class; buffers ready, parameters on the m
 adapt         LoRA adapters; which parameters are trained
 parallelize   tensor parallelism, activation checkpointing, then FSDP2
 materialize   memory for what this rank holds
-fill          its values
+fill          its values, from the files or another engine; random ones if a sync brings them
 verify        our forward equals Transformers' own
 """
 
@@ -47,6 +47,7 @@ class Recipe:
     dtype: of the parameters, except adapters, which have adapter_dtype. compute_dtype: of a sharded model's forward.
     mesh: None = not sharded, and then no checkpointing. keep_unsharded: after the forward, for the backward pass.
     attention: one of attention.NAMES.
+    synced: the values come by a weight sync from train ranks, which verify them; until then they are random.
     """
 
     dtype: torch.dtype = torch.float32
@@ -57,21 +58,26 @@ class Recipe:
     compute_dtype: torch.dtype = torch.float32
     activation_checkpointing: bool = False
     keep_unsharded: bool = False
+    synced: bool = False
     device: torch.device = CPU
     attention: str = "auto"
 
 
-def build_model(path: str | Path, recipe: Recipe) -> CausalModel:
+def build_model(path: str | Path, recipe: Recipe, facts: ModelFacts | None = None) -> CausalModel:
     """The model of a folder, in eval mode. Extra memory: a bucket on the host; on the device, for the comparison of a
-    model that is not sharded, its embedding, its head and one block in fp32.
+    model that is not sharded, one block in fp32. facts: of this folder, if they are known.
 
-    Raises: ConfigError when the folder holds no model that Transformers can load, or one that we compute differently.
+    Raises: ConfigError when the folder holds no model that Transformers can load, or one that we compute differently;
+    UnloadedParamsError when its files don't fill the model.
     """
-    facts = model_facts(path, recipe.attention)
+    facts = facts or model_facts(path, recipe.attention)
     model = skeleton(facts, recipe)
     adapt(model, facts, recipe)
     parallelize(model, recipe)
     materialize(model, recipe.device)
+    if recipe.synced:
+        randomize(model)
+        return model
     fill(model, facts)
     verify(model, facts, recipe)
     return model
@@ -137,6 +143,16 @@ def materialize(root: torch.nn.Module, device: torch.device) -> None:
 def fill(model: CausalModel, facts: ModelFacts) -> None:
     facts.weights.fill(model.lm)
     init_adapters(model.lm)
+
+
+@torch.no_grad()
+def randomize(model: CausalModel) -> None:
+    """Random values of the size of a model's, for comparisons. Their number is prime, so that rows differ."""
+    values = 0.02 * torch.randn(1_048_573, generator=torch.Generator().manual_seed(1))
+    for p in model.parameters():
+        own = (values if p.dim() > 1 else 1 + 10 * values).to(p)
+        for part in p.view(-1).split(len(own)):
+            part.copy_(own[: len(part)])
 
 
 def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:

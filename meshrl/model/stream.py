@@ -16,7 +16,8 @@ from meshrl.model.finite import not_finite, not_finite_error
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import is_adapter, named_weights
 from meshrl.model.weight_files import KINDS, StoredTensor
-from meshrl.parallel.boxes import boxes, index_of
+from meshrl.parallel.boxes import boxes, index_of, is_first_copy, send_to_copies
+from meshrl.parallel.fsdp import local_shard
 
 BUCKET_BYTES = 64 << 20  # host memory in addition to the shard; much smaller buckets read at full speed, too
 DTYPES = {kind: dtype for dtype, kind in KINDS.items() if kind[:2] != "F8"}  # float8 needs a scale
@@ -30,14 +31,17 @@ class StoredWeights:
 
     @torch.no_grad()
     def fill(self, lm: torch.nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Fill a model with its values, cast to the parameters' dtype; of a sharded tensor, only this rank's boxes.
-        Takes one bucket of extra host memory, whatever the size of a tensor.
+        """Fill a model with its values, cast to the parameters' dtype; of a sharded tensor, only this rank's boxes. One
+        of several ranks with the same boxes reads them, and sends them to the others (a collective). Takes one bucket
+        of extra host memory, whatever the size of a tensor.
 
         Raises: ConfigError naming the file that can't be read, or the tensor whose values are not finite.
         """
+        tensors = _values_of(lm)
         held = [
             (self.stored[hub_name], offsets, values)
-            for name, tensor in _values_of(lm).items()
+            for name, tensor in tensors.items()
+            if is_first_copy(tensor)
             for local in boxes(tensor)
             for hub_name, offsets, values in self._names.split(name, local.offsets, local.tensor)
         ]
@@ -47,10 +51,13 @@ class StoredWeights:
             for stored, offsets, values in sorted(held, key=lambda each: (str(each[0].file), each[0].offset)):
                 for first, part in _contiguous_parts(offsets, values, stored.shape):
                     reader.read(stored, first, part)
+        for tensor in tensors.values():
+            send_to_copies(tensor)
 
 
 class LoadedWeights:
-    """The values of a model that only Transformers could load, with all of them in host memory."""
+    """The values of another model: one that only Transformers could load, with all of them in host memory, or one that
+    is sharded like those to fill."""
 
     def __init__(self, lm: torch.nn.Module):
         self._values = _values_of(lm)
@@ -59,8 +66,12 @@ class LoadedWeights:
     def fill(self, lm: torch.nn.Module) -> None:
         """As StoredWeights.fill."""
         for name, tensor in _values_of(lm).items():
+            source = self._values[name]
+            if local_shard(source) is not source:
+                local_shard(tensor).copy_(local_shard(source))
+                continue
             for local in boxes(tensor):
-                local.tensor.copy_(self._values[name][index_of(local.box)])
+                local.tensor.copy_(source[index_of(local.box)])
 
 
 def _values_of(lm: torch.nn.Module) -> dict[str, torch.Tensor]:

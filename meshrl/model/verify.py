@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,7 @@ T = TypeVar("T")
 # (mixtures of experts with large logits). A leak between packed rows changes it by more than 1e-2, even in an untrained
 # model, which gives all tokens nearly the same probability; an unknown head changes it by more than that.
 TOLERANCE_NATS = 2e-3
+COMPARED_IDS = 1024  # more than the largest id of the rows that are compared here and in fast_decoder.py
 
 
 class ScoreDifferences(NamedTuple):
@@ -34,11 +35,16 @@ class ScoreDifferences(NamedTuple):
 @contextmanager
 def in_fp32(model: CausalModel) -> Iterator[None]:
     """A context in which the forward of a model that is not sharded computes in fp32, whatever dtype its parameters
-    have. Embedding, norm and head are cast until its end, and each block while it computes."""
+    have. Norm, embedding and head are cast until its end, the latter two for the first COMPARED_IDS ids only, since
+    they may be a third of a model; and each block while it computes."""
     blocks = list(model.layers)
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
+    embedding, head = model.lm.get_input_embeddings(), model.lm.get_output_embeddings()
+    of_ids = {id(p) for module in (embedding, head) for p in module.parameters()}
     with ExitStack() as stack:
-        stack.enter_context(widened([p for p in model.parameters() if id(p) not in in_blocks]))
+        stack.enter_context(widened([p for p in model.parameters() if id(p) not in in_blocks], of_ids))
+        stack.callback(setattr, embedding, "padding_idx", getattr(embedding, "padding_idx", None))
+        embedding.padding_idx = None  # torch requires it to be one of the rows, and uses it for gradients alone
         for block in blocks:
             block.forward = partial(computed_in_fp32, block, block.forward)
             stack.callback(block.__dict__.pop, "forward")
@@ -52,12 +58,13 @@ def computed_in_fp32(block: torch.nn.Module, forward: Callable[..., T], *args: A
 
 
 @contextmanager
-def widened(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """A context in which parameters of less than 32 bits are fp32."""
+def widened(parameters: Iterable[torch.nn.Parameter], of_ids: Collection[int] = ()) -> Iterator[None]:
+    """A context in which parameters of less than 32 bits are fp32. of_ids: Python's id of those of which only the first
+    COMPARED_IDS rows are needed."""
     narrow = [(p, p.data) for p in parameters if p.is_floating_point() and p.dtype.itemsize < 4]
     try:
         for p, _ in narrow:
-            p.data = p.data.float()
+            p.data = (p.data[:COMPARED_IDS] if id(p) in of_ids else p.data).float()
         yield
     finally:
         for p, values in narrow:

@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
@@ -105,6 +106,27 @@ def copies_in_replica(tensor: torch.Tensor) -> int:
         return 1
     axis = names.index("tp")
     return int(tensor.device_mesh.size(axis)) if tensor.placements[axis].is_replicate() else 1
+
+
+def is_first_copy(tensor: torch.Tensor) -> bool:
+    """Whether no rank before this one, in the tensor's mesh, holds the same boxes."""
+    return not any(at for _, _, at in _copies(tensor))
+
+
+def send_to_copies(tensor: torch.Tensor) -> None:
+    """Give the values of the first copy to all ranks that hold the same boxes (a collective)."""
+    for mesh, axis, _ in _copies(tensor):
+        local = tensor.to_local().detach()  # type: ignore[attr-defined]
+        dist.broadcast(local, group=mesh.get_group(axis), group_src=0)
+
+
+def _copies(tensor: torch.Tensor) -> list[tuple[DeviceMesh, int, int]]:
+    """(mesh, axis, this rank's index) of the axes along which ranks hold the same boxes; none for an empty shard."""
+    if not isinstance(tensor, DTensor) or not tensor.to_local().numel():
+        return []
+    mesh = tensor.device_mesh
+    axes = zip(tensor.placements, mesh.shape, _coordinate(mesh), strict=True)
+    return [(mesh, axis, at) for axis, (p, size, at) in enumerate(axes) if p.is_replicate() and size > 1]
 
 
 def owners(tensor: DTensor, near: int) -> dict[int, list[Box]]:

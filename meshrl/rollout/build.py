@@ -8,6 +8,7 @@ import torch
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.model.facts import ModelFacts
 from meshrl.model.limits import limits_of
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.completions import connect_endpoint
@@ -27,15 +28,17 @@ def build_rollout_engine(
     rank: int,
     stop_token_ids: tuple[int, ...],
     logs: Path | None = None,
+    facts: ModelFacts | None = None,
+    synced: bool = False,
 ) -> RolloutEngine:
     """The engine on this rank's device, without a weight version. Blocks until it can take requests. logs: the folder
-    of the log of a server that is started.
+    of the log of a server that is started. facts, synced: as for the embedded engine; servers load their weights.
 
     Raises: ConfigError when rollout.max_context_tokens is more than the model has positions; EngineFailure.
     """
     engine_id = f"{rollout_cfg.engine}-{rank}"
     if rollout_cfg.engine == "embedded":
-        return build_embedded_engine(model_cfg, rollout_cfg, device, engine_id, stop_token_ids)
+        return build_embedded_engine(model_cfg, rollout_cfg, device, engine_id, stop_token_ids, facts, synced)
     max_context_tokens, vocab_size = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
     connect = SERVERS[rollout_cfg.engine]
     return ServerEngine(

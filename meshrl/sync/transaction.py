@@ -50,7 +50,8 @@ class WeightState:
 
     loaded: the weights of the model folder. valid: those of the last sync, proven. arriving: a sync is open, and its
     next step may start. incomplete: a step of it runs, so that only begin and cancel are allowed. invalid: a mixture,
-    after `cancel` or a step that failed or was out of order. released: without memory, or restored without values.
+    after `cancel` or a step that failed or was out of order, or not read from the folder. released: without memory, or
+    restored without values.
 
     name: of the engine, in errors. layout: of the syncs; None = before `reconcile`.
     """
@@ -85,8 +86,8 @@ class WeightState:
         """
         if self.state != "loaded":
             raise StaleWeightsError(
-                f"{self.name} no longer has the weights of its model folder: a sync, a cancel or a release has "
-                "replaced them; build a new engine, or sync"
+                f"{self.name} never had or no longer has the weights of its model folder: a sync brings them, or a "
+                "sync, a cancel or a release has replaced them; build a new engine, or sync"
             )
         self._loaded = version
 

@@ -27,6 +27,7 @@ from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric, Sample
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
+from meshrl.model.facts import ModelFacts
 from meshrl.model.finite import not_finite
 from meshrl.model.flops import ModelFlops, model_flops
 from meshrl.model.hub_names import HubNames
@@ -101,16 +102,24 @@ class TrainEngine:
         self._write: Future[tuple[str, FileFact]] | None = None
 
     @classmethod
-    def build(cls, model_cfg: ModelConfig, train_cfg: TrainConfig, mesh: DeviceMesh, role: Role) -> TrainEngine:
+    def build(
+        cls,
+        model_cfg: ModelConfig,
+        train_cfg: TrainConfig,
+        mesh: DeviceMesh,
+        role: Role,
+        facts: ModelFacts | None = None,
+    ) -> TrainEngine:
         """Shard, then read this rank's rows from the folder. Masters in train.master_dtype, compute in model.dtype.
+        facts: of this folder, with its values in the files or in an engine of the same mesh.
 
         Raises: ConfigError when the folder can't be loaded, when our forward differs from that of Transformers, or when
-        the model's packed rows are not independent.
+        the model's packed rows are not independent; UnloadedParamsError when its files don't fill the model.
         """
         lora = model_cfg.lora if role in TRAINED and model_cfg.lora.enabled else None
         compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
         recipe = _recipe(train_cfg, mesh, role, compute, masters, lora, model_cfg.attn_implementation)
-        engine = cls(build_model(model_cfg.path, recipe), mesh, train_cfg, role, recipe)
+        engine = cls(build_model(model_cfg.path, recipe, facts), mesh, train_cfg, role, recipe)
         engine.require_independent_rows()
         return engine
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 from pathlib import Path
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_lm
 
 from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model import attention
@@ -32,10 +35,11 @@ from meshrl.model.recipe import (
     skeleton,
     verify,
 )
-from meshrl.model.stream import LoadedWeights
+from meshrl.model.stream import BUCKET_BYTES, LoadedWeights
 from meshrl.model.weight_files import stored_tensors
 from meshrl.parallel.fsdp import local_shard
 from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.train.engine import TrainEngine
 
 UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
@@ -266,6 +270,7 @@ def test_build_compares_the_scores(pool, tmp_path):
 
 _BUCKET = 8 << 20
 _ALLOWANCE = 12 << 20  # module objects, headers and buffers of gloo; seen: less than 2
+_PRODUCTS = 16 << 20  # copies of a matrix for a product, in an embedded engine; seen: 8
 
 
 def _written(path: Path, family: str, **changes: Any) -> Path:
@@ -299,9 +304,25 @@ def _growth(rank: int, world: int, folder: Path, warm_up: Path, full: bool) -> t
     return _memory_bytes("VmHWM") - before, shard
 
 
+def _growth_of_sampler(rank: int, world: int, folder: Path, warm_up: Path) -> tuple[int, int, int]:
+    """(growth of this process at its peak; bytes of an embedded engine's weights; of its largest block in fp32)."""
+    dtype, cpu = DTYPES["bfloat16"], torch.device("cpu")
+    build_embedded_engine(ModelConfig(path=str(warm_up)), RolloutConfig(), cpu, "tiny", ())
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else it would reuse the memory of earlier loads
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _memory_bytes("VmRSS")
+    engine = build_embedded_engine(ModelConfig(path=str(folder)), RolloutConfig(), cpu, "wide", ())
+    growth, model = _memory_bytes("VmHWM") - before, engine._runner.model
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    block = max(sum(p.numel() for p in block.parameters()) for block in model.layers)
+    return growth, sum(p.nbytes for p in model.parameters()), block * torch.float32.itemsize
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures through /proc")
 def test_loading_takes_host_memory_for_the_shard_and_one_bucket(tmp_path):
-    """The peak of a load by two ranks of a model with tensors of several buckets; a full load takes more."""
+    """The peak of a load by two ranks of a model with tensors of several buckets; a full load takes more. An embedded
+    engine takes its weights in the compute dtype, and one block in fp32 for the comparison with Transformers."""
     wide = dict(vocab_size=8000, hidden_size=2048, intermediate_size=2048, num_attention_heads=16, head_dim=128)
     folder = _written(tmp_path / "wide", "llama", tie_word_embeddings=False, **wide)
     warm_up = _saved(tmp_path / "tiny", "llama")
@@ -309,8 +330,11 @@ def test_loading_takes_host_memory_for_the_shard_and_one_bucket(tmp_path):
     try:
         streamed = fresh.run(_growth, 2, folder, warm_up, False)
         ((growth_of_full_load, _),) = fresh.run(_growth, 1, folder, warm_up, True)
+        ((growth_of_sampler, weights, block),) = fresh.run(_growth_of_sampler, 1, folder, warm_up)
     finally:
         fresh.close()
+    limit = weights + max(block, BUCKET_BYTES) + _PRODUCTS + _ALLOWANCE
+    assert growth_of_sampler <= limit, f"{growth_of_sampler:,} bytes; {weights:,} of weights, {block:,} of a block"
     for growth, shard in streamed:
         assert shard > 100 << 20
         assert growth <= shard + _BUCKET + _ALLOWANCE, f"{growth:,} bytes for a shard of {shard:,}"

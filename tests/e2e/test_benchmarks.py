@@ -89,6 +89,13 @@ def test_cpu_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_loading(tmp_path: Path) -> None:
+    line = smoke("loading", tmp_path)
+    assert bars(line) == {f"{what}_{case}" for what in ("peak", "read") for case in ("alone", "synced", "colocated")}
+    assert [line["figures"][f"read_{case}"] for case in ("alone", "synced", "colocated")] == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.slow
 def test_where_time_goes(tmp_path: Path) -> None:
     line = smoke("where_time_goes", tmp_path, "--dtypes", "float32")
     shares = {name: value for name, value in line["figures"].items() if name.startswith("share_training_float32")}

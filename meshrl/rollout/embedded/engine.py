@@ -23,6 +23,7 @@ from meshrl.core.device import empty_cache
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
+from meshrl.model.facts import ModelFacts
 from meshrl.model.fast_decoder import FastDecoder, fast_decoder
 from meshrl.model.limits import limits_of
 from meshrl.model.lora import init_adapters, randomize_adapters
@@ -47,21 +48,31 @@ def build_embedded_engine(
     device: torch.device,
     engine_id: str,
     stop_token_ids: tuple[int, ...],
+    facts: ModelFacts | None = None,
+    synced: bool = False,
 ) -> EmbeddedEngine:
-    """Load the model in its compute dtype into the device's memory, without gradients; no weight version yet.
+    """Load the model in its compute dtype into the device's memory, without gradients; no weight version yet. facts: of
+    the model's folder, if they are known. synced: a sync brings the weights, so none are read.
 
-    Raises: ConfigError when rollout.max_context_tokens is more than the model has positions.
+    Raises: ConfigError when rollout.max_context_tokens is more than the model has positions; UnloadedParamsError when
+    the model's files don't fill it.
     """
     max_context_tokens, _ = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
     dtype, lora = DTYPES[model_cfg.dtype], model_cfg.lora if model_cfg.lora.enabled else None
-    attention = model_cfg.attn_implementation
-    recipe = Recipe(dtype=dtype, lora=lora, adapter_dtype=dtype, device=device, attention=attention)
-    model = build_model(model_cfg.path, recipe)
+    recipe = Recipe(
+        dtype=dtype,
+        lora=lora,
+        adapter_dtype=dtype,
+        device=device,
+        synced=synced,
+        attention=model_cfg.attn_implementation,
+    )
+    model = build_model(model_cfg.path, recipe, facts)
     model.requires_grad_(False)
     randomize_adapters(model.lm)  # so that the fast decoder is compared with adapters that do something
     fast = fast_decoder(model)
     init_adapters(model.lm)
-    return EmbeddedEngine(
+    engine = EmbeddedEngine(
         model,
         fast=fast,
         stop_token_ids=stop_token_ids,
@@ -71,6 +82,9 @@ def build_embedded_engine(
         device=device,
         stop_strings=stop_strings_of(model_cfg, rollout_cfg),
     )
+    if synced:
+        engine._state.end("invalid")
+    return engine
 
 
 class EmbeddedEngine:
