@@ -136,7 +136,6 @@ class RankWorker:
                 self.engines[role] = TrainEngine.build(spec.model, spec.train, mesh, role, loaded)
                 if DTYPES[spec.train.master_dtype].itemsize >= DTYPES[spec.model.dtype].itemsize:  # else it has rounded
                     loaded = replace(facts, weights=LoadedWeights(self.engines[role].model.lm))
-            keep_freed_memory(self.device)
         if spec.samples and spec.rollout is not None:
             self.sampler = build_rollout_engine(
                 spec.model,
@@ -154,6 +153,8 @@ class RankWorker:
                     "release its memory. SGLang can only on a GPU: start your own server with --enable-memory-saver, "
                     "or set rollout.release_memory=false"
                 )
+        if spec.trains:
+            keep_freed_memory(self.device)
         self._memory = SharedDevice(spec, self.device, self.engines, self.sampler)
 
     # ---- training (collective)

@@ -39,7 +39,8 @@ def in_fp32(model: CausalModel) -> Iterator[None]:
     they may be a third of a model; and each block while it computes."""
     blocks = list(model.layers)
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
-    embedding, head = model.lm.get_input_embeddings(), model.lm.get_output_embeddings()
+    embedding: Any = model.lm.get_input_embeddings()
+    head: Any = model.lm.get_output_embeddings()
     of_ids = {id(p) for module in (embedding, head) for p in module.parameters()}
     with ExitStack() as stack:
         stack.enter_context(widened([p for p in model.parameters() if id(p) not in in_blocks], of_ids))
