@@ -23,6 +23,7 @@ from meshrl.core.errors import StaleWeightsError
 from meshrl.model import facts, stream
 from meshrl.model.weight_files import KINDS, stored_tensors
 from meshrl.parallel.fsdp import full_tensor
+from meshrl.rollout.embedded.engine import EmbeddedEngine
 
 DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 Reads = list[tuple[str, int, int]]  # file, first byte, end
@@ -66,6 +67,8 @@ def _started(
         worker.start()
     torch.set_num_threads(1)
     if worker.sampler is not None:
+        assert isinstance(worker.sampler, EmbeddedEngine)
+        assert worker.sampler._weights._fast is not None  # random values are enough to accept the fast decoder
         with pytest.raises(StaleWeightsError, match="never had"):
             worker.trust_loaded_weights()
         with pytest.raises(StaleWeightsError, match="sync weights first"):

@@ -91,7 +91,7 @@ def test_cpu_dtype(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loading(tmp_path: Path) -> None:
     line = smoke("loading", tmp_path)
-    assert bars(line) == {f"{what}_{case}" for what in ("peak", "read") for case in ("alone", "synced", "colocated")}
+    assert bars(line) == {"peak_alone", "peak_synced", "read_alone", "read_synced", "read_colocated"}
     assert [line["figures"][f"read_{case}"] for case in ("alone", "synced", "colocated")] == [1.0, 0.0, 1.0]
 
 

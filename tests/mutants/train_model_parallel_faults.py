@@ -18,6 +18,8 @@ _IMPLEMENTATIONS = "tests/unit/model/test_attention_implementations.py::"
 _OF_FAMILIES = "tests/unit/model/test_attention_of_families.py::"
 _PACKED_ATTENTION = "tests/unit/model/test_packed_attention.py::"
 _TRAINER_ON_META = "tests/unit/model/test_trainer_on_meta.py::"
+_UNLOADED = "tests/dist/test_unloaded_params.py::test_all_faults_of_a_folder_are_in_one_error_of_both_sides"
+_READS_ONCE = "tests/dist/test_reads_once.py::test_a_start_reads_each_byte_once"
 _WEIGHT_NAMES = "tests/unit/model/test_weight_names.py::"
 _PACKING = "tests/unit/train/test_packing.py::"
 
@@ -291,6 +293,36 @@ FAULTS = [
         "meshrl/model/stream.py::_contiguous_parts",
         "offsets[0] * step => offsets[0]",
         _STREAMED_LOAD + "test_a_streamed_model_equals_transformers_model_to_the_bit[2-llama untied]",
+    ),
+    Fault(
+        "an expert more than the model has is left to Transformers",
+        "meshrl/model/names.py::_assign",
+        "target not in names.computed => target in names.computed",
+        _UNLOADED + "[extra expert]",
+    ),
+    Fault(
+        "only the first kind of a folder's faults is reported",
+        "meshrl/model/folder.py::require_fillable",
+        "[kind for kind in _FAULTS if faults.get(kind)] => [kind for kind in _FAULTS if faults.get(kind)][:1]",
+        _UNLOADED + "[truncated shard]",
+    ),
+    Fault(
+        "each replica reads the files",
+        "meshrl/model/stream.py::StoredWeights.fill",
+        "is_first_copy(tensor) => tensor is not None",
+        _READS_ONCE + "[replicas]",
+    ),
+    Fault(
+        "replicas keep what their memory contained",
+        "meshrl/model/stream.py::StoredWeights.fill",
+        "send_to_copies(tensor) => is_first_copy(tensor)",
+        _READS_ONCE + "[replicas]",
+    ),
+    Fault(
+        "a sampler samples with the random values that it has before the first sync",
+        "meshrl/rollout/embedded/engine.py::build_embedded_engine",
+        'engine._state.end("invalid") => engine._state.trust(0)',
+        _READS_ONCE + "[sharded]",
     ),
     Fault(
         "an index of weights names files outside its folder",
