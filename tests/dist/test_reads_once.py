@@ -85,11 +85,12 @@ def _started(
     [
         (4, 0, {}),
         (4, 0, {"sharding_strategy": "NO_SHARD"}),
-        (4, 0, {"sharding_strategy": "HYBRID_SHARD", "mesh": {"dp_replicate": 2}}),
+        (4, 0, {"mesh": {"tp": 2, "dp_shard": 2}}),
+        (4, 0, {"mesh": {"ulysses": 2, "dp_shard": 2}}),
         (2, 0, {"master_dtype": "bfloat16"}),
         (2, 2, {}),
     ],
-    ids=["sharded", "replicas", "both", "bf16 masters", "separate samplers"],
+    ids=["sharded", "replicas", "tp", "ulysses", "bf16 masters", "separate samplers"],
 )
 def test_a_start_reads_each_byte_once(pool, tmp_path, num_train, num_rollout, train):
     """By policy, reference and sampler of all ranks together. The first sync brings the samplers' weights; before it
