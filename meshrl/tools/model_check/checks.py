@@ -271,7 +271,7 @@ def file_names(checked: CheckedModel) -> float:
         raise MeshrlError(next(iter(names.computed.values())))
     with tempfile.TemporaryDirectory() as folder:
         checked.theirs.save_pretrained(folder)
-        written = {name: tensor.shape for name, tensor in stored_tensors(Path(folder)).items()}
+        written = {name: tensor.shape for name, tensor in stored_tensors(Path(folder))[0].items()}
     if different := written.items() ^ names.tensors.items():
         raise MeshrlError(f"{sorted(different)[0][0]} is not a tensor of both ({len(different)} differences)")
     return 0.0

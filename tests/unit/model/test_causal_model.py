@@ -83,10 +83,10 @@ def test_a_model_in_bf16_is_compared_in_fp32_without_a_second_copy_of_it(tmp_pat
     widened, now, most = verify.widened, [0], [0]
 
     @contextmanager
-    def counted(parameters):
+    def counted(parameters, of_ids=()):
         parameters = list(parameters)
         count = sum(p.numel() for p in parameters if p.dtype == torch.bfloat16)
-        with widened(parameters):
+        with widened(parameters, of_ids):
             now[0] += count
             most[0] = max(most[0], now[0])
             yield
