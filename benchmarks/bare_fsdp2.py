@@ -1,6 +1,7 @@
 """The reference loop for the train engine: FSDP2, a packed batch, the same head and optimizer, and nothing else."""
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshrl.model.attention import PackedAttention
@@ -13,7 +14,7 @@ class ScoringModel(torch.nn.Module):
 
     def __init__(self, lm, chunk_tokens):
         super().__init__()
-        self.lm, self.chunk_tokens = lm, chunk_tokens
+        self.lm, self.chunk_tokens, self.vocabulary = lm, chunk_tokens, None
 
     def forward(self, batch, entropy):
         where = batch.mask.nonzero()[:, 0]
@@ -31,15 +32,16 @@ class ScoringModel(torch.nn.Module):
             batch.temperature[where],
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
+            vocabulary=self.vocabulary,
         )
 
 
 class BareLoop:
     """`step(batches)` computes the gradients of all micro-batches, clips, and steps AdamW."""
 
-    def __init__(self, folder, compute_dtype, lr, chunk_tokens):
+    def __init__(self, folder, compute_dtype, lr, chunk_tokens, model_class=ScoringModel):
         lm = load_causal_lm(folder).train()
-        self.model = ScoringModel(lm, chunk_tokens)
+        self.model = model_class(lm, chunk_tokens)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in lm.model.layers:
             fully_shard(block, mp_policy=policy)
@@ -49,8 +51,8 @@ class BareLoop:
     def step(self, batches, entropy=True):
         for batch in batches:
             where, logp, _ = self.model(batch, entropy)
-            ratio = (logp - logp.detach()).exp()
-            (-ratio * batch.advantages[where] * batch.loss_weight[where]).sum().backward()
+            loss = -((logp - logp.detach()).exp() * batch.advantages[where] * batch.loss_weight[where]).sum()
+            (loss * dist.get_world_size()).backward()  # FSDP2 averages
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor().item()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

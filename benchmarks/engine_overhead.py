@@ -1,4 +1,4 @@
-"""The overhead of the train engine over plain FSDP2, and the CPU time of the controller.
+"""The overhead of the train engine over plain loops, its communication, and the CPU time of the controller.
 
     python benchmarks/engine_overhead.py
 
@@ -10,6 +10,13 @@ the same packed batches:
     bare_no_ent   bare without the entropy, which the head also computes, to show the cost of that metric
 
 engine_overhead: CPU time of engine over bare, minus 1, median over rounds.
+
+overhead_AXIS: the same for each axis of the mesh, on two ranks with one thread each, in fp32, without activation
+checkpointing; CPU time of both ranks. The bare loops are bare_fsdp2.py, bare_ulysses.py and bare_tp.py, of 60 to 100
+lines, with the same attention, head and optimizer.
+
+bytes_AXIS: the bytes that a rank gives to collectives in a step, by mesh_bytes.py, and bytes_off_AXIS their distance to
+the axis's formula, which must be 0; _recomputed: with activation checkpointing.
 
 controller_share: in a real `meshrl train` run of two ranks, CPU seconds of the controller's process over wall seconds,
 from the end of the first step to the end of the last. The controller plans batches, flattens, computes advantages,
@@ -26,22 +33,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from axes import axes
 from bare_fsdp2 import BareLoop
 from measure import Report, alternate, median, paired_ratio, parser
 from runs import TrainingRun, TrainingTask, objective, rows_for, run_meshrl
 from stand_in import stand_in
-from workload import gsm8k_groups, model_folder, start_single_rank, training_samples
+from workload import micro_batches, model_folder, start_single_rank
 
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
 from meshrl.model.recipe import DTYPES, load_causal_lm
-from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
 LR = 1e-5
-MICRO_BATCHES = 2
 
 
 def main() -> None:
@@ -49,15 +55,14 @@ def main() -> None:
     p.add_argument("--data", type=Path, help="GSM8K's train.jsonl, or its folder, for the controller's run")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="compute dtype")
     p.add_argument("--steps", type=int, default=6, help="steps of the controller's run; the first is not counted")
-    p.add_argument("--only", choices=["engine", "controller"], help="run one of the two parts")
+    p.add_argument("--only", choices=["engine", "axes", "controller"], help="run one of the parts")
     args = p.parse_args()
     if args.smoke:
         args.rounds, args.steps = 2, 3
     report = Report("engine_overhead", args)
-    if args.only != "controller":
-        engine(report, args)
-    if args.only != "engine":
-        controller(report, args)
+    for part in (engine, axes, controller):
+        if args.only in (None, part.__name__):
+            part(report, args)
     report.finish()
 
 
@@ -99,12 +104,8 @@ def engine(report: Report, args: Any) -> None:
 
 def batches(i: int, smoke: bool) -> list[Any]:
     """The packed micro-batches of round i; every call returns the same ones."""
-    groups = gsm8k_groups(2 if smoke else 4, 8, seed=200 + i, scale=0.1 if smoke else 1.0)
-    samples = training_samples(groups, seed=200 + i)
-    numbers, prefixes = [int(s.group_id) for s in samples], [s.prefix_len for s in samples]
-    half = -(-sum(len(s) for s in samples) // MICRO_BATCHES)
-    batch_plan = make_batch_plan([len(s) for s in samples], 1, half, numbers, prefixes)
-    return [pack([samples[r] for r in rows], rows) for rows in batch_plan.micro_batches[0]]
+    samples, (rows,) = micro_batches(i, smoke)
+    return [pack([samples[r] for r in micro], micro) for micro in rows]
 
 
 def minus_one(ratio: Any) -> Any:

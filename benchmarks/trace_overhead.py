@@ -99,7 +99,7 @@ class Steps:
     def plain(self, i: int) -> None:
         with (
             mock.patch("meshrl.train.engine.timed", lambda *_, **__: nullcontext()),
-            mock.patch("meshrl.train.optim.TimedFunctional", nullcontext),
+            mock.patch("meshrl.train.optim.timed_collective", lambda *_: nullcontext()),
             mock.patch("meshrl.parallel.fsdp.TimedFunctional", nullcontext),
         ):
             self._step(self.without)

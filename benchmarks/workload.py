@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from meshrl.core.types import Sample
+from meshrl.train.batch_plan import make_batch_plan
 
 VOCAB = 2048
 # name (parameters, including the tied embeddings) -> fields of Qwen2Config
@@ -98,6 +99,17 @@ def training_samples(groups: list[GroupLengths], seed: int) -> list[Sample]:
                 )
             )
     return out
+
+
+def micro_batches(i: int, smoke: bool, num_data: int = 1) -> tuple[list[Sample], list[list[list[int]]]]:
+    """The samples of round i, 32 rows (4 groups of 8), and for each data index the rows of its two micro-batches; every
+    call returns the same."""
+    groups = gsm8k_groups(2 if smoke else 4, 8, seed=200 + i, scale=0.1 if smoke else 1.0)
+    samples = training_samples(groups, seed=200 + i)
+    numbers, prefixes = [int(s.group_id) for s in samples], [s.prefix_len for s in samples]
+    share = -(-sum(len(s) for s in samples) // (2 * num_data))
+    batch_plan = make_batch_plan([len(s) for s in samples], num_data, share, numbers, prefixes)
+    return samples, batch_plan.micro_batches
 
 
 def trained_tokens(samples: list[Sample]) -> int:

@@ -110,6 +110,17 @@ def test_engine_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_overhead_and_bytes_of_the_axes(tmp_path: Path) -> None:
+    line = smoke("engine_overhead", tmp_path, "--only", "axes")
+    axes = ("dp_shard", "ulysses", "tp")
+    off = {f"bytes_off_{axis}{recomputed}" for axis in axes for recomputed in ("", "_recomputed")}
+    assert bars(line) == {f"overhead_{axis}" for axis in axes} | off
+    assert {bar["value"] for bar in line["bars"] if bar["name"] in off} == {0}
+    assert all(line["figures"][f"bytes_{axis}"] > 1e5 for axis in axes)
+
+
+@pytest.mark.slow
 def test_trace_overhead(tmp_path: Path) -> None:
     line = smoke("trace_overhead", tmp_path)
     assert bars(line) == {"spans_overhead"}
@@ -250,9 +261,10 @@ def test_without_trl_the_error_names_the_page_that_explains_its_installation(tmp
     assert "benchmarks/README.md" in refusal("grpo_vs_trl", "--trl-python", str(tmp_path / "python"))
 
 
-def test_the_bare_loop_is_short() -> None:
-    """The engine is compared with a simple loop, as users would write it: at most 60 lines."""
-    assert len((BENCHMARKS / "bare_fsdp2.py").read_text().splitlines()) <= 60
+@pytest.mark.parametrize(("axis", "most"), [("fsdp2", 60), ("ulysses", 70), ("tp", 100)])
+def test_the_bare_loops_are_short(axis: str, most: int) -> None:
+    """The engine is compared with simple loops, as users would write them."""
+    assert len((BENCHMARKS / f"bare_{axis}.py").read_text().splitlines()) <= most
 
 
 @pytest.mark.slow
