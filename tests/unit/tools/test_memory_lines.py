@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from meshrl.config.explain import explain
 from meshrl.config.load import load_sft_config
 from meshrl.model.limits import stored_numbers, text_config
 from meshrl.run.inputs import load_run
@@ -20,14 +22,27 @@ QWEN2_7B = {
     "max_position_embeddings": 32768,
 }
 
+QWEN2_5_32B = QWEN2_7B | {
+    **{"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64},
+    **{"num_attention_heads": 40, "num_key_value_heads": 8},
+}
+LLAMA_3_1_70B = QWEN2_7B | {
+    **{"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256},
+}
+
+
+def folder_of(facts: dict[str, object], folder: Path) -> Path:
+    """A folder with no weights: --explain reads config.json alone."""
+    (folder / "config.json").write_text(json.dumps(facts))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
+    return folder
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with no weights: --explain reads config.json alone."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN2_7B))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).touch()
-    return tmp_path
+    return folder_of(QWEN2_7B, tmp_path)
 
 
 def printed(text: str) -> dict[str, str]:
@@ -90,6 +105,45 @@ def test_the_comment_about_a_micro_batch_holds(model: Path):
     for words, num_bytes in sizes.items():
         assert f"{num_bytes / 1e9:.1f} {words}" in parts
     assert 16 < sum(sizes.values()) / 1e9 < 17
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "mesh"),
+    [
+        ("qwen2-7b_gsm8k_tp4_vllm", QWEN2_7B, "dp_replicate 1 x dp_shard 2 x ulysses 1 x tp 4"),
+        ("qwen2-7b_gsm8k_4x8_vllm", QWEN2_7B, "dp_replicate 4 x dp_shard 2 x ulysses 1 x tp 4"),
+        ("qwen2.5-32b_gsm8k_4x8_vllm", QWEN2_5_32B, "dp_replicate 1 x dp_shard 4 x ulysses 2 x tp 4"),
+        ("llama3.1-70b_gsm8k_8x8_vllm", LLAMA_3_1_70B, "dp_replicate 1 x dp_shard 8 x ulysses 1 x tp 8"),
+    ],
+)
+def test_the_comments_of_the_configs_with_tensor_parallelism_hold(
+    tmp_path: Path, name: str, facts: dict[str, int], mesh: str
+):
+    loaded = load_run(CONFIGS / f"{name}.yaml", [f"model.path={folder_of(facts, tmp_path)}"], starts=False)
+    train, resolved = loaded.config.train, explain(loaded)
+    assert f" {mesh}\n" in re.sub(" +", " ", resolved) and "path: Qwen/Qwen2-7B" not in resolved
+    lines, (training, parts, sampling, others) = printed(describe_memory(loaded.config)), comments_of(f"{name}.yaml")
+    gb = {label: float(text.split()[0]) for label, text in lines.items() if text.split()[1].startswith("GB")}
+    labels = ("weights", "gradients", "moments of AdamW", "reference")
+    masters, gradients, moments, reference, weights = (gb[label] for label in (*labels, "sampler's weights"))
+    written = f"masters {masters}, gradients {gradients}, AdamW's moments {moments}, reference {reference}, and at most"
+    assert parts.startswith(written)
+    micro_batch = int(re.search(r"(\d+) for a micro-batch", parts)[1])
+    assert bound_of_a_micro_batch(facts, train.max_tokens_per_microbatch, train.mesh.tp) <= micro_batch
+    assert training == round(masters + gradients + moments + reference + micro_batch)
+    assert others.startswith(f"masters {masters}, moments {moments}, reference {reference}, and 40 for vLLM: ")
+    assert f" of the weights {weights}, and its" in others
+    assert sampling == round(masters + moments + reference + 0.5 * 80)
+    assert loaded.config.rollout.vllm.gpu_memory_utilization == 0.5
+
+
+def bound_of_a_micro_batch(facts: dict[str, int], tokens: int, tp: int) -> float:
+    """GB, as in the test above; within a block, each rank of tp stores at most what it would store alone."""
+    width, numbers = facts["hidden_size"], stored_numbers(SimpleNamespace(**facts, head_dim=None))
+    heads = facts["num_key_value_heads"] * width // facts["num_attention_heads"]
+    block = 2 * width * (width + heads) + 3 * width * facts["intermediate_size"]
+    inputs, words = facts["num_hidden_layers"] * tokens * width * 2, 8 * facts["vocab_size"] * width
+    return (inputs / tp + numbers * tokens * 2 + 3 * 4 * 2**28 + words / tp + 10 * block / tp) / 1e9
 
 
 def test_separate_samplers_and_servers_have_lines_of_their_own(model: Path):
