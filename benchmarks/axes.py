@@ -34,7 +34,7 @@ MESHES = {"dp_shard": (1, WORLD, 1, 1), "ulysses": (1, 1, WORLD, 1), "tp": (1, 1
 BARE: dict[str, Callable[[Path], Any]] = {
     "dp_shard": lambda folder: BareLoop(folder, torch.float32, LR, None),
     "ulysses": lambda folder: BareLoop(folder, torch.float32, LR, None, ChunkedModel),
-    "tp": lambda folder: BareTP(folder, LR, None),
+    "tp": lambda folder: BareTP(folder, LR, None, build_mesh(MESHES["tp"], "cpu")["dp_shard"]),
 }
 
 
@@ -55,6 +55,9 @@ def axes(report: Report, args: Any) -> None:
         ratio = paired_ratio(wall["engine"], wall["bare"])
         report.figure(f"overhead_{axis}_wall", type(ratio)(ratio.value - 1, ratio.low - 1, ratio.high - 1))
         report.bar(f"overhead_{axis}", value, at_most=0.05)
+        if axis == "tp":
+            ratio = paired_ratio(cpu["engine"], cpu["plain"])
+            report.figure("overhead_tp_plain", type(ratio)(ratio.value - 1, ratio.low - 1, ratio.high - 1))
     report.raw["bytes"] = measured["bytes"]
     for name, found in measured["bytes"].items():
         for kind in KINDS:
@@ -109,6 +112,9 @@ def _timings(axis: str, args: Any, folder: Path) -> dict[str, list[tuple[float, 
     if not np.isclose(*norms, rtol=1e-3):
         raise SystemExit(f"gradient norms of {axis} differ: {norms}; the two don't compute the same")
     contenders = {"engine": step, "bare": lambda i: bare.step(work[i])}
+    if axis == "tp":
+        plain = BareTP(folder, LR, None)
+        contenders["plain"] = lambda i: plain.step(work[i])
     took = alternate(contenders, args.rounds, before_each=dist.barrier)
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, {name: [asdict(t) for t in timings] for name, timings in took.items()})

@@ -1,10 +1,11 @@
-"""The reference loop for the axis `tp`, in fp32 and without FSDP2: each rank has a part of every matrix; between
-attention and MLP it has a slice of the tokens."""
+"""The reference loop for the axis `tp`, in fp32: each rank has a part of every matrix; between attention and MLP it has
+a slice of the tokens. With FSDP2 around it, as the engine always has, or of plain tensors."""
 
 import torch
 import torch.distributed as dist
 from bare_fsdp2 import ScoringModel
 from bare_ulysses import padded
+from torch.distributed.fsdp import fully_shard
 
 from meshrl.model.logprob import Vocabulary
 from meshrl.model.recipe import load_causal_lm
@@ -43,7 +44,7 @@ def own_tokens(parts):
 
 
 class BareTP:
-    def __init__(self, folder, lr, chunk_tokens):
+    def __init__(self, folder, lr, chunk_tokens, dp_mesh=None):
         lm, self.rank, self.size = load_causal_lm(folder).train(), dist.get_rank(), dist.get_world_size()
         for block in lm.model.layers:
             attention, mlp = block.self_attn, block.mlp
@@ -70,6 +71,10 @@ class BareTP:
         embedding.forward, final.forward = embed, lambda x, forward=final.forward: all_tokens(forward(x))
         self.model = ScoringModel(lm, chunk_tokens)
         self.model.vocabulary = Vocabulary(first, Axis(self.size, self.rank, dist.group.WORLD))
+        if dp_mesh is not None:
+            for block in lm.model.layers:
+                fully_shard(block, mesh=dp_mesh)
+            fully_shard(self.model, mesh=dp_mesh, reshard_after_forward=False)
         self.norms = [p for name, p in lm.named_parameters() if "norm" in name]
         self.parts = [p for name, p in lm.named_parameters() if "norm" not in name]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
@@ -83,11 +88,11 @@ class BareTP:
         for batch in batches:
             where, logp, _ = self.model(padded(batch, self.size), entropy)
             (-(logp - logp.detach()).exp() * batch.advantages[where] * batch.loss_weight[where]).sum().backward()
-        of_norms = torch.cat([p.grad for p in self.norms])
+        norms, parts = ([getattr(p.grad, "_local_tensor", p.grad) for p in group] for group in (self.norms, self.parts))
+        of_norms = torch.cat(norms)
         dist.all_reduce(of_norms)
-        for p, grad in zip(self.norms, of_norms.split([len(p) for p in self.norms]), strict=True):
-            p.grad = grad
-        squares = torch.nn.utils.get_total_norm([p.grad for p in self.parts]).square()
+        torch._foreach_copy_(norms, of_norms.split([len(grad) for grad in norms]))
+        squares = torch.nn.utils.get_total_norm(parts).square()
         dist.all_reduce(squares)
         norm = (squares + of_norms.square().sum()).sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), 1.0, norm)
