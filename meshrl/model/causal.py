@@ -48,8 +48,8 @@ class CausalModel(torch.nn.Module):
         out = self.lm.get_output_embeddings()
         weight, bias = out.weight, getattr(out, "bias", None)
         if self.peers is not None and self.peers.tp is not None:
-            weight = self.peers.tp.local(out, "weight")
-            bias = None if bias is None else self.peers.tp.local(out, "bias")
+            weight, *rest = self.peers.tp.local([(out, "weight")] + [(out, "bias")] * (bias is not None))
+            bias = rest[0] if rest else None
         return Head(weight, bias, self._scale, self._softcap)
 
     def hidden(

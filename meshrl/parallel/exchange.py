@@ -74,6 +74,11 @@ def swapped(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _Swapped.apply(x, axis)  # type: ignore[no-any-return]
 
 
+def sum_gradients(tensors: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
+    """The same tensors, of whose gradients each rank computes a part: they get the sums, by one all-reduce."""
+    return list(_SummedGradients.apply(axis, *tensors)) if tensors else []
+
+
 def gathered_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Values [N] of all peers -> [size, N], for a loss that each peer computes."""
     return _GatheredValues.apply(x, axis)  # type: ignore[no-any-return]
@@ -115,6 +120,21 @@ class _Swapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         return ctx.axis.swap(grad), None
+
+
+class _SummedGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, axis, *tensors):  # type: ignore[override]
+        ctx.axis = axis
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[override]
+        total = torch.cat([grad.flatten() for grad in grads])
+        with timed_collective("all_reduce", total, ctx.axis.size):
+            dist.all_reduce(total, group=ctx.axis.group)
+        parts = total.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True))
 
 
 class _GatheredValues(torch.autograd.Function):

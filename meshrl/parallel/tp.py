@@ -5,12 +5,12 @@ parallelism). A module with matrices gathers its input's tokens, computes a part
 as they are scattered. Inside, all of it is the family's own code on local tensors, without a collective.
 
 So whatever a rank computes with a tensor that is not cut, such as a norm or a router, is a part of its gradient, and
-FSDP2 gets the sum over the axis.
+FSDP2 gets the sum over the axis: one all-reduce for all such tensors of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshrl.parallel.exchange import Axis, gathered, sum_scattered
+from meshrl.parallel.exchange import Axis, gathered, sum_gradients, sum_scattered
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TensorParallel:
 
     def __init__(self, axis: Axis, mesh: DeviceMesh | None = None):
         self.axis, self._mesh = axis, mesh
-        self._cuts: dict[tuple[int, str], Cut] = {}  # by the module and the name of its parameter
+        self._cut_of: dict[tuple[torch.nn.Module, str], Cut] = {}  # by the module and the name of its parameter
         self.is_active = True
 
     @contextmanager
@@ -82,7 +82,7 @@ class TensorParallel:
                 )
             placed[id(p)] = torch.nn.Parameter(local, requires_grad=p.requires_grad)
         module._parameters[name] = placed[id(p)]
-        self._cuts[id(module), name] = cut
+        self._cut_of[module, name] = cut
 
     def use_local(self, root: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> None:
         """Let root's forward compute with the local tensors of these modules."""
@@ -111,18 +111,21 @@ class TensorParallel:
 
     # ---- computing
 
-    def local(self, module: torch.nn.Module, name: str) -> torch.Tensor:
-        """What this rank computes with."""
-        p, cut = module._parameters[name], self._cuts[id(module), name]
-        assert isinstance(p, DTensor)
+    def local(self, named: Sequence[tuple[torch.nn.Module, str]]) -> list[torch.Tensor]:
+        """What this rank computes with, of these parameters."""
+        parameters, cuts = [module._parameters[name] for module, name in named], [self._cut_of[m, n] for m, n in named]
+        tensors = [p.to_local(grad_placements=[c.placement]) for p, c in zip(parameters, cuts, strict=True)]  # type: ignore[union-attr]
         if not self.is_active:
-            return self._full(p.to_local(), cut)
-        if cut.dim is not None:
-            return p.to_local(grad_placements=[cut.placement])
-        local = p.to_local(grad_placements=[Partial()])
-        if cut.rows is not None:
-            local = local[slice(*cut.rows)]
-        return local / self.axis.size if cut.is_shared else local
+            return [self._full(tensor, cut) for tensor, cut in zip(tensors, cuts, strict=True)]
+        each = [i for i, cut in enumerate(cuts) if cut.dim is None and tensors[i].requires_grad]
+        for i, tensor in zip(each, sum_gradients([tensors[i] for i in each], self.axis), strict=True):
+            tensors[i] = tensor
+        for i, cut in enumerate(cuts):
+            if cut.rows is not None:
+                tensors[i] = tensors[i][slice(*cut.rows)]
+            if cut.is_shared:
+                tensors[i] = tensors[i] / self.axis.size
+        return tensors
 
     def _full(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
         if cut.dim is None:
@@ -133,14 +136,13 @@ class TensorParallel:
     def _with_local(
         self, named: list[tuple[torch.nn.Module, str]], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        sharded = [(module, name, module._parameters[name]) for module, name in named]
-        local = [(module, name, self.local(module, name)) for module, name in named]
+        sharded = [module._parameters[name] for module, name in named]
         try:
-            for module, name, tensor in local:
+            for (module, name), tensor in zip(named, self.local(named), strict=True):
                 module._parameters[name] = tensor  # type: ignore[assignment]  # not a Parameter, and needs not be
             return forward(*args, **kwargs)
         finally:
-            for module, name, p in sharded:
+            for (module, name), p in zip(named, sharded, strict=True):
                 module._parameters[name] = p
 
     def _between_slices(self, is_cut: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,8 @@ _STATE = "tests/dist/test_mesh_state.py::test_state_moves_from_mesh_to_mesh_and_
 FAULTS = [
     Fault(
         "the gradients of norms are not summed over tp",
-        "meshrl/parallel/tp.py::TensorParallel.local",
-        "[Partial()] => [Replicate()]",
+        "meshrl/parallel/exchange.py::_SummedGradients.backward",
+        "dist.all_reduce(total, group=ctx.axis.group) => None",
         _FAMILY + "[norms of heads]",
     ),
     Fault(
@@ -67,7 +67,7 @@ FAULTS = [
     Fault(
         "each rank of tp adds the bias to the sum",
         "meshrl/parallel/tp.py::TensorParallel.local",
-        "local / self.axis.size if cut.is_shared else local => local",
+        "tensors[i] / self.axis.size => tensors[i]",
         _FAMILY + "[biases, layer norms]",
     ),
     Fault(
