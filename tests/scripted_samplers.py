@@ -43,6 +43,9 @@ class Samplers:
         await settled()
 
     async def generate(self, request: Any) -> Any: ...
+    def computed_tokens(self) -> int:
+        return 0
+
     async def score(self, trajectories: Any) -> list[Any]:
         for t in trajectories:
             t.reward = self.rewards(t.prompt.ordinal, t.index)
