@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from meshrl.core.device import has_triton, has_varlen_kernels, upload
-from meshrl.model.attention_kernels import Flex, eager_attention, padded_attention, sdpa_attention
+from meshrl.model.attention_kernels import Flex, eager_attention, no_sdpa, padded_attention, sdpa_attention
 from meshrl.parallel.exchange import Axis, swapped
 
 NAME = "meshrl"
@@ -183,8 +183,8 @@ class PackedAttention:
             problem = no_flash
         elif spec.implementation == "flex":
             problem = _no_flex(q.device)
-        elif spec.implementation == "sdpa" and spec.softcap is not None:
-            problem = "SDPA computes no softcap"
+        elif spec.implementation == "sdpa":
+            problem = no_sdpa(q, spec)
         if problem or spec.implementation == "auto":
             return "padded" if no_flash else "flash", problem
         return spec.implementation, ""
@@ -387,7 +387,7 @@ KERNELS: dict[str, Kernel] = {
     "flex": lambda pack, *layer: pack.flex.attend(*layer),
 }
 _TEXTS = {
-    "padded": "SDPA over padded rows, and matrix products for short rows on a CPU and for softcaps",
+    "padded": "SDPA over padded rows, and matrix products for short rows on a CPU, softcaps and ALiBi in 16 bits",
     "sdpa": "SDPA over padded rows",
     "eager": "plain matrix products",
     "flash": "torch's kernel for packed rows (varlen_attn)",

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 def padded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """The fastest exact way here: q [B, H, L, D], k and v [B, K, N, D] -> [B, H, L, Dv]."""
-    if spec.softcap is not None or _short_on_cpu(q, k.shape[2]):
+    if no_sdpa(q, spec) or _short_on_cpu(q, k.shape[2]):
         return _product_attention(q, k, v, spec)
     return sdpa_attention(q, k, v, spec)
 
 
 def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """As padded_attention; PyTorch chooses the kernel. It has no softcap."""
+    """As padded_attention, where `no_sdpa` allows it; PyTorch chooses the kernel."""
     n = k.shape[2]
     plain = spec.sinks is None and spec.slopes is None
     causal = plain and q.shape[2] == n and (spec.window is None or n <= spec.window)
@@ -42,6 +42,14 @@ def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Atte
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped
     )
+
+
+def no_sdpa(q: torch.Tensor, spec: AttentionSpec) -> str:
+    """Why SDPA can't compute this layer exactly; "" if it can. A GPU's kernels need a bias in the dtype of q, and bf16
+    rounds the bias of a token 100 positions back by up to 0.25."""
+    if spec.softcap is not None:
+        return "SDPA computes no softcap"
+    return "SDPA would round ALiBi to 16 bits" if spec.slopes is not None and q.dtype.itemsize < 4 else ""
 
 
 def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import tiny_lm
 from tiny_run import steps_of, train, write_run
 from tiny_samples import random_samples
@@ -85,6 +87,33 @@ def test_sdpa_and_eager_run_the_kernels_of_their_names():
             PackedAttention([0, 6], CPU).attend(0, q, q, q, AttentionSpec(0.3, implementation=name))
         found[name] = operations.fused, operations.softmax
     assert found == {"auto": (0, 1), "sdpa": (1, 0), "eager": (0, 1)}
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_sdpa_gets_no_bias_of_another_dtype_than_the_queries(monkeypatch, dtype, name):
+    """The kernels of a GPU refuse it. ALiBi in bf16 would be rounded, so that matrix products compute it."""
+    dtypes, sdpa = [], F.scaled_dot_product_attention
+
+    def recorded(q, k, v, attn_mask, **more):
+        dtypes.append(attn_mask.dtype)
+        return sdpa(q, k, v, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(300, 2, 8, generator=g).to(dtype) for _ in range(3))
+    for sinks, slopes in (
+        (q[0, :, 0], None),
+        (None, torch.tensor([0.5, 0.01])),
+        (q[0, :, 0], torch.tensor([0.5, 0.01])),
+    ):
+        spec = AttentionSpec(0.3, None, None, name, sinks, slopes)
+        got = PackedAttention([0, 300], CPU).attend(0, q, k, v, spec)
+        want = PackedAttention([0, 300], CPU).attend(
+            0, q.double(), k.double(), v.double(), replace(spec, implementation="eager")
+        )
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert dtypes == [dtype] * (1 if dtype == torch.bfloat16 else 3)
 
 
 def _model(family: str, name: str) -> CausalModel:
