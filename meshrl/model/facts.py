@@ -56,11 +56,7 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
     import_plugins()
     transformers_logging.disable_progress_bar()  # one bar for each rank would break the run's own display
     attention.register()
-    folder = Path(path)
-    if folder.is_absolute() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path is {str(path)!r}, but it holds no config.json; give a folder made by save_pretrained"
-        )
+    require_config(path)
     weights: StoredWeights | LoadedWeights
     with as_config_error(path, AssertionError, ImportError, MemoryError, OSError, RuntimeError):
         folder = _downloaded(path)
@@ -93,6 +89,15 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
         lm.config.use_cache = False
         _disable_dropout(lm)
     return ModelFacts(str(path), lm.eval(), weights)
+
+
+def require_config(path: str | Path) -> None:
+    """Raises: ConfigError for a folder without config.json, which Transformers would take for a model of the hub."""
+    folder = Path(path)
+    if (folder.is_absolute() or folder.is_dir()) and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path is {str(path)!r}, but it holds no config.json; give a folder made by save_pretrained"
+        )
 
 
 @contextmanager

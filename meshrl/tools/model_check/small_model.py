@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.model.causal import CausalModel
-from meshrl.model.facts import as_config_error, model_facts
+from meshrl.model.facts import as_config_error, model_facts, require_config
 from meshrl.model.families import import_plugins
 from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.weight_files import INDEX, SINGLE
@@ -25,6 +25,7 @@ def write_first_layers(model: str, folder: Path) -> str:
     random, and the vocabulary is small. Raises: ConfigError.
     """
     import_plugins()
+    require_config(model)
     with as_config_error(model, ImportError, OSError, RuntimeError):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         has_weights = any((Path(model) / name).is_file() for name in (SINGLE, INDEX))

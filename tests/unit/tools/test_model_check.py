@@ -73,6 +73,16 @@ def test_a_config_alone_gives_random_values_and_a_small_vocabulary(tmp_path: Pat
     assert any("mlp.experts" in name for name in load_file(tmp_path / "first" / "model.safetensors"))
 
 
+def test_a_folder_without_a_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also a relative one, which Transformers would take for a model of the hub, and one that does not exist."""
+    (tmp_path / "only_tokenizer").mkdir()
+    (tmp_path / "only_tokenizer" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for model in ("only_tokenizer", str(tmp_path / "only_tokenizer"), str(tmp_path / "none")):
+        with pytest.raises(ConfigError, match=r"holds no config\.json"):
+            check_model(model, print)
+
+
 def test_a_class_of_another_package_is_refused_until_the_scale_of_its_head_is_stated(
     bright: Path, monkeypatch: pytest.MonkeyPatch
 ):
