@@ -35,7 +35,8 @@ class Evaluations:
         prompts = [Prompt(id=name, ordinal=i) for i, name in enumerate("ab")]
         task = SimpleNamespace(agent=self, tokenizer=None, stop_token_ids=(5,), max_context_tokens=9)
         task.eval_prompts = prompts
-        rollouts = SimpleNamespace(generate=None, routes=SimpleNamespace(end_session=self.ended_sessions.append))
+        routes = SimpleNamespace(end_session=self.ended_sessions.append)
+        rollouts = SimpleNamespace(generate=None, routes=routes, computed_tokens=lambda: 0)
         parts: dict[str, Any] = {"cfg": RunConfig.model_validate(sections), "run": self, "task": task}
         parts |= {"rollouts": rollouts, "scorer": self, "rollout_log": self, "layout": None}
         self.job = Job(**parts, trainer=SimpleNamespace(version=0))
