@@ -46,7 +46,7 @@ def clip_gradients(model: torch.nn.Module, max_norm: float, group: Any = None) -
         assert p.grad is not None
         by_copies.setdefault(copies_in_replica(p), []).append(local_shard(p.grad))
     squares = [torch.nn.utils.get_total_norm(grads, foreach=True).square() / n for n, grads in by_copies.items()]
-    norm = torch.stack(squares).sum()
+    norm = torch.stack(squares).sum() if squares else local_shard(next(model.parameters())).new_zeros(())
     if group is not None:
         with timed_collective("all_reduce", norm, group.size()):
             dist.all_reduce(norm, group=group)
