@@ -19,14 +19,33 @@ LLAMA = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
     **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
 }
+GATHERED = {  # of families that need all heads at once
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output"),
+    "o_proj": "rowwise_split_input",
+}
 LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 EXPERTS = {"experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
-PLANS: dict[str, dict[str, str]] = {  # of families without a plan of Transformers, or one without these layers
+for _name in ("shared_expert", "shared_experts", "shared_mlp"):
+    EXPERTS |= {f"{_name}.{leaf}": LLAMA[leaf] for leaf in ("gate_proj", "up_proj", "down_proj")}
+TRANSPOSED = {  # [experts, in, out], gate and up of a feature side by side
+    "experts.gate_up_proj": "rowwise",
+    "experts.gate_up_proj_bias": "colwise",
+    "experts.down_proj": "colwise",
+    "experts.down_proj_bias": "rowwise",
+}
+PLANS: dict[str, dict[str, str]] = {  # of families without a plan of Transformers, or one that differs in these layers
+    "axk1": {**LATENT, **dict.fromkeys(EXPERTS, "")},  # each rank computes all experts: a norm needs their sum
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "gpt_oss": {**TRANSPOSED, **LLAMA, "self_attn.sinks": "colwise"},
     "hunyuan_v1_dense": LLAMA,
+    "minimax_m3_vl_text": {
+        "shared_experts.gate_up_proj": "colwise_gather_output",
+        "shared_experts.down_proj": "rowwise_split_input",
+    },
     "nemotron": LLAMA,
-    "stablelm": LLAMA,
+    "stablelm": {**LLAMA, **GATHERED},
+    "youtu": LATENT,
 }
 _OUTPUTS = {"colwise": 1, "colwise_gather_output": 1, "packed_colwise": 2}  # the parts of a fused tensor
 _INPUTS = {"rowwise": 1, "rowwise_split_input": 1, "packed_rowwise": 2}
@@ -101,7 +120,7 @@ def _cut_root(
 
 @dataclass(frozen=True)
 class _Styles:
-    by_end: dict[str, str]  # by the end of a layer's path in its block
+    by_end: dict[str, str]  # by the end of a layer's path in its block, of which the first one that fits counts
 
     def of(self, path: str) -> str | None:
         """path: of a layer, or of a parameter that belongs to no layer of its own."""
@@ -113,7 +132,8 @@ def _styles(lm: Any) -> _Styles:
     theirs = getattr(config, "base_model_tp_plan", None) or {}
     known = _OUTPUTS.keys() | _INPUTS.keys()
     own = {re.sub(r"^.*layers\.\*\.", "", path): style for path, style in theirs.items() if style in known}
-    return _Styles({**own, **EXPERTS, **PLANS.get(config.model_type, {})})
+    ours = PLANS.get(config.model_type, {})  # of the ends that fit a path, the first one counts
+    return _Styles(ours | {end: style for end, style in {**own, **EXPERTS}.items() if end not in ours})
 
 
 def _parameters(child: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str]]:
@@ -131,7 +151,7 @@ def _cuts_of_child(
     cuts, used = {}, set()
     for layer, leaf, path in _parameters(child):
         owner = re.sub(r"(\.lora_[AB])?\.(weight|bias)$", "", f"{name}.{path}")
-        if (style := styles.of(owner)) is None:
+        if not (style := styles.of(owner)):
             continue
         p = layer._parameters[leaf]
         assert p is not None
@@ -149,7 +169,7 @@ def _cut(style: str, path: str, p: torch.Tensor) -> Cut:
     if style in _OUTPUTS:
         if ".lora_A." in path:
             return EACH
-        return Cut(dim=p.ndim - 1 if path.endswith("bias") else p.ndim - 2, parts=_OUTPUTS[style])
+        return Cut(dim=p.ndim - 1 if path.endswith("bias") else max(p.ndim - 2, 0), parts=_OUTPUTS[style])
     if ".lora_B." in path:
         return EACH
     return Cut(is_shared=True) if path.endswith("bias") else Cut(dim=p.ndim - 1, parts=_INPUTS[style])

@@ -85,6 +85,9 @@ MODELS: dict[str, dict[str, Any]] = {  # what each has that others lack
     "parallel attention, logit scale": {"family": "cohere"},
     "biases, layer norms": {"family": "starcoder2", "use_bias": True},
     "fused experts": {"family": "qwen3_moe"},
+    "shared experts with a gate": {"family": "qwen2_moe"},
+    "attention sinks, transposed experts": {"family": "gpt_oss"},
+    "attention that counts the heads of the config": {"family": "stablelm"},
     "latent attention, shared experts": {"family": "deepseek_v3"},
 }
 
