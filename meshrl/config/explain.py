@@ -62,6 +62,8 @@ def _rl_sizes(config: RunConfig) -> tuple[Sizes, Sizes, int]:
     policy = "on-policy: ratio 1, no clipping" if updates == 1 else "only the first of each step is on-policy"
     samplers = config.cluster.num_rollout_ranks
     place = f"{samplers} separate rank{'' if samplers == 1 else 's'}" if samplers else "colocated in the train ranks"
+    if not samplers and config.rollout.tp_size == 1 and config.rollout.engine != "endpoint":
+        place += ", a full copy in each"
     step = [
         ("rows per step", f"{prompts} prompts x {samples} samples = {rows:,}"),
         ("optimizer steps", f"{loop.num_steps} steps x {updates} = {loop.num_steps * updates:,} ({policy})"),
@@ -85,11 +87,12 @@ def _sft_sizes(config: SftRunConfig) -> tuple[Sizes, Sizes, int]:
 def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
     """The sizes of an optimizer step on each rank."""
     ranks, rows = config.cluster.num_train_ranks, config.rows_per_update
+    shape = config.train.mesh_shape(ranks)
     lines = [
         ("train ranks", f"{ranks}, executor {config.cluster.executor}"),
-        ("mesh", " x ".join(f"{axis} {size}" for axis, size in config.train.mesh)),
+        ("mesh", " x ".join(f"{axis} {size}" for (axis, _), size in zip(config.train.mesh, shape, strict=True))),
     ]
-    peers = config.train.mesh.ulysses * config.train.mesh.tp
+    peers = shape[2] * shape[3]
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
     if longest is None:
         return [*lines, ("longest row", "the model's context (rollout.max_context_tokens is not set)")]

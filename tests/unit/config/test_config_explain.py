@@ -35,6 +35,16 @@ def test_explain_computes_the_sizes_of_a_step(good: Path):
     assert "4.00 of 30 rows" in _line(text, "# passes over the data")
 
 
+def test_explain_counts_peers_by_either_name_of_tp(good: Path):
+    for key in ("train.mesh.tp", "train.tensor_model_parallel_size"):
+        text = explain(load_run_config(good, [f"{key}=2", "train.max_tokens_per_microbatch=300"]))
+        assert _line(text, "# mesh").endswith("dp_replicate 1 x dp_shard 1 x ulysses 1 x tp 2")
+        # 48 rows on the one data rank; 300 // 128 = 2 of them fit into one micro-batch.
+        assert "at most 24 per optimizer step" in _line(text, "# micro-batches per rank")
+        assert _line(text, "# micro-batches per rank").endswith("for 2 ranks together")
+        assert "a full copy in each" in _line(text, "# samplers")
+
+
 def _notes(config: Path, *overrides: str, purpose: Purpose = "train") -> list[str]:
     """The notes of the start; --explain prints them all."""
     loaded = load_run_config(config, overrides, purpose=purpose)
