@@ -49,7 +49,8 @@ def match_names(
         if alias in matched:
             tied.append((matched[alias], matched.setdefault(first, matched[alias])))
             del matched[alias]
-    missing = [name for name in names.tensors if name not in matched and own[name] not in computed]
+    made = computed.keys() | (names.computed.keys() if computed else set())  # one of the files' tensors may be several
+    missing = [name for name in names.tensors if name not in matched and own[name] not in made]
     refused = [name for name in missing if not _matches(lm._keys_to_ignore_on_load_missing, own[name])]
     faults["missing"] = [ParamFault(name, f" {list(names.tensors[name])}", unexpected) for name in refused]
     faults["unexpected"] = [

@@ -16,7 +16,7 @@ REWARDS_BYTES = 4 << 20  # so much of rewards.log is retained when a new file be
 _MAX_WAITING = 1000  # lines that can't be written; the oldest are dropped
 _ROUTINE = (
     *("run ", "eval ", "evaluates ", "first prompt", "ready ", "disk: ", "wrote ", "saved "),
-    *("held-out ", "best model", "done: "),
+    *("held-out ", "best model", "done: ", "attention auto: "),
 )
 
 

@@ -229,7 +229,7 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (
             "a model that meshrl does not compute as Transformers does",
             "refused with the reason, such as attention code of its own",
-            "tests/unit/model/test_causal_model.py::test_a_family_that_is_not_computed_is_refused_with_the_reason",
+            "tests/contract/test_model_families.py::test_a_family_has_exactly_what_its_entry_states",
         ),
         (
             "the chat template does not show the agent's tools",
