@@ -128,7 +128,8 @@ def num_positions(values: Mapping[str, Any]) -> int | None:
     if not isinstance(room, int):
         return None
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+    parts = [rope, *rope.values()] if isinstance(rope, dict) else []  # others are reported when the model is loaded
+    for part in (part for part in parts if isinstance(part, dict)):
         if (part.get("rope_type") or part.get("type")) in ("longrope", "su"):
             room = min(room, part.get(original) or values.get(original) or room)
     return room

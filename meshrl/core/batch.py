@@ -39,7 +39,6 @@ class Batch:
     mask: torch.Tensor  # bool
     scored: torch.Tensor  # int64[N]: the tokens in the mask, ordered by the chunk of their previous token
     trained: torch.Tensor  # int64[M]: those of them with a loss_weight
-    scored_of_chunk: list[int]  # of each rank of ulysses, how many of `scored` it scores, on the CPU
     trained_lengths: list[int]  # the number of trained tokens of each segment that has any, on the CPU
     loss_weight: torch.Tensor  # float32; 0 outside the mask
     temperature: torch.Tensor  # float32
@@ -49,6 +48,7 @@ class Batch:
     advantages: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None  # int16[T, L, K]
     token_extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    scored_of_chunk: list[int] = field(default_factory=list)  # how many of `scored` each rank of ulysses scores
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # pixel_values, image_grid_thw, ...
     is_dummy: bool = False
 
