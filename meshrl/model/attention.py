@@ -21,8 +21,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from meshrl.core.device import has_triton, has_varlen_kernels, upload
+from meshrl.core.errors import ConfigError
 from meshrl.model.attention_kernels import Flex, eager_attention, no_sdpa, padded_attention, sdpa_attention
 from meshrl.parallel.exchange import Axis, swapped
+from meshrl.parallel.peers import sizes_for
 
 NAME = "meshrl"
 OWN_CODE = ("gptj", "falcon", "bloom")  # model types that compute attention by themselves
@@ -268,10 +270,10 @@ class UlyssesAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         n, heads, shared = self.axis.size, q.shape[1], k.shape[1]
-        if heads % n or (shared % n and n % shared):
-            raise ValueError(
-                f"{n} ranks of ulysses can't share {heads} attention heads and {shared} key heads of a layer: ulysses "
-                "must divide the attention heads, and the key heads must be a multiple or a divisor of it"
+        if n not in (legal := sizes_for(heads, shared)):
+            raise ConfigError(
+                f"train.mesh.ulysses is {n}, but a layer has {heads} attention heads and {shared} key heads on a rank. "
+                f"Use one of {', '.join(map(str, legal))}"
             )
         if shared % n:
             k, v = (x.repeat_interleave(n // shared, dim=1) for x in (k, v))

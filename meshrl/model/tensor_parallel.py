@@ -12,6 +12,7 @@ import torch
 from meshrl.core.errors import ConfigError
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import wire_name
+from meshrl.parallel.peers import sizes_for
 from meshrl.parallel.tp import EACH, Cut, TensorParallel
 
 # Which layers are cut by their outputs (columns of x W^T), and which by their inputs, after which parts are summed.
@@ -181,8 +182,7 @@ def _cut_of_heads(lm: Any, owner: str, p: torch.Tensor, cut: Cut, tp: TensorPara
     config, n = lm.config.get_text_config(), tp.axis.size
     heads = config.num_attention_heads
     shared = getattr(config, "num_key_value_heads", None) or heads
-    legal = [size for size in range(1, heads + 1) if heads % size == 0 and (shared % size == 0 or size % shared == 0)]
-    if n not in legal:
+    if n not in (legal := sizes_for(heads, shared)):
         raise ConfigError(
             f"train.mesh.tp is {n}, but {type(lm).__name__} has {heads} attention heads and {shared} key heads. "
             f"Use one of {', '.join(map(str, legal))}"

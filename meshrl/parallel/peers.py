@@ -57,6 +57,12 @@ class Peers:
         return nullcontext() if self.tp is None else self.tp.inactive()
 
 
+def sizes_for(heads: int, key_heads: int) -> list[int]:
+    """Into how many equal parts attention heads can be split, with the key heads that each part needs."""
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    return [n for n in divisors if key_heads % n == 0 or n % key_heads == 0]
+
+
 def chunk_tokens(num_tokens: int, num_ulysses: int, num_tp: int) -> int:
     """Tokens of one of num_ulysses equal chunks, a multiple of num_tp."""
     return -(-num_tokens // (num_ulysses * num_tp)) * num_tp

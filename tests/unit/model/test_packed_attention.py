@@ -12,9 +12,11 @@ from tiny_models import FAMILIES, tiny_lm
 from tiny_samples import random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample
-from meshrl.model.attention import ALIGNED_KEYS, CHEAP_WASTE, AttentionSpec, PackedAttention
+from meshrl.model.attention import ALIGNED_KEYS, CHEAP_WASTE, AttentionSpec, PackedAttention, UlyssesAttention
 from meshrl.model.causal import CausalModel
+from meshrl.parallel.exchange import Axis
 from meshrl.train.packing import pack
 
 CPU = torch.device("cpu")
@@ -306,3 +308,11 @@ def test_scores_in_bf16_keep_their_small_differences(length, spec):
     assert got.dtype == torch.bfloat16
     for x, y in zip([got, *(x.grad for x in got_leaves)], [want, *(x.grad for x in wide)], strict=True):
         assert (x.double() - y).norm() < 0.02 * y.norm()
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(6, 2, 4), (12, 4, 3)])
+def test_heads_that_ulysses_can_not_split_are_refused_with_the_possible_sizes(heads: int, key_heads: int, size: int):
+    q, k = torch.zeros(5, heads, 8), torch.zeros(5, key_heads, 8)
+    attention = UlyssesAttention(PackedAttention([0, 5], q.device), Axis(size, 0, None))
+    with pytest.raises(ConfigError, match=r"Use one of 1, 2(, 6|, 4, 12)$"):
+        attention.attend(0, q, k, k, AttentionSpec(1.0))
