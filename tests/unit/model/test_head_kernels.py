@@ -192,3 +192,18 @@ def test_logits_of_all_tokens_never_exist():
     width = chunk * vocab // tokens
     slices = {(tokens, width), (width, tokens)}  # of dL/dlogits
     assert shapes.above(numbers) == {(vocab, dim), (tokens, dim)} | slices
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+def test_the_log_of_the_sum_and_its_gradient_equal_those_of_torchs_function(size):
+    """Ranks of tensor parallelism need it of their part of the vocabulary."""
+    found = []
+    for function in (logprob._ChunkedLogprob, kernels.TiledLogprob):
+        x = _inputs(size, torch.bfloat16)
+        hidden, weight = x["hidden"].requires_grad_(), x["weight"].requires_grad_()
+        temperature = torch.ones_like(x["temperature"])
+        logp, _, lse = function.apply(hidden, weight, None, x["targets"], temperature, 1.0, None, 5, True)
+        (logp.sum() + (lse * torch.arange(1, len(lse) + 1)).sum()).backward()
+        found.append((lse.detach(), hidden.grad, weight.grad))
+    for ours, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, want, atol=2e-2 * float(want.abs().max()), rtol=2e-2)
