@@ -221,7 +221,7 @@ FAMILIES: dict[
         {}, {"LoRA": "its layers are FalconLinear, not Linear"}, vllm="its joined query_key_value can't be read back"
     ),
     "gptj": Family({**GPT2, "rotary_dim": 8}),
-    "bloom": Family({"n_layer": 2, "n_head": 4}),
+    "bloom": Family({"n_layer": 2, "n_head": 4}, vllm="its joined query_key_value can't be read back"),
     "mpt": Family(
         {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 1024}, refused="computes attention by itself"
     ),
@@ -246,8 +246,14 @@ FAMILIES: dict[
         refused="it counts positions by itself",
     ),
     "granite_swa": Family({**BOTH_WINDOWS}),
-    "gpt_oss": Family({**BOTH_WINDOWS, **HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "mimo_v2_flash": Family({**ROUTED, **BOTH_WINDOWS, **HEADS_OF_8, "n_routed_experts": 4}),
+    "gpt_oss": Family(
+        {**BOTH_WINDOWS, **HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        vllm="its CPU build has no kernel for experts with biases in fp32",
+    ),
+    "mimo_v2_flash": Family(
+        {**ROUTED, **BOTH_WINDOWS, **HEADS_OF_8, "n_routed_experts": 4},
+        vllm="it reads hybrid_layer_pattern, which Transformers' config does not write",
+    ),
     "granitemoe_swa": Family({**BOTH_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4_text": Family(
         {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 8},

@@ -113,18 +113,20 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     keys = (*case.config.ROW_LENGTH_KEYS, "model.path")
     limits = " + ".join(case.config.ROW_LENGTH_KEYS)
     text = f"the longest row has {need} tokens, but the model has positions for {room}: {limits} may be at most {room}."
-    if room != values["max_position_embeddings"]:
+    if room != _positions(values):
         text += " Its rope_type longrope computes longer rows with other rotations, also of their first tokens."
     yield Problem(keys, text)
+
+
+def _positions(values: Mapping[str, Any]) -> Any:
+    """Of the model, by the name that its family has for them."""
+    return values.get("max_position_embeddings", values.get("n_positions"))
 
 
 def num_positions(values: Mapping[str, Any]) -> int | None:
     """The most tokens of a row of a model with this config.json; None if it does not say. With rope_type longrope,
     fewer than the model has: rows of a pack, and a row while it is sampled, need the same rotations."""
-    room, original = (
-        values.get("max_position_embeddings", values.get("n_positions")),
-        "original_max_position_embeddings",
-    )
+    room, original = _positions(values), "original_max_position_embeddings"
     if not isinstance(room, int):
         return None
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}

@@ -21,11 +21,11 @@ class CausalModel(torch.nn.Module):
     Under FSDP this module is the root: embedding, final norm and head are its own parameters, so inside forward
     the head's weight is the full tensor, and a tied embedding stays tied.
 
-    peers: the ranks that compute the same rows with this one; first_word: the first one of its part of the vocabulary.
+    peers: the ranks that compute the same rows with this one; vocab_start: the first id of its part of the vocabulary.
     """
 
     peers: Peers | None = None
-    first_word: int = 0
+    vocab_start: int = 0
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
@@ -96,5 +96,5 @@ class CausalModel(torch.nn.Module):
             temperature,
             chunk_tokens=chunk_tokens,
             entropy=entropy,
-            vocabulary=None if tp is None else Vocabulary(self.first_word, tp.axis),
+            vocabulary=None if tp is None else Vocabulary(self.vocab_start, tp.axis),
         )

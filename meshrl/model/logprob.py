@@ -61,10 +61,10 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A rank's part of the vocabulary: its head has the words from `first` on, the other ranks of the axis have the
+    """A rank's part of the vocabulary: its head has the ids from `start` on, the other ranks of the axis have the
     rest."""
 
-    first: int
+    start: int
     axis: Axis
 
 
@@ -94,18 +94,18 @@ def token_logprobs(
         from meshrl.model.kernels import TiledLogprob as function
     inside = torch.empty(0)
     if vocabulary is not None:
-        targets = targets - vocabulary.first
+        targets = targets - vocabulary.start
         inside = (targets >= 0) & (targets < head.weight.shape[0])
         targets = torch.where(inside, targets, 0)
     logp, ent, lse = function.apply(
         hidden, head.weight, head.bias, targets, temperature, head.scale, head.softcap, chunk_tokens, entropy
     )
     if vocabulary is not None:
-        logp, ent = _over_all_words(logp, ent, lse, inside, vocabulary.axis)
+        logp, ent = _over_full_vocabulary(logp, ent, lse, inside, vocabulary.axis)
     return logp, ent if entropy else None
 
 
-def _over_all_words(
+def _over_full_vocabulary(
     logp: torch.Tensor, ent: torch.Tensor, lse: torch.Tensor, inside: torch.Tensor, axis: Axis
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs and entropies of the full distribution from those of each rank's part, and the part's log of the sum of

@@ -108,7 +108,7 @@ def _cut_root(
             if module is embedding:
                 tp.embed(module, rows)
             else:
-                model.first_word = rows[0]
+                model.vocab_start = rows[0]
         elif any(p is not None and p.ndim > 1 for p in module._parameters.values()):
             raise ConfigError(
                 f"train.mesh.tp is {tp.axis.size}, but {type(lm).__name__} has a matrix outside of its blocks, {name}, "

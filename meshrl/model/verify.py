@@ -110,7 +110,7 @@ class ComparedModel(CausalModel):
     def _logprobs(
         self, tokens: torch.Tensor, positions: torch.Tensor, context: attention.PackedAttention
     ) -> torch.Tensor:
-        """Of all words, or of the next token where ranks share the words or tokens."""
+        """Of all ids of the vocabulary, or of the next token where ranks share the vocabulary or the tokens."""
         peers = self.peers
         if peers is None:
             return torch.log_softmax(self.head().logits(self.hidden(tokens, positions, context)), dim=-1)

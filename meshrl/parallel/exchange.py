@@ -7,6 +7,7 @@ from values that `gathered_values` and `summed_values` give to all, so its gradi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,13 @@ class Axis:
             dist.all_to_all_single(received, x.contiguous(), group=self.group)
         return received
 
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, without a gradient."""
+        total = x.clone()
+        with timed_collective("all_reduce", total, self.size):
+            dist.all_reduce(total, group=self.group)
+        return total
+
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's [N, ...] of [size * N, ...]."""
         return x.unflatten(0, (self.size, -1))[self.index]
@@ -61,17 +69,27 @@ class Axis:
 
 def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Slices [N, ...] of all peers -> [size * N, ...]."""
-    return _Gathered.apply(x, axis)  # type: ignore[no-any-return]  # apply is not typed
+    return _exchanged(x, axis.gather, axis.reduce_scatter)
 
 
 def sum_scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Parts [size * N, ...] of a sum -> this rank's slice [N, ...] of it."""
-    return _SumScattered.apply(x, axis)  # type: ignore[no-any-return]
+    return _exchanged(x, axis.reduce_scatter, axis.gather)
 
 
 def swapped(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[size, ...], entry r for rank r -> [size, ...], entry r from rank r."""
-    return _Swapped.apply(x, axis)  # type: ignore[no-any-return]
+    return _exchanged(x, axis.swap, axis.swap)
+
+
+def gathered_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Values [N] of all peers -> [size, N], for a loss that each peer computes."""
+    return _exchanged(x, lambda values: axis.gather(values[None]), lambda grad: grad[axis.index])
+
+
+def summed_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of all peers' values, for a loss that each peer computes."""
+    return _exchanged(x, axis.sum, lambda grad: grad)
 
 
 def sum_gradients(tensors: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
@@ -79,47 +97,23 @@ def sum_gradients(tensors: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]
     return list(_SummedGradients.apply(axis, *tensors)) if tensors else []
 
 
-def gathered_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Values [N] of all peers -> [size, N], for a loss that each peer computes."""
-    return _GatheredValues.apply(x, axis)  # type: ignore[no-any-return]
+Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def summed_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of all peers' values, for a loss that each peer computes."""
-    return _SummedValues.apply(x, axis)  # type: ignore[no-any-return]
+def _exchanged(x: torch.Tensor, operation: Operation, of_gradient: Operation) -> torch.Tensor:
+    """The result of an operation; of_gradient computes the gradient of x from that of the result."""
+    return _Exchanged.apply(x, operation, of_gradient)  # type: ignore[no-any-return]  # apply is not typed
 
 
-class _Gathered(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):  # type: ignore[override]
-        ctx.axis = axis
-        return axis.gather(x)
+    def forward(ctx, x, operation, of_gradient):  # type: ignore[override]
+        ctx.of_gradient = of_gradient
+        return operation(x)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
-        return ctx.axis.reduce_scatter(grad), None
-
-
-class _SumScattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):  # type: ignore[override]
-        ctx.axis = axis
-        return axis.reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return ctx.axis.gather(grad), None
-
-
-class _Swapped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):  # type: ignore[override]
-        ctx.axis = axis
-        return axis.swap(x)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return ctx.axis.swap(grad), None
+        return ctx.of_gradient(grad), None, None
 
 
 class _SummedGradients(torch.autograd.Function):
@@ -130,32 +124,6 @@ class _SummedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[override]
-        total = torch.cat([grad.flatten() for grad in grads])
-        with timed_collective("all_reduce", total, ctx.axis.size):
-            dist.all_reduce(total, group=ctx.axis.group)
+        total = ctx.axis.sum(torch.cat([grad.flatten() for grad in grads]))
         parts = total.split([grad.numel() for grad in grads])
         return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True))
-
-
-class _GatheredValues(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):  # type: ignore[override]
-        ctx.axis = axis
-        return axis.gather(x[None])
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return grad[ctx.axis.index], None
-
-
-class _SummedValues(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):  # type: ignore[override]
-        total = x.clone()
-        with timed_collective("all_reduce", total, axis.size):
-            dist.all_reduce(total, group=axis.group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        return grad, None

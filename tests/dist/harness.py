@@ -11,17 +11,20 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from meshrl.config.model import LoraConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample
 from meshrl.model.lora import adapters_of
+from meshrl.monitor.metrics import divide, merge
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 LORA = LoraConfig(enabled=True, rank=3, alpha=6)  # for models with adapters
 
 
@@ -99,6 +102,24 @@ def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> tuple[floa
     assert got.keys() == want.keys()
     distances = [(float(np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n])), n) for n in want]
     return max((math.inf if math.isnan(d) else d, n) for d, n in distances)  # a NaN would hide in max
+
+
+def check(got: list[dict[str, Any]], want: dict[str, Any], dtype: torch.dtype) -> None:
+    """The ranks of `partitioned` have the gradients, norms, metrics and logprobs of `unsharded`."""
+    tolerance = TOLERANCE[dtype]
+    for rank in got:
+        distance, name = worst(rank["grads"], want["grads"])
+        assert distance < tolerance, f"{name} is {distance:.2e} of its norm off"
+        assert rank["norm"] == pytest.approx(norm_of(want["grads"]), rel=max(tolerance, 1e-6))
+    metrics = divide(merge([m for rank in got for m in rank["metrics"]]))
+    reference = divide(merge(want["metrics"]))
+    assert metrics.keys() == reference.keys()
+    for name, value in reference.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    seen = {i: row for rank in got for i, row in rank["logprobs"].items()}
+    assert seen.keys() == want["logprobs"].keys()
+    for i, row in want["logprobs"].items():
+        np.testing.assert_allclose(seen[i], row, atol=1e-5)
 
 
 def random_partition(rng: np.random.Generator, num_rows: int, world: int, micro: int) -> list[list[list[int]]]:

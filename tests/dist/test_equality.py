@@ -5,34 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from harness import norm_of, partitioned, random_partition, unsharded, worst
+from harness import check, partitioned, random_partition, unsharded
 from tiny_models import tiny_qwen2
 from tiny_samples import random_groups, random_samples, weigh
 
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig, KlConfig
-from meshrl.monitor.metrics import divide, merge
 
 LENGTHS = [12, 3, 40, -6, 7, 7, 21, 2, 64, -2, 12, 12]
 LOSS = AlgoConfig(entropy_coef=0.01, kl=KlConfig(coef=0.1, estimator="k3"))
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-def _check(got: list[dict], want: dict, dtype: torch.dtype) -> None:
-    tolerance = TOLERANCE[dtype]
-    for rank in got:
-        distance, name = worst(rank["grads"], want["grads"])
-        assert distance < tolerance, f"{name} is {distance:.2e} of its norm off"
-        assert rank["norm"] == pytest.approx(norm_of(want["grads"]), rel=max(tolerance, 1e-6))
-    metrics = divide(merge([m for rank in got for m in rank["metrics"]]))
-    reference = divide(merge(want["metrics"]))
-    assert metrics.keys() == reference.keys()
-    for name, value in reference.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-    seen = {i: row for rank in got for i, row in rank["logprobs"].items()}
-    assert seen.keys() == want["logprobs"].keys()
-    for i, row in want["logprobs"].items():
-        np.testing.assert_allclose(seen[i], row, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
@@ -46,7 +27,7 @@ def test_the_gradient_does_not_depend_on_ranks_micro_batches_or_packs(pool, worl
     for micro in (1, 3):
         partition = random_partition(rng, len(samples), world, micro)
         args = (tiny_qwen2, {"dtype": dtype}, samples, partition, loss, {"activation_checkpointing": micro == 3})
-        _check(pool.run(partitioned, world, *args), want, dtype)
+        check(pool.run(partitioned, world, *args), want, dtype)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +46,7 @@ def test_every_sharding_strategy_gives_the_same_gradient(pool, train):
     want = unsharded(tiny_qwen2(torch.float64), samples, loss)
     partition = random_partition(np.random.default_rng(0), len(samples), 4, 2)
     got = pool.run(partitioned, 4, tiny_qwen2, {"dtype": torch.float64}, samples, partition, loss, train)
-    _check(got, want, torch.float64)
+    check(got, want, torch.float64)
     full_numel = sum(p.numel() for p in tiny_qwen2().parameters())
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(train.get("sharding_strategy", ""), 4)
     assert max(r["local_numel"] for r in got) < 1.3 * full_numel / shards
@@ -77,7 +58,7 @@ def test_untied_heads_and_ranks_without_any_row(pool):
     want = unsharded(tiny_qwen2(torch.float64, tie=False), samples, loss)
     partition = [[[]], [[0, 1]], [[]], [[]]]
     model = {"dtype": torch.float64, "tie": False}
-    _check(pool.run(partitioned, 4, tiny_qwen2, model, samples, partition, loss, {}), want, torch.float64)
+    check(pool.run(partitioned, 4, tiny_qwen2, model, samples, partition, loss, {}), want, torch.float64)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e6, float("inf")])
@@ -110,4 +91,4 @@ def test_a_group_that_shares_its_prompt_gives_the_same_gradient(pool, world, dty
     for micro in (1, 3):
         partition = random_partition(rng, len(samples), world, micro)
         args = (tiny_qwen2, {"dtype": dtype}, samples, partition, loss, {"activation_checkpointing": micro == 3})
-        _check(pool.run(partitioned, world, *args), want, dtype)
+        check(pool.run(partitioned, world, *args), want, dtype)

@@ -7,19 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import engine_over, norm_of, partitioned, random_partition, unsharded, worst
+from harness import check, engine_over, partitioned, random_partition, unsharded
 from test_lora import with_adapters
 from tiny_models import tiny_lm, tiny_qwen2
 from tiny_samples import random_groups, random_samples, weigh
 
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig, CorrectionConfig, KlConfig
-from meshrl.monitor.metrics import divide, merge
 
 LENGTHS = [12, 3, 40, -6, 7, 7, 21, 2, 64, -2, 12, 13]
 LOSS = AlgoConfig(entropy_coef=0.01, kl=KlConfig(coef=0.1, estimator="k3"))
 OF_ROWS = make_policy_loss(LOSS.model_copy(update={"correction": CorrectionConfig(kind="truncate", level="sequence")}))
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def mesh(dp_replicate: int = 1, dp_shard: int = 1, ulysses: int = 1, tp: int = 1) -> dict[str, Any]:
@@ -46,20 +44,6 @@ MESHES = {
 
 def data_ranks(train: dict[str, Any]) -> int:
     return int(train["mesh"]["dp_replicate"] * train["mesh"]["dp_shard"])
-
-
-def check(got: list[dict[str, Any]], want: dict[str, Any], dtype: torch.dtype) -> None:
-    tolerance = TOLERANCE[dtype]
-    for rank in got:
-        distance, name = worst(rank["grads"], want["grads"])
-        assert distance < tolerance, f"{name} is {distance:.2e} of its norm off"
-        assert rank["norm"] == pytest.approx(norm_of(want["grads"]), rel=max(tolerance, 1e-6))
-    metrics = divide(merge([m for rank in got for m in rank["metrics"]]))
-    for name, value in divide(merge(want["metrics"])).items():
-        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-    seen = {i: row for rank in got for i, row in rank["logprobs"].items()}
-    for i, row in want["logprobs"].items():
-        np.testing.assert_allclose(seen[i], row, atol=1e-5)
 
 
 @pytest.mark.parametrize("train", MESHES.values(), ids=MESHES.keys())

@@ -23,7 +23,7 @@ from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.model.lora import add_adapters, init_adapters, named_weights
 from meshrl.model.recipe import load_causal_lm
-from meshrl.parallel.boxes import boxes, index_of
+from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.checkpoint_files import state_folder
 from meshrl.train.engine import TrainEngine
@@ -33,16 +33,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "fused experts": {"family": "qwen3_moe", "tie_word_embeddings": False, "hidden_size": 64},
 }
 ONE_RANK, TP, BOTH = mesh(), mesh(dp_shard=2, tp=2), mesh(ulysses=2, tp=2)
-
-
-def full(p: torch.Tensor, engine: TrainEngine) -> torch.Tensor:
-    """The full tensor from the boxes of all ranks."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, [(local.box, local.tensor.clone()) for local in boxes(p)])
-    tensor = torch.full(p.shape, torch.nan)
-    for box, part in (each for of_rank in values for each in of_rank):
-        tensor[index_of(box)] = part
-    return tensor
 
 
 def _engine(folder: Path, train: dict[str, Any], lora: LoraConfig, world: int) -> TrainEngine:
@@ -70,7 +60,7 @@ def _steps(
             results["logprobs"].append(logprobs)
             results["norms"].append(engine.optim_step(0.01).grad_norm)
         save(engine, state_folder(out, number))
-    results["weights"] = {name: full(p.detach(), engine) for name, p in named_weights(engine.model.lm)}
+    results["weights"] = {name: full_tensor(p.detach()).clone() for name, p in named_weights(engine.model.lm)}
     if sync:
         results["acks"] = asyncio.run(_synced(engine, folder, results["weights"]))
     engine.export(out / "model")

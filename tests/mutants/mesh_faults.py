@@ -12,13 +12,13 @@ FAULTS = [
     Fault(
         "the gradients of norms are not summed over tp",
         "meshrl/parallel/exchange.py::_SummedGradients.backward",
-        "dist.all_reduce(total, group=ctx.axis.group) => None",
+        "ctx.axis.sum(torch.cat([grad.flatten() for grad in grads])) => torch.cat([grad.flatten() for grad in grads])",
         _FAMILY + "[norms of heads]",
     ),
     Fault(
         "the gradient of gathered tokens has only this rank's part",
-        "meshrl/parallel/exchange.py::_Gathered.backward",
-        "ctx.axis.reduce_scatter(grad) => ctx.axis.own(grad)",
+        "meshrl/parallel/exchange.py::gathered",
+        "axis.reduce_scatter => axis.own",
         _ROWS + "[tp 2]",
     ),
     Fault(
@@ -78,7 +78,7 @@ FAULTS = [
     ),
     Fault(
         "the entropy leaves out how much of the distribution each rank has",
-        "meshrl/model/logprob.py::_over_all_words",
+        "meshrl/model/logprob.py::_over_full_vocabulary",
         "parts[:, 2] - log_share => parts[:, 2]",
         _ROWS + "[tp 2]",
     ),

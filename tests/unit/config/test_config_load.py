@@ -228,3 +228,10 @@ def test_the_default_learning_rate_follows_the_command_and_lora(good: Path, good
         noted = [notice for notice in loaded.notices if "train.optimizer.lr is not set" in notice]
         assert [f"is {lr:g}." in notice for notice in noted] == [True] * (lr in (1e-5, 1e-4))
         assert (f", here {lr:g}\n" in explain(loaded)) == (lr != 3e-5)
+
+
+def test_rows_longer_than_the_positions_are_refused_by_either_name_of_their_number(good: Path):
+    (good.parent / "tiny" / "config.json").write_text('{"model_type": "gptj", "n_positions": 64}')
+    with pytest.raises(ConfigError, match="positions for 64") as error:
+        load_run_config(good)
+    assert "longrope" not in str(error.value)
