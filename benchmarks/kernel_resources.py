@@ -67,14 +67,18 @@ class Launches:
         self.found.append((source, {"num_warps": num_warps, "num_stages": num_stages}))
 
 
-def score(bias: bool = False, softcap: float | None = None, tokens: int = TOKENS, vocab: int = VOCAB) -> None:
-    """Forward and backward of the head on the meta device, with entropies in the loss."""
+def score(
+    bias: bool = False, softcap: float | None = None, tokens: int = TOKENS, vocab: int = VOCAB, with_lse: bool = False
+) -> None:
+    """Forward and backward of the head on the meta device, with entropies in the loss; with_lse: and the sums of
+    exp(logits), as the ranks of tensor parallelism take them."""
     x, w = (torch.empty(n, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (tokens, vocab))
     b = torch.empty(vocab, dtype=torch.bfloat16, device="meta", requires_grad=True) if bias else None
     targets, ones = torch.empty(tokens, dtype=torch.int64, device="meta"), torch.ones(tokens, device="meta")
     chunk = min(tokens, CHUNK_LOGITS // vocab)
-    logp, entropy = head.TiledLogprob.apply(x, w, b, targets, ones, 1.0, softcap, chunk, True)
-    (logp.sum() + entropy.sum()).backward()
+    logp, entropy, lse = head.TiledLogprob.apply(x, w, b, targets, ones, 1.0, softcap, chunk, True)
+    loss = logp.sum() + entropy.sum()
+    (loss + lse.sum() if with_lse else loss).backward()
 
 
 def digest() -> None:
@@ -98,6 +102,7 @@ HEAD = ("forward_kernel", "backward_kernel")
 CASES: dict[str, tuple[Any, tuple[str, ...], Callable[[], None]]] = {
     "logprob, entropy": (head, HEAD, score),
     "with bias, softcap": (head, HEAD, lambda: score(True, 30.0)),
+    "a part of the vocabulary": (head, HEAD, lambda: score(vocab=VOCAB // 4, with_lse=True)),  # of one of 4 tp ranks
     "one token, 129 columns": (head, HEAD, lambda: score(tokens=1, vocab=129)),  # the last slice has one column
     "digest of a transfer": (sync, ("sum64_kernel",), digest),
     "changes, fp32 to bf16": (sync, ("count_kernel", "compact_kernel"), delta),
