@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
 
-from fault_cases import page as faults  # noqa: E402 - found by the line above
+from chat_templates import page as chat_templates  # noqa: E402 - found by the line above
+from fault_cases import page as faults  # noqa: E402
 from model_families import page as models  # noqa: E402
 
 from meshrl.config.docs import markdown as config  # noqa: E402
@@ -73,6 +74,7 @@ def _cell(names: tuple[str, ...]) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/chat_templates.md": chat_templates,
     "docs/config.md": config,
     "docs/faults.md": faults,
     "docs/from_verl_and_trl.md": from_other_frameworks,

@@ -60,7 +60,22 @@ def load_tokenizer(
         reads = {name for text in checked for name in variables_read_by(text)}
     require_read(chat_template_kwargs or (), reads)
     tokenizer.init_kwargs[_VARIABLES] = dict(chat_template_kwargs or {})
+    _require_content(tokenizer)
     return tokenizer
+
+
+def _require_content(tokenizer: Any) -> None:
+    """Raises: DataError when the template leaves out the text of a question; some templates of vision-language models
+    do, because they expect lists of text and images."""
+    try:
+        text = render_text(tokenizer, [{"role": "user", "content": _CONTENT}])
+    except DataError:  # no template, or one that accepts only longer conversations
+        return
+    if _CONTENT not in text:
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path!r} leaves out the text of user messages: it renders "
+            f"{_CONTENT!r} as {text[-80:]!r}. Set data.chat_template to a template that writes content that is a text"
+        )
 
 
 def _load(path: str | Path) -> Any:

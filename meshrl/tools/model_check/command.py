@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from meshrl.core.errors import ConfigError
 from meshrl.process.connect import LOOPBACK, interface_of
+from meshrl.tools.model_check.chat_template import template_lines
 from meshrl.tools.model_check.checks import findings
 from meshrl.tools.model_check.small_model import write_first_layers
 
@@ -39,6 +40,8 @@ def check_model(model: str, show: Callable[[str], None]) -> bool:
                 all_proven &= finding.proven
         except ConfigError as cause:
             raise ConfigError(f"{str(cause).replace(name, model)}; {GUIDE}") from cause
+    for line in template_lines(model):
+        show(line)
     show("nothing has to be written: this model trains and samples" if all_proven else GUIDE)
     return all_proven
 

