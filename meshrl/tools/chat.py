@@ -35,7 +35,16 @@ def chat(models: Sequence[str], words: Sequence[str], system: str | None) -> Non
     """
     settings, question = chat_settings(words)
     with contextlib.ExitStack() as stack:
-        chats = [stack.enter_context(_opened(model, system, settings)) for model in models]
+        chats = []
+        for name in models:
+            subject = find_subject(name, newest=True)
+            model = str(subject.model)
+            if subject.state is not None:  # a checkpoint without a model
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshrl-chat-"))
+                model = f"{folder}/model"
+                convert(subject.state, Path(model))
+            print_message(f"loading {subject.text}")
+            chats.append(Chat(model, name, system, settings))
         if question is not None:
             _answer(chats, question)
             return
@@ -104,18 +113,6 @@ class Chat:
         finally:
             asyncio.run(self._engine.abort())
             self.messages = [*messages, {"role": "assistant", "content": text}]
-
-
-@contextlib.contextmanager
-def _opened(name: str, system: str | None, settings: ChatSettings) -> Iterator[Chat]:
-    subject = find_subject(name, newest=True)
-    with tempfile.TemporaryDirectory(prefix="meshrl-chat-") as folder:
-        model = str(subject.model)
-        if subject.state is not None:  # a checkpoint without a model
-            model = str(Path(folder) / "model")
-            convert(subject.state, Path(model))
-        print_message(f"loading {subject.text}")
-        yield Chat(model, name, system, settings)
 
 
 def _typed() -> str | None:

@@ -101,10 +101,7 @@ def _template(path: str) -> tuple[str, str]:
         return template, "the tokenizer's own"
     if set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
         return BUILT_IN["chatml"], "chatml, because the tokenizer has none but its tokens"
-    return (
-        "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}",
-        "the bare text, the tokenizer has none",
-    )
+    return PLAIN_TEMPLATE, "the bare text, the tokenizer has none"
 
 
 def _fitting_rows(path: str, tokenizer: Any) -> tuple[_Task, list[Row]]:

@@ -216,7 +216,7 @@ FAULTS = [
     ),
     Fault(
         "a reward that rises while the held-out score falls is not suspicious",
-        "meshrl/tools/report/summary.py::_exploited",
+        "meshrl/tools/report/page.py::_exploited",
         'run.verdict.outcome != "worse" => run.verdict.outcome == "worse"',
         _REPORT_JUDGEMENT + "test_a_reward_that_rises_while_the_held_out_score_falls_is_suspicious",
     ),

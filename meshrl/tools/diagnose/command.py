@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +14,12 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import is_there, output_errors, write_text
 from meshrl.core.terminal import print_message
 from meshrl.monitor.trace import FOLDER
-from meshrl.tools.diagnose.diagnosis import as_record, diagnose, perfetto
+from meshrl.tools.diagnose.diagnosis import SYNC_STAGES, Diagnosis, as_record, diagnose, perfetto
 from meshrl.tools.diagnose.page import page
 from meshrl.tools.diagnose.read import read_trace
-from meshrl.tools.diagnose.text import summary
+from meshrl.tools.page.charts import number
 from meshrl.tools.page.document import write_page
+from meshrl.tools.runs import table
 
 
 def run(target: Path, overrides: Sequence[str], num_steps: int, out: Path | None) -> str:
@@ -70,3 +71,61 @@ def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:
         if path.name != FOLDER:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
+
+
+KINDS = ("wall", "compute", "exposed", "overlapped", "copy", "host", "idle")
+NUM_ROWS = 16  # of a table
+_s = partial(number, unit="s")
+
+
+def summary(diagnosis: Diagnosis) -> Iterator[str]:
+    """The lines: all tables, what is missing, and what to change."""
+    first, last = diagnosis.trace.steps[0].step, diagnosis.trace.steps[-1].step
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    yield f"{diagnosis.trace.source}: {steps}, {_s(diagnosis.step_s)} each"
+    if diagnosis.slow_down is not None:
+        yield f"profiler: a step takes {diagnosis.slow_down:.2f} times as long as one without it in the same run"
+    yield diagnosis.trace.clock
+    if diagnosis.ratio is not None:
+        yield f"computation / communication in phase train: {diagnosis.ratio:.2f}"
+    yield from _table(
+        "Time of a step by phase and rank (wall = compute + exposed + copy + host + idle)",
+        ("phase", "rank", *KINDS),
+        [(t.phase, str(t.rank), *(_s(getattr(t, kind)) for kind in KINDS)) for t in diagnosis.phases],
+    )
+    yield from _table(
+        "Collectives of a rank in a step (wait: for the last rank)",
+        ("name", "number", "bytes", "time", "wait", "GB/s"),
+        [
+            (c.name, f"{c.num:g}", number(c.bytes, "bytes"), _s(c.seconds), _s(c.wait_s), number(c.gb_per_s or 0.0))
+            for c in diagnosis.collectives
+        ],
+    )
+    if diagnosis.sync:
+        sync = diagnosis.sync
+        stages = ", ".join(f"{stage} {_s(sync.get(f'{stage}_s', 0.0))}" for stage in (*SYNC_STAGES, "latency"))
+        yield f"\nWeight sync: {number(sync.get('num_bytes', 0.0), 'bytes')}; {stages}"
+    for peak in sorted(diagnosis.memory, key=lambda memory: -memory.peak)[:1]:
+        parts = ", ".join(f"{part} {number(size, 'bytes')}" for part, size in peak.parts.items())
+        yield f"\nMemory: highest {number(peak.peak, 'bytes')} in rank {peak.rank}, phase {peak.phase}: {parts}"
+    for straggler in diagnosis.stragglers:
+        late = f"rank {straggler.rank} arrives {_s(straggler.late_s)} later than the others in a step"
+        yield f"Phase {straggler.phase}: {late}" + (
+            "" if straggler.is_named else ", which is too little or too rare to name it slow"
+        )
+    yield from (f"note: {note}" for note in diagnosis.trace.notes)
+    yield "\nThe three largest costs and what to change"
+    for place, cost in enumerate(diagnosis.costs[:3], start=1):
+        yield f"{place}. {cost.share:.0%} of a step ({_s(cost.seconds)}): {cost.title}"
+        if cost.detail:
+            yield f"   {cost.detail}"
+        yield f"   {cost.change}"
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    if not rows:
+        return
+    yield f"\n{title}"
+    yield from table([head, *rows[:NUM_ROWS]])
+    if len(rows) > NUM_ROWS:
+        yield f"... {len(rows) - NUM_ROWS} more in diagnose.json"

@@ -1,9 +1,10 @@
-"""Diagnosis: all numbers of a trace, and the files that hold them."""
+"""Diagnosis: all numbers of a trace, what costs time and what to change, and the files that hold them."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
@@ -11,9 +12,106 @@ from typing import Any
 
 from meshrl.core.errors import MeshrlError
 from meshrl.tools.diagnose import measure
-from meshrl.tools.diagnose.causes import Cost, costs, details
-from meshrl.tools.diagnose.intervals import Intervals, total
+from meshrl.tools.diagnose.intervals import Intervals, overlap, total
 from meshrl.tools.diagnose.read import Trace
+from meshrl.tools.page.charts import number
+from meshrl.tools.page.document import package_text
+
+CAUSES: dict[str, dict[str, str]] = json.loads(package_text("meshrl.tools.diagnose", "causes.json"))
+"""By cause: its title, and what to change in each program: train and sft are commands of meshrl. The only place of
+these texts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """seconds: of a step, the mean over ranks. share: of the step. detail: what was measured about it. change: what to
+    change in the program that made the trace. A slow rank or a slow link of one has its number in rank."""
+
+    cause: str
+    title: str
+    seconds: float
+    share: float
+    change: str
+    detail: str = ""
+    rank: int | None = None
+
+
+def costs(
+    trace: Trace, times: dict[int, dict[str, Intervals]], late: Sequence[measure.Straggler], details: dict[str, str]
+) -> list[Cost]:
+    """All costs, the largest first. They add up to the time of a step.
+
+    Of a named straggler, its own longer time and the time in which the others wait for it are one cost: that of a slow
+    link if its collectives take longer than those of the others, else that of a slow rank.
+    """
+    scale = 1e9 * len(trace.steps) * len(trace.ranks)
+    wall = total(trace.windows()) / 1e9 / len(trace.steps)
+    program = str(trace.facts.get("kind"))
+
+    def cost(cause: str, took: float, detail: str, rank: int | None = None) -> Cost:
+        texts = CAUSES[cause]
+        title, change = texts["title"], texts.get(program) or texts["train"]
+        if rank is not None:
+            title = f"{'a slow rank' if cause == 'slow_rank' else 'a slow link'}: the others wait for rank {rank}"
+        share = took / wall
+        return Cost(cause=cause, title=title, seconds=took, share=share, change=change, detail=detail, rank=rank)
+
+    seconds = {c: sum(total(rank[c]) for rank in times.values() if c in rank) / scale for c in CAUSES}
+    blamed = []
+    for straggler in late:
+        late_rank, phase = straggler.rank, straggler.phase
+        trains = trace.ranks[late_rank].facts.trains
+        others = [times[n] for n, rank in trace.ranks.items() if n != late_rank and rank.facts.trains == trains]
+        if not straggler.is_named or not others:
+            continue
+        extra = {
+            cause: total(times[late_rank][cause]) - median(total(rank[cause]) for rank in others)
+            for cause in (("sampling",) if phase == "rollout" else ("compute", "communication", "copy", "host"))
+        }
+        kind = max(extra, key=lambda cause: extra[cause])
+        waiting = "imbalance" if phase == "rollout" else "wait"
+        longer = {kind: max(0.0, extra[kind]) / scale, waiting: straggler.late_s * len(others) / len(trace.ranks)}
+        moved = {cause: min(part, seconds[cause]) for cause, part in longer.items()}
+        for cause, part in moved.items():
+            seconds[cause] -= part
+        detail = f"in phase {phase} it arrives {number(straggler.late_s, 's')} later than the others in a step"
+        detail += f"; most of it is {CAUSES[kind]['of_rank']}"
+        cause = "communication" if kind == "communication" else "slow_rank"
+        blamed.append(cost(cause, sum(moved.values()), detail, late_rank))
+    if not any(straggler.is_named and straggler.phase != "rollout" for straggler in late):
+        is_unknown, none = math.isinf(trace.clock_error_ns), "no rank is the late one in nearly all steps"
+        details = {**details, "wait": "the machines' clocks were not compared" if is_unknown else none}
+    divided = [cost(cause, took, details.get(cause, "")) for cause, took in seconds.items() if took > 0]
+    return sorted([*divided, *blamed], key=lambda each: -each.seconds)
+
+
+SYNC_STAGES = ("cast", "load", "verify", "wait")  # of the metrics sync/<stage>_s
+
+
+def details(trace: Trace, gaps: Sequence[measure.Gap], sync: Mapping[str, float]) -> dict[str, str]:
+    """What was measured about some of the causes."""
+    texts = {}
+    if sync:
+        took, longest = max((sync.get(f"{stage}_s", 0.0), stage) for stage in SYNC_STAGES)
+        size = number(sync.get("num_bytes", 0.0), "bytes")
+        texts["sync"] = f"{size}; longest stage: {longest} {number(took, 's')}"
+        inside = trace.windows("sync")
+        copies = [
+            (total(overlap(inside, rank.of("copy", (name,)))), name, index)
+            for index, rank in trace.ranks.items()
+            for name in {span.name for span in rank.spans if span.category == "copy"}
+        ]
+        if copies:
+            took, name, index = max(copies)
+            texts["sync"] += f"; longest copies: {name} {number(took / 1e9 / len(trace.steps), 's')} in rank {index}"
+    if gaps:
+        of_all = sum(gap.end_ns - gap.start_ns for gap in gaps) / 1e9 / len(trace.steps) / len(trace.ranks)
+        first = gaps[0]
+        longest_s = (first.end_ns - first.start_ns) / 1e9
+        texts["host"] = f"{number(of_all, 's')} of it in gaps above 1 ms"
+        texts["host"] += f"; the longest is {number(longest_s, 's')} in rank {first.rank}, {first.where}"
+    return texts
+
 
 OTHER = "other"  # bytes of a peak in no known part: activations, gathered parameters, Python and libraries
 
@@ -64,12 +162,17 @@ def diagnose(trace: Trace) -> Diagnosis:
     ]
     ratios = [t.ratio for t in times if t.phase == "train" and t.ratio is not None]
     divided = measure.by_cause(trace, of, met)
+    # Steps without the profiler are compared, except the first one of a run, which is slower.
+    slow_down, before = None, [step for step in trace.all_steps if not step.traced and step.step > 1]
+    if before and all(step.traced for step in trace.steps):
+        traced, untraced = (median(total(trace.windows("", [s])) for s in steps) for steps in (trace.steps, before))
+        slow_down = traced / untraced if untraced else None
     syncs = [step.sync for step in trace.steps if step.sync]
     sync = {key: mean(sync.get(key, 0.0) for sync in syncs) for key in (syncs[0] if syncs else ())}
     return Diagnosis(
         trace=trace,
         step_s=step_s,
-        slow_down=_slow_down(trace),
+        slow_down=slow_down,
         ratio=mean(ratios) if ratios else None,
         costs=costs(trace, divided, late, details(trace, pauses, sync)),
         phases=times,
@@ -82,17 +185,8 @@ def diagnose(trace: Trace) -> Diagnosis:
     )
 
 
-def _slow_down(trace: Trace) -> float | None:
-    """Steps without the profiler are compared, except the first one of a run, which is slower."""
-    before = [step for step in trace.all_steps if not step.traced and step.step > 1]
-    if not before or not all(step.traced for step in trace.steps):
-        return None
-    traced, untraced = (median(total(trace.windows("", [s])) for s in steps) for steps in (trace.steps, before))
-    return traced / untraced if untraced else None
-
-
 def _memory(trace: Trace) -> Iterator[MemoryPeak]:
-    for number, rank in trace.ranks.items():
+    for index, rank in trace.ranks.items():
         highest: dict[str, tuple[int, Mapping[str, int]]] = {}
         for sample in rank.memory:
             peak = max(sample.parts.get(kind, 0) for kind in ("peak_bytes", "peak_resident_bytes"))
@@ -100,7 +194,7 @@ def _memory(trace: Trace) -> Iterator[MemoryPeak]:
                 highest[sample.phase] = peak, sample.parts
         for phase, (peak, parts) in highest.items():
             model_parts = {k: v for k, v in parts.items() if k in ("params", "grads", "optimizer", "buffers")}
-            yield MemoryPeak(number, phase, peak, {**model_parts, OTHER: max(0, peak - sum(model_parts.values()))})
+            yield MemoryPeak(index, phase, peak, {**model_parts, OTHER: max(0, peak - sum(model_parts.values()))})
 
 
 def as_record(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -133,7 +227,7 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     steps = [(f"step {s.step}", s.start_ns, s.end_ns, {"traced": s.traced}) for s in trace.all_steps]
     phases: list[Any] = [(p.name, p.start_ns, p.end_ns, {}) for p in trace.phases]
     yield from _process(0, "controller", {"steps": steps, "phases": phases})
-    for number, rank in trace.ranks.items():
+    for index, rank in trace.ranks.items():
         lanes: dict[str, list[Any]] = {}
         for s in rank.spans:
             lanes.setdefault({"phase": "commands"}.get(s.category, s.category), []).append(
@@ -143,9 +237,9 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
             convert = rank.facts.to_controller
             lanes["operations"] = [(name, convert(a), convert(b), {}) for a, b, name in rank.profile.operations]
         place = f"{rank.facts.host} {rank.facts.device}".strip()
-        yield from _process(number + 1, f"rank {number} ({place})", lanes)
+        yield from _process(index + 1, f"rank {index} ({place})", lanes)
         for sample in rank.memory:
-            yield {"ph": "C", "pid": number + 1, "name": "memory", "ts": sample.at_ns, "args": dict(sample.parts)}
+            yield {"ph": "C", "pid": index + 1, "name": "memory", "ts": sample.at_ns, "args": dict(sample.parts)}
 
 
 def _process(pid: int, name: str, lanes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,6 @@ TRAIN_COMMANDS = ("annotate", "train", "optim")
 SAMPLING = ("rollout", "eval")
 STRAGGLER_SHARE = 0.1  # of the phase's time: below this, ranks are late by chance
 MIN_STEPS = 4  # in fewer steps, one of several healthy ranks may be the late one by chance
-GAP_NS = 1_000_000  # a longer gap between two operations is listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +90,6 @@ class Meeting:
     @property
     def last_ns(self) -> int:
         return max(span.start_ns for span in self.spans.values())
-
-    def lateness_ns(self, rank: int) -> int:
-        """How much later than all others a rank arrived; negative if earlier than one of them."""
-        others = [span.start_ns for member, span in self.spans.items() if member != rank]
-        return self.spans[rank].start_ns - max(others, default=self.last_ns)
 
 
 def meetings(trace: Trace) -> list[Meeting]:
@@ -185,7 +179,8 @@ def stragglers(trace: Trace, met: Sequence[Meeting]) -> list[Straggler]:
     error = trace.clock_error_ns  # of each meeting: many of them would add up to a delay that no rank has
     for meeting in met:
         for rank in meeting.spans if len(meeting.spans) > 1 else ():
-            lateness = meeting.lateness_ns(rank)
+            others = [span.start_ns for member, span in meeting.spans.items() if member != rank]
+            lateness = meeting.spans[rank].start_ns - max(others)  # negative if it is earlier than one of them
             late[meeting.phase][rank][meeting.step] += max(lateness - error, min(lateness + error, 0.0)) / 1e9
     latest = []
     for phase, ranks in late.items():
@@ -216,7 +211,7 @@ def gaps(trace: Trace, of: dict[int, Lanes]) -> list[Gap]:
             commands = overlap(rank.of("phase", TRAIN_COMMANDS), trace.windows())
             active = union(of[number].compute, of[number].collective, of[number].copy)
             for start, end in without(commands, active):
-                if end - start >= GAP_NS:
+                if end - start >= 1_000_000:  # a longer gap between two operations is listed
                     middle = (start + end) // 2
                     on_own_clock = 2 * middle - rank.facts.to_controller(middle)
                     pauses.append(Gap(number, start, end, rank.profile.around(on_own_clock)))

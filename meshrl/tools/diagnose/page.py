@@ -5,8 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from meshrl.monitor.trace import FOLDER
-from meshrl.tools.diagnose.causes import CAUSES
-from meshrl.tools.diagnose.diagnosis import Diagnosis, as_record
+from meshrl.tools.diagnose.diagnosis import CAUSES, Diagnosis, as_record
 from meshrl.tools.diagnose.intervals import total
 from meshrl.tools.diagnose.read import Trace
 from meshrl.tools.page.charts import Line, figure

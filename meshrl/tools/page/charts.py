@@ -19,8 +19,6 @@ WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, WIDTH - 16, 10, HEIGHT - 24
 TABLE_ROWS = 40  # in the table below a chart: every n-th value, and the last one
 MAX_POINTS = 240  # if there are more, equal parts are averaged
-SMOOTH_FROM = 12  # points; a shorter curve is not smoothed
-SMOOTH_SHARE = 30  # a smoothed point is the mean over 1/30 of the curve on each side
 
 
 Style = Literal["noisy", "plain", "dots", "limit"]
@@ -50,12 +48,10 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high, at = (self._unlog(v) for v in (self.low, self.high, value))
+        values = self.low, self.high, max(value, self.low) if self.log else value
+        low, high, at = map(math.log10, values) if self.log else values
         share = (at - low) / (high - low) if high > low else 0.5
         return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
-
-    def _unlog(self, value: float) -> float:
-        return math.log10(max(value, self.low)) if self.log else value
 
 
 def figure(
@@ -211,9 +207,9 @@ def _curve(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
             if math.isfinite(v)
         ]
         return [_path(line.steps, line.values, across, up, f"l{index} thin"), *dots]
-    if line.style == "plain" or len(line.values) < SMOOTH_FROM:
+    if line.style == "plain" or len(line.values) < 12:  # points; a shorter curve is not smoothed
         return [_path(line.steps, line.values, across, up, f"l{index}")]
-    reach = max(2, len(line.values) // SMOOTH_SHARE)
+    reach = max(2, len(line.values) // 30)  # a smoothed point is the mean over 1/30 of the curve on each side
     smooth = [mean_of_known(line.values[max(0, i - reach) : i + reach + 1]) for i in range(len(line.values))]
     return [
         _path(line.steps, line.values, across, up, f"l{index} raw"),
@@ -241,7 +237,11 @@ def _axes(across: Scale, up: Scale, unit: str, label: str) -> list[str]:
     parts = []
     size, spread = (math.floor(math.log10(v)) for v in (max(-up.low, up.high), up.high - up.low or 1.0))
     digits = max(3, size - spread + 2)  # so that no two ticks have the same text
-    for tick in _log_ticks(up) if up.log else ticks(up.low, up.high, 5):
+    at = ticks(up.low, up.high, 5)
+    if up.log:
+        low, high = round(math.log10(up.low)), round(math.log10(up.high))
+        at = [10.0**power for power in range(low, high + 1, max(1, math.ceil((high - low) / 6)))]
+    for tick in at:
         y = up(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(tick, unit, digits)}</text>')
@@ -262,9 +262,3 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _log_ticks(up: Scale) -> list[float]:
-    low, high = round(math.log10(up.low)), round(math.log10(up.high))
-    every = max(1, math.ceil((high - low) / 6))
-    return [10.0**power for power in range(low, high + 1, every)]

@@ -17,7 +17,6 @@ from meshrl.core.terminal import printable
 PAGES = {"report.html": "Report", "view.html": "Rollouts", "compare.html": "Compare", "diagnose.html": "Trace"}
 _NAV_BYTES = 512  # of the element with the links, so that a page can be updated in place when another one is written
 _NAV = re.compile(rb'<nav class="pages"[^>]*>.*?</nav> *', re.DOTALL)
-_HEAD_BYTES = 1 << 18  # the links are in this part of a page
 
 
 def document(
@@ -68,7 +67,7 @@ def write_page(path: Path, text: str) -> Path:
         names = {name for name in PAGES if (path.parent / name).is_file()}
         for name in names | {path.name}:  # a page of another version, which has no links, stays as it is
             with (path.parent / name).open("r+b") as file:
-                match = _NAV.search(file.read(_HEAD_BYTES))
+                match = _NAV.search(file.read(1 << 18))  # the links are in this part of a page
                 links = _links(names, name).encode()
                 if match is not None and len(match[0]) == len(links):
                     file.seek(match.start())

@@ -16,7 +16,7 @@ from meshrl.core.types import Trajectory
 from meshrl.monitor.curve import mean_of_known
 from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.notes import NOTES_FILE
-from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
+from meshrl.monitor.rollout_log import answer_files, read_rollouts
 from meshrl.monitor.sinks import MetricsLine, metrics_lines
 from meshrl.run.folder import read_best
 from meshrl.run.verdict import Verdict, evaluations, verdict_of
@@ -224,19 +224,13 @@ def read_evaluation(path: Path, term: str | None, pass_score: float) -> tuple[in
                 asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], plain_text(prompt.answer))
             score = judged_score(trajectory, term)
             passed = score is not None and score >= pass_score
-            answer = LoggedAnswer(_conversation(logged), score, passed, trajectory.status)
-            asked[prompt.id].answers.append(answer)
+            said = []  # what was sampled, as text with special tokens, and what tools answered
+            for turn, text in zip(trajectory.turns, logged.texts, strict=True):
+                said += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
+                said.append(("assistant", plain_text(text)))
+            asked[prompt.id].answers.append(LoggedAnswer(said, score, passed, trajectory.status))
     with data_errors(str(path), "the rollouts of an evaluation"):
         return int(path.stem.rpartition("_")[2]), asked
-
-
-def _conversation(logged: LoggedTrajectory) -> list[tuple[str, str]]:
-    """The messages of all turns: what was sampled, as text with special tokens, and what tools answered."""
-    messages = []
-    for turn, text in zip(logged.trajectory.turns, logged.texts, strict=True):
-        messages += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
-        messages.append(("assistant", plain_text(text)))
-    return messages
 
 
 def _message(message: dict[str, Any]) -> tuple[str, str]:

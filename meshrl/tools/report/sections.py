@@ -36,15 +36,14 @@ class Chart:
 
 def headline(run: RunFolder) -> str:
     """The most important numbers of the run."""
-    tiles = [*_scores(run), *_cost(run)]
     cells = (
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>'
-        for name, value, more in tiles
+        for name, value, more in _tiles(run)
     )
     return f'<section class="tiles">{"".join(cells)}</section>'
 
 
-def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
+def _tiles(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     if (verdict := run.verdict) is not None:
         (before, first), (after, last) = verdict.first, verdict.last
         margin = f"± {verdict.margin:.3f} (95 %)" if math.isfinite(verdict.margin) else "interval unknown"
@@ -59,9 +58,6 @@ def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
             means = f"means of the first and last {tenth} steps" if tenth > 1 else "first and last step"
             is_one = len(run.series[name].values) == 1
             yield title, f"{begin:.3f}" if is_one else f"{begin:.3f} → {end:.3f}", "one step" if is_one else means
-
-
-def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
     is_all = run.wall_s == run.state.result.get("wall_s")  # else the run was resumed, or has not ended
     took = f"{duration(run.wall_s)} {'in all' if is_all else 'from first to last line'}"
@@ -69,10 +65,7 @@ def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
         yield "answers", str(run.num_steps), took
     else:
         yield "steps", f"{run.num_steps} of {planned}" if planned else str(run.num_steps), took
-    for name, title in (
-        ("memory/rss_bytes", "all processes"),
-        ("memory/device_peak_bytes", "highest of a device"),
-    ):
+    for name, title in (("memory/rss_bytes", "all processes"), ("memory/device_peak_bytes", "highest of a device")):
         if values := run.finite_values(name):
             yield "peak memory", number(max(values), "bytes"), title
     for phase, title in (("rollout", "sampled"), ("train", "trained")):
@@ -147,7 +140,7 @@ def prose(text: str) -> str:
 def proofs(run: RunFolder) -> str:
     """Proofs that the sampler had the trainer's weights: digests of each sync, and re-scored samples. One without a
     value is left out."""
-    results = [*_sync_facts(run), *_score_facts(run)]
+    results = list(_proof_facts(run))
     if not results:
         return ""
     items = "".join(f'<li class="{mark}">{text}</li>' for mark, text in results)
@@ -155,7 +148,7 @@ def proofs(run: RunFolder) -> str:
     return f'<section><h2>Proofs</h2><div class="grid2"><ul class="proofs">{items}</ul>{chart}</div></section>'
 
 
-def _sync_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
+def _proof_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
     version = run.finite_values("sync/version")
     for name, proof, lacking in (
         ("wire", "the received bytes had the sender's digests", "no"),
@@ -166,9 +159,6 @@ def _sync_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
             samplers = "every sampler" if worst == 1 else f"only {worst:.0%} of the samplers in the worst sync"
             syncs = f"{counted(len(shares), 'weight sync')} up to version {version[-1]:.0f}"
             yield "yes" if worst == 1 else lacking, f"<b>{name}</b> {syncs}: {samplers} acknowledged that {proof}."
-
-
-def _score_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
     pairs = [(line.metrics.get(PROOF[0], math.nan), line.metrics.get(PROOF[2], math.nan)) for line in run.lines]
     measured = [(value, limit) for value, limit in pairs if not math.isnan(value + limit)]
     if measured:  # each with the limit of its step: a run that continues with another engine or dtype has another one
@@ -209,31 +199,22 @@ def samples(run: RunFolder) -> str:
 
 def sample_row(**asked: LoggedPrompt) -> str:
     """A prompt, and its answer in each evaluation, by a word for that evaluation."""
-    first = next(iter(asked.values()))
-    question = "".join(
-        f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in first.question
-    )
-    truth = f"<div><small>expected answer</small><pre>{escape(first.truth)}</pre></div>"
-    answers = "".join(_answer(when, prompt) for when, prompt in asked.items())
-    return f'<div class="sample"><div>{question}{truth}</div>{answers}</div>'
-
-
-def _answer(when: str, asked: LoggedPrompt) -> str:
-    """One answer of the majority: right, or wrong."""
-    shown = asked.shown
-    score = "not graded" if shown.score is None else f"score {shown.score:.3g}"
-    right = sum(answer.is_right for answer in asked.answers)
-    several = f", {right} of {len(asked.answers)} right" if len(asked.answers) > 1 else ""
-    truncated = ", truncated" if shown.status == "truncated" else ""
-    css = "yes" if asked.is_right else "" if shown.score is None or math.isnan(shown.score) else "no"
-    caption = f"{escape(when)}: {score}{several}{truncated}"
-    return f'<div class="{css}"><small>{caption}</small>{_messages(shown.messages)}</div>'
+    first, answers = next(iter(asked.values())), ""
+    for when, prompt in asked.items():
+        shown = prompt.shown
+        score = "not graded" if shown.score is None else f"score {shown.score:.3g}"
+        right = sum(answer.is_right for answer in prompt.answers)
+        several = f", {right} of {len(prompt.answers)} right" if len(prompt.answers) > 1 else ""
+        truncated = ", truncated" if shown.status == "truncated" else ""
+        css = "yes" if prompt.is_right else "" if shown.score is None or math.isnan(shown.score) else "no"
+        is_one = len(shown.messages) == 1  # a single answer is shown without its role
+        texts = f"<pre>{escape(shown.messages[0][1])}</pre>" if is_one else _messages(shown.messages)
+        answers += f'<div class="{css}"><small>{escape(when)}: {score}{several}{truncated}</small>{texts}</div>'
+    question = _messages([*first.question, ("expected answer", first.truth)])
+    return f'<div class="sample"><div>{question}</div>{answers}</div>'
 
 
 def _messages(messages: Sequence[tuple[str, str]]) -> str:
-    """A single answer without its role; a conversation with the roles."""
-    if len(messages) == 1:
-        return f"<pre>{escape(messages[0][1])}</pre>"
     return "".join(f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in messages)
 
 

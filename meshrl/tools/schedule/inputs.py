@@ -74,8 +74,14 @@ def measured(folder: Path) -> Inputs:
     groups = [group for _, trajectories in steps for group in _groups(trajectories)]
     costs = _costs(folder, run.lines, steps[1:], ranks)  # the first step is slower
     truncated = float(np.mean([t.status == "truncated" for _, trajectories in steps for t in trajectories]))
+    # The proof after a sync: a forward pass of some short rows in the trainer, and one of each row in the samplers.
+    # Without tokens, the trainer's pass costs as much as that of a sampler.
+    lengths = sorted(answer.trained for group in groups for answer in group)
+    tokens = PROBED_ROWS * lengths[len(lengths) // 20]
+    probe_s = costs.prefill_step_s + FORWARD_SHARE * costs.train_token_s * tokens / ranks
+    probe_s += PROBED_ROWS * costs.decode_step_s + costs.prefill_token_s * tokens
     return Inputs(
-        replace(costs, probe_s=_probe_s(costs, groups, ranks)),
+        replace(costs, probe_s=probe_s),
         groups,
         f"measured in {len(steps) - 1} steps of {folder} ({ranks} train ranks)",
         (f"{truncated:.0%} of the run's answers were truncated; with a higher limit they would be longer",)
@@ -99,7 +105,12 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
         [(1.0, line.metrics["train/num_tokens"] / ranks) for line in warm],
         [line.metrics["time/train_s"] for line in warm],
     )
-    first = [_first_step(of_engine, decode) for of_engine in turns]
+    first = []  # (context tokens, seconds) of the prefill in an engine's first step
+    for of_engine in turns:
+        earliest = min(turn.start for turn in of_engine)
+        joined = [turn for turn in of_engine if turn.start - turn.prefill_s <= earliest]
+        seconds = median(turn.prefill_s for turn in joined) - decode[0] - decode[1] * len(joined)
+        first.append((float(sum(turn.prefill for turn in joined)), max(0.0, seconds)))
     # Computing a context token is the first third of training on it. The other time of a prefill is the same for all.
     fitted = _least_deviations([(1.0, tokens) for tokens, _ in first], [seconds for _, seconds in first])
     token_s = min(fitted[1], train[1] * FORWARD_SHARE)
@@ -127,15 +138,6 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
         sync_s=median(line.metrics.get("time/sync_s", 0.0) for line in warm),
         step_s=max(0.0, median(between)),
     )
-
-
-def _probe_s(costs: Costs, groups: Iterable[Sequence[AnswerLengths]], ranks: int) -> float:
-    """A forward pass of some short rows in the trainer, and one of each row in the samplers. Without tokens, the
-    trainer's pass costs as much as that of a sampler."""
-    lengths = sorted(answer.trained for group in groups for answer in group)
-    tokens = PROBED_ROWS * lengths[len(lengths) // 20]
-    train = costs.prefill_step_s + FORWARD_SHARE * costs.train_token_s * tokens / ranks
-    return train + PROBED_ROWS * costs.decode_step_s + costs.prefill_token_s * tokens
 
 
 def _groups(trajectories: Iterable[Trajectory]) -> list[list[AnswerLengths]]:
@@ -201,14 +203,6 @@ def _mean_rows(turns: Sequence[_Decoding], fit: tuple[float, float]) -> Sequence
     return mean
 
 
-def _first_step(turns: Sequence[_Decoding], decode: tuple[float, float]) -> tuple[float, float]:
-    """(context tokens, seconds) of the prefill in an engine's first step."""
-    earliest = min(turn.start for turn in turns)
-    joined = [turn for turn in turns if turn.start - turn.prefill_s <= earliest]
-    seconds = median(turn.prefill_s for turn in joined) - decode[0] - decode[1] * len(joined)
-    return float(sum(turn.prefill for turn in joined)), max(0.0, seconds)
-
-
 def _least_deviations(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
     """Coefficients x, y >= 0 of columns * (x, y) = values with the least absolute deviations, so that single slow steps
     count little."""
@@ -217,19 +211,15 @@ def _least_deviations(columns: Sequence[tuple[float, float]], values: Sequence[f
     scale = max(float(np.abs(target).max()), 1e-12)
     for _ in range(20):
         root = np.sqrt(weights)
-        fit = _nonnegative(matrix * root[:, None], target * root)
+        weighted, wanted = matrix * root[:, None], target * root
+        x, y = np.linalg.lstsq(weighted, wanted, rcond=None)[0].tolist()
+        if x < 0 or y < 0:  # the better one of the two columns alone
+            alone = [max(0.0, float(column @ wanted) / max(float(column @ column), 1e-300)) for column in weighted.T]
+            residuals = [float(np.sum((wanted - column * c) ** 2)) for column, c in zip(weighted.T, alone)]
+            x, y = (alone[0], 0.0) if residuals[0] <= residuals[1] else (0.0, alone[1])
+        fit = x, y
         weights = 1 / np.maximum(np.abs(target - matrix @ np.array(fit)), 1e-4 * scale)
     return fit
-
-
-def _nonnegative(matrix: np.ndarray, target: np.ndarray) -> tuple[float, float]:
-    """The least-squares solution of two columns without negative coefficients."""
-    x, y = np.linalg.lstsq(matrix, target, rcond=None)[0].tolist()
-    if x >= 0 and y >= 0:
-        return x, y
-    alone = [max(0.0, float(column @ target) / max(float(column @ column), 1e-300)) for column in matrix.T]
-    residuals = [float(np.sum((target - column * c) ** 2)) for column, c in zip(matrix.T, alone)]
-    return (alone[0], 0.0) if residuals[0] <= residuals[1] else (0.0, alone[1])
 
 
 # ---- assumed

@@ -13,8 +13,11 @@ from meshrl.tools.schedule.simulate import FIRST_STEPS, Prediction, Simulation
 
 WIDTH, LEFT, RIGHT = 960, 76, 944
 TITLE, ROLLOUT, GAP, TRAIN, AXIS = 40, 96, 6, 30, 30  # heights in a panel
-STEPS_SHOWN = 4  # of the slowest schedule
-LEGEND = 46
+LEGEND_HEIGHT = 46
+LEGEND = (
+    "A bar is a group of answers, from its start until it is scored; it has the colour of the step that trains it.",
+    "Black: a sync of weights (the dotted line shows it in both rows). Grey: nothing to do.",
+)
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#d4a72c", "#72b7b2")  # of steps, repeated
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #222 } .title { font-weight: 600; font-size: 14px }
@@ -25,13 +28,14 @@ text { font: 12px system-ui, sans-serif; fill: #222 } .title { font-weight: 600;
 
 def picture(predictions: Sequence[Prediction]) -> str:
     """One panel for each prediction, all on the same scale of time."""
-    window = STEPS_SHOWN * max(prediction.step_s for prediction in predictions)
+    window = 4 * max(prediction.step_s for prediction in predictions)  # of the slowest schedule
     panel = TITLE + ROLLOUT + GAP + TRAIN + AXIS
-    height = panel * len(predictions) + LEGEND
+    height = panel * len(predictions) + LEGEND_HEIGHT
     parts = [f'<rect class="page" width="{WIDTH}" height="{height}"/>']
     for index, prediction in enumerate(predictions):
         parts += [f'<g transform="translate(0 {index * panel})">', *_panel(prediction, window), "</g>"]
-    parts += _legend(panel * len(predictions))
+    top = panel * len(predictions) + 14
+    parts += [f'<text class="dim" x="{LEFT}" y="{top + 17 * i}">{text}</text>' for i, text in enumerate(LEGEND)]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'
         f"<style>{STYLE}</style>{''.join(parts)}</svg>\n"
@@ -56,7 +60,13 @@ def _panel(prediction: Prediction, window: float) -> list[str]:
         f'<text x="{LEFT - 8}" y="{TITLE + ROLLOUT / 2 + 4}" text-anchor="end">sampling</text>',
         f'<text x="{LEFT - 8}" y="{below + TRAIN / 2 + 4}" text-anchor="end">training</text>',
     ]
-    return [*parts, *_groups(sim, x), *_steps(sim, x, below), *_axis(x, window, below + TRAIN)]
+    axis = below + TRAIN + 2
+    parts += [*_groups(sim, x), *_steps(sim, x, below), f'<path class="axis" d="M{LEFT} {axis}H{RIGHT}"/>']
+    for tick in ticks(0.0, window, 8):
+        at = x(x.low + tick)
+        parts.append(f'<path class="axis" d="M{at} {axis}v4"/>')
+        parts.append(f'<text class="dim" x="{at}" y="{axis + 16}" text-anchor="middle">{seconds(tick)}</text>')
+    return parts
 
 
 def _groups(sim: Simulation, x: Scale) -> list[str]:
@@ -98,23 +108,6 @@ def _steps(sim: Simulation, x: Scale, top: float) -> list[str]:
                 parts.append(f'<text class="on" {place}>{text}</text>')
                 break
     return parts
-
-
-def _axis(x: Scale, window: float, top: float) -> list[str]:
-    parts = [f'<path class="axis" d="M{LEFT} {top + 2}H{RIGHT}"/>']
-    for tick in ticks(0.0, window, 8):
-        at = x(x.low + tick)
-        parts.append(f'<path class="axis" d="M{at} {top + 2}v4"/>')
-        parts.append(f'<text class="dim" x="{at}" y="{top + 18}" text-anchor="middle">{seconds(tick)}</text>')
-    return parts
-
-
-def _legend(top: float) -> list[str]:
-    texts = (
-        "A bar is a group of answers, from its start until it is scored; it has the colour of the step that trains it.",
-        "Black: a sync of weights (the dotted line shows it in both rows). Grey: nothing to do.",
-    )
-    return [f'<text class="dim" x="{LEFT}" y="{top + 14 + 17 * i}">{text}</text>' for i, text in enumerate(texts)]
 
 
 def _overlaps(x: Scale, start: float, end: float) -> bool:

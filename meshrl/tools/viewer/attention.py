@@ -29,7 +29,7 @@ from meshrl.tools.convert import convert
 from meshrl.tools.page.document import data_block, document, package_text, write_page
 from meshrl.tools.report.folder import read_settings
 from meshrl.tools.viewer.answers import read_answers, step_name
-from meshrl.tools.viewer.chunks import packed
+from meshrl.tools.viewer.page import packed
 from meshrl.train.checkpoint_files import MANIFEST, step_folders
 
 MAX_TOKENS = 4096  # of a row; eager attention of 32 heads needs 2 GB for the scores of so many
@@ -65,7 +65,24 @@ def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]
     weights, wanted = choose_weights(run, answer)
     ids, sampled, notes = _row(answer.trajectory)
     texts, maps = _computed(weights, ids)
-    notes = [_origin(answer, weights, wanted), *notes, *_display_notes(maps)]
+    used = f"the weights after step {weights.step}" if weights.step else "the weights before the first step"
+    origin = f"Computed in fp32 with {used} ({weights.place})"
+    if weights.step == wanted:
+        versions = {int(v) for turn in answer.trajectory.turns for v in turn.versions}
+        origin += f", which sampled {'the last token' if len(versions) > 1 else 'this answer'}."
+    else:
+        origin += f", the nearest that the run has saved: this answer was sampled by the weights after step {wanted}."
+        origin += " The maps of those may differ."
+    notes.insert(0, origin)
+    if maps.block > 1:
+        notes.append(
+            f"A row or column of a map stands for {maps.block} tokens and shows the largest weight between two such "
+            "blocks, so the rows do not sum to 1."
+        )
+    if without := [str(i) for i, layer in enumerate(maps.layers) if layer is None]:
+        notes.append(f"The layers {', '.join(without)} have no softmax attention, so they have no map.")
+    if any(layer is not None and layer.unshown is not None for layer in maps.layers):
+        notes.append("Some heads have an attention sink, which takes weight that no token gets; it is shown per head.")
     path = out or run / f"attention_{answer.name.replace('/', '_')}.html"
     return [f"wrote {write_page(path, _page(run, answer, texts, sampled, maps, notes))}", *notes]
 
@@ -154,20 +171,6 @@ def _finished_steps(run: Path, answer: ChosenAnswer) -> int:
     return answer.step
 
 
-def _origin(answer: ChosenAnswer, weights: SavedWeights, wanted: int) -> str:
-    """Which weights the page shows."""
-    used = f"the weights after step {weights.step}" if weights.step else "the weights before the first step"
-    text = f"Computed in fp32 with {used} ({weights.place})"
-    versions = [turn.versions for turn in answer.trajectory.turns if len(turn.versions)]
-    several = len({int(v) for array in versions for v in array}) > 1
-    if weights.step == wanted:
-        return f"{text}, which sampled {'the last token' if several else 'this answer'}."
-    return (
-        f"{text}, the nearest that the run has saved: this answer was sampled by the weights after step {wanted}. The "
-        "maps of those may differ."
-    )
-
-
 # ---- the page
 
 
@@ -217,18 +220,3 @@ def _page(run: Path, answer: ChosenAnswer, texts: list[str], sampled: np.ndarray
         scripts=[package_text(_HERE, "attention.js")],
         data=data_block("attention", record) + blocks,
     )
-
-
-def _display_notes(maps: Any) -> list[str]:
-    notes = []
-    if maps.block > 1:
-        notes.append(
-            f"A row or column of a map stands for {maps.block} tokens and shows the largest weight between two such "
-            "blocks, so the rows do not sum to 1."
-        )
-    without = [str(i) for i, layer in enumerate(maps.layers) if layer is None]
-    if without:
-        notes.append(f"The layers {', '.join(without)} have no softmax attention, so they have no map.")
-    if any(layer is not None and layer.unshown is not None for layer in maps.layers):
-        notes.append("Some heads have an attention sink, which takes weight that no token gets; it is shown per head.")
-    return notes

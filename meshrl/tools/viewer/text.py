@@ -17,7 +17,7 @@ from rich.text import Text
 
 from meshrl.core.errors import ConfigError, Failure, MeshrlError
 from meshrl.core.terminal import counted, printable
-from meshrl.core.types import Prompt, Trajectory
+from meshrl.core.types import Prompt
 from meshrl.monitor.rollout_log import LoggedTrajectory
 from meshrl.monitor.token_log import TokenValues
 from meshrl.tools.report.folder import plain_text
@@ -85,13 +85,16 @@ def answer_parts(group: str, logged: LoggedTrajectory, coloured: Sequence[Text] 
     trajectory = logged.trajectory
     reward, tokens = trajectory.reward, counted(sum(len(turn.output_ids) for turn in trajectory.turns), "token")
     style = "yellow" if reward is None else "green" if reward > 0 else "red"
-    head = f"── answer {group}/{trajectory.index}: {reward_text(trajectory)}, {trajectory.status}, {tokens}"
+    terms = (f"{n} {'failed' if isinstance(r, Failure) else f'{r:.4g}'}" for n, r in trajectory.rewards.items())
+    by_term = f" ({', '.join(terms)})" if len(trajectory.rewards) > 1 else ""  # such as (correct 1, form 0.1)
+    text = f"reward {'none' if reward is None else f'{reward:.4g}'}{by_term}"
+    head = f"── answer {group}/{trajectory.index}: {text}, {trajectory.status}, {tokens}"
     yield Text(printable(head), style)
     for failure in (trajectory.failure, *trajectory.rewards.values()):
         if isinstance(failure, Failure):
             yield Text(printable(f"  {failure.kind}: {failure.message}"), "yellow")
-    for number, (turn, text) in enumerate(zip(trajectory.turns, logged.texts)):
-        messages = turn.messages or [{"role": "assistant", "content": text}]
+    for number, (turn, sampled) in enumerate(zip(trajectory.turns, logged.texts)):
+        messages = turn.messages or [{"role": "assistant", "content": sampled}]
         for message in messages[:-1] if coloured else messages:
             yield from message_parts(message, len(trajectory.turns) > 1)
         if coloured:
@@ -119,14 +122,6 @@ def tinted(text: str, values: TokenValues, colour: str) -> Text:
         out.append(printable(text[at : at + size]), style if math.isfinite(value) else "dim")
         at += size
     return out
-
-
-def reward_text(trajectory: Trajectory) -> str:
-    """Such as `reward 1.1 (correct 1, form 0.1)`."""
-    rewards = trajectory.rewards
-    terms = ", ".join(f"{n} {'failed' if isinstance(r, Failure) else f'{r:.4g}'}" for n, r in rewards.items())
-    reward = "none" if trajectory.reward is None else f"{trajectory.reward:.4g}"
-    return f"reward {reward} ({terms})" if len(rewards) > 1 else f"reward {reward}"
 
 
 def message_parts(message: dict[str, Any], with_role: bool = True) -> Iterator[Any]:

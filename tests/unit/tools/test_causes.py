@@ -11,8 +11,7 @@ import pytest
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import all_keys, locate
 from meshrl.core.errors import MeshrlError
-from meshrl.tools.diagnose.causes import CAUSES
-from meshrl.tools.diagnose.diagnosis import Diagnosis, diagnose
+from meshrl.tools.diagnose.diagnosis import CAUSES, Diagnosis, diagnose
 from meshrl.tools.diagnose.read import read_trace
 from tests.traces import PHASES, Piece, healthy, write_trace
 

@@ -14,8 +14,7 @@ from chromium import Chromium, chromium  # noqa: F401, a fixture
 from meshrl.cli import main
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.monitor.rollout_log import RolloutLog
-from meshrl.tools.compare.page import compare
-from meshrl.tools.compare.tables import difference_interval
+from meshrl.tools.compare.page import compare, difference_interval
 from meshrl.tools.report.page import write_report
 from tests.made_runs import answer, decode, made_run, settings
 

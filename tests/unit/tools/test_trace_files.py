@@ -17,8 +17,7 @@ from meshrl.cli import main
 from meshrl.core.errors import DataError, MeshrlError
 from meshrl.tools.diagnose.command import run
 from meshrl.tools.diagnose.diagnosis import diagnose
-from meshrl.tools.diagnose.profile import read_profile
-from meshrl.tools.diagnose.read import read_trace
+from meshrl.tools.diagnose.read import read_profile, read_trace
 from tests.traces import EPOCH, MS, event, healthy, write_profile, write_trace
 
 CUDA = Path(__file__).with_name("cuda_trace.json")

@@ -21,8 +21,7 @@ from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.token_log import TrainerValues, tokens_file
 from meshrl.tools.viewer import page as page_module
-from meshrl.tools.viewer.chunks import MAX_NATS, log_ratio_bytes, root_bytes
-from meshrl.tools.viewer.page import write_view
+from meshrl.tools.viewer.page import MAX_NATS, log_ratio_bytes, root_bytes, write_view
 
 __all__ = ["chromium"]
 HOSTILE = (
