@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-_BLOCKS = " ▁▂▃▄▅▆▇█"
 _SMOOTH = 0.8  # weight of the past in the moving average: about the last five steps
 
 
@@ -32,7 +31,7 @@ def text_curve(values: Sequence[float], width: int = 60, height: int = 8) -> str
     lines = []
     for row in range(height):
         base = 8 * (height - 1 - row)
-        bars = "".join(_BLOCKS[min(8, max(0, e - base))] for e in eighths)
+        bars = "".join(" ▁▂▃▄▅▆▇█"[min(8, max(0, e - base))] for e in eighths)
         lines.append(f"{labels[row]:>{margin}} │{bars}".rstrip())
     return "\n".join(lines)
 

@@ -12,7 +12,6 @@ from meshrl.config.run import RunConfig, SftRunConfig
 # 2,000; the ids of large vocabularies and the versions of long runs have up to 10 more digits. The values of a token in
 # columns (token_log) have 11 bytes, 16 with advantages of its own.
 _TOKEN_BYTES, _PROMPT_TOKEN_BYTES, _ATTEMPT_BYTES = 56, 20, 1900
-_METRICS_BYTES = 3000  # a line of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +26,8 @@ class WrittenSizes:
     on_disk_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """Files of one kind: how many there are at most at the same time, and when they are written."""
-
-    name: str
-    num_bytes: int
-    text: str
+_Written = tuple[str, int, str]
+"""Files of one kind: their name, their bytes at most at the same time, and a text that follows."""
 
 
 def disk_use(
@@ -58,10 +52,10 @@ def disk_use(
         states,
         _models(config, _times(num_steps, with_model), num_states, evals, sizes),
         *(_rollouts(config, evals, sizes) if isinstance(config, RunConfig) else ()),
-        _Written("metrics", (num_steps + evals) * _METRICS_BYTES, ""),
+        ("metrics", (num_steps + evals) * 3000, ""),  # a line of metrics.jsonl
     ]
-    total = sum(part.num_bytes for part in parts)
-    listed = ", ".join(f"{part.name} {size_text(part.num_bytes)}{part.text}" for part in parts)
+    total = sum(num_bytes for _, num_bytes, _ in parts)
+    listed = ", ".join(f"{name} {size_text(num_bytes)}{text}" for name, num_bytes, text in parts)
     written = f" ({size_text(sizes.on_disk_bytes)} of it exist)" if sizes.on_disk_bytes else ""
     text = f"disk: at most {size_text(total)}{written}, {size_text(free_bytes)} free: {listed}"
     if total <= free_bytes + sizes.on_disk_bytes:
@@ -94,7 +88,7 @@ def _states(
     text = (
         f" ({count} x {size_text(sizes.state_bytes)}; written {', '.join([*when, 'at the end'])}, newest {keep} kept)"
     )
-    return count, _Written("states", count * sizes.state_bytes, text)
+    return count, ("states", count * sizes.state_bytes, text)
 
 
 def _models(
@@ -110,7 +104,7 @@ def _models(
         each += sizes.state_bytes // 3  # the adapters, without their moments
     of_best = f" + {best} that were the best," if best else ""
     text = f" ({count}{of_best} x {size_text(each)}; {'all' if keep is None else f'newest {keep}'} kept)"
-    return _Written("models", (count + best) * each, text)
+    return "models", (count + best) * each, text
 
 
 def _rollouts(config: RunConfig, evals: int, sizes: WrittenSizes) -> Iterator[_Written]:
@@ -129,7 +123,7 @@ def _rollouts(config: RunConfig, evals: int, sizes: WrittenSizes) -> Iterator[_W
     text = f" ({files} step{'' if files == 1 else 's'} x {size_text(step)}" + (
         f", {evals} evaluations x {size_text(evaluation)})" if evals else ")"
     )
-    yield _Written("rollouts", files * step + evals * evaluation, text)
+    yield "rollouts", files * step + evals * evaluation, text
 
 
 def size_text(num_bytes: int) -> str:

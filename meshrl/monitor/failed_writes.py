@@ -11,18 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TextIO
 
+from meshrl.core.terminal import counted
 from meshrl.core.types import Metric
-
-
-@dataclass(slots=True)
-class _Outage:
-    """Failed writes in succession to one output, and the reason of the last one."""
-
-    count: int
-    reason: str
 
 
 class FailedWrites:
@@ -31,7 +23,7 @@ class FailedWrites:
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock, self._lock = clock, threading.Lock()
         self._counts, self._reasons = Counter[str](), dict[str, str]()
-        self._failing: dict[str, _Outage] = {}
+        self._failing = Counter[str]()  # failed writes in succession, up to the last one
         self._recovered: list[str] = []
         self._num_taken = 0
 
@@ -45,25 +37,19 @@ class FailedWrites:
         except caught as error:
             if isinstance(error, ValueError) and "closed file" not in str(error):
                 raise
-            self._failed(output, (error.strerror if isinstance(error, OSError) else None) or str(error))
+            with self._lock:
+                self._failing[output] += 1
+                self._counts[output] += 1
+                self._reasons[output] = (error.strerror if isinstance(error, OSError) else None) or str(error)
         else:
-            self._succeeded(output)
+            with self._lock:
+                if count := self._failing.pop(output, 0):
+                    since = time.strftime("%F %T", time.localtime(self._clock()))
+                    text = f"{output} is written again since {since}; before that, {self._text(output, count)}"
+                    self._recovered.append(text)
 
-    def _failed(self, output: str, reason: str) -> None:
-        with self._lock:
-            outage = self._failing.setdefault(output, _Outage(0, reason))
-            outage.count, outage.reason = outage.count + 1, reason
-            self._counts[output] += 1
-            self._reasons[output] = reason
-
-    def _succeeded(self, output: str) -> None:
-        if output not in self._failing:
-            return
-        with self._lock:
-            outage = self._failing.pop(output, None)
-            if outage is not None:
-                since = time.strftime("%F %T", time.localtime(self._clock()))
-                self._recovered.append(f"{output} is written again since {since}; before that, {_text(outage)}")
+    def _text(self, output: str, count: int) -> str:
+        return f"{counted(count, 'write')} failed ({self._reasons[output]})"
 
     @property
     def counts(self) -> dict[str, int]:
@@ -90,12 +76,8 @@ class FailedWrites:
     def summary(self) -> str | None:
         """A line with all outputs to which a write has failed; None if there are none."""
         with self._lock:
-            parts = [f"{output}: {_text(_Outage(n, self._reasons[output]))}" for output, n in self._counts.items()]
+            parts = [f"{output}: {self._text(output, count)}" for output, count in self._counts.items()]
         return f"outputs that are not complete: {', '.join(parts)}" if parts else None
-
-
-def _text(outage: _Outage) -> str:
-    return f"{outage.count} write{'' if outage.count == 1 else 's'} failed ({outage.reason})"
 
 
 class GuardedStream:

@@ -21,27 +21,22 @@ def merge(metrics: Iterable[Metric]) -> dict[str, Metric]:
     """
     merged: dict[str, Metric] = {}
     for metric in metrics:
-        old = merged.get(metric.name)
-        merged[metric.name] = metric if old is None else _add(old, metric)
+        a, b = merged.get(metric.name), metric
+        if a is None:
+            merged[b.name] = b
+        elif (a.unit, a.reduce) != (b.unit, b.reduce):
+            raise ValueError(
+                f"metric {a.name!r} is reported as {a.reduce} in {a.unit!r} and as {b.reduce} in {b.unit!r}; "
+                "one name has one unit and one reduction"
+            )
+        elif a.reduce == "hist":
+            parts = (np.concatenate(part) for part in ((a.sum, b.sum), (a.weight, b.weight)))
+            merged[b.name] = _histogram(a.name, a.unit, *parts)
+        else:
+            add = {"max": np.maximum, "min": np.minimum}.get(a.reduce, np.add)
+            total = float(add(a.sum, b.sum))
+            merged[b.name] = Metric(name=a.name, sum=total, weight=a.weight + b.weight, reduce=a.reduce, unit=a.unit)
     return merged
-
-
-def _add(a: Metric, b: Metric) -> Metric:
-    if (a.unit, a.reduce) != (b.unit, b.reduce):
-        raise ValueError(
-            f"metric {a.name!r} is reported as {a.reduce} in {a.unit!r} and as {b.reduce} in {b.unit!r}; "
-            "one name has one unit and one reduction"
-        )
-    if a.reduce == "hist":
-        values = np.concatenate([a.sum, b.sum])
-        counts = np.concatenate([a.weight, b.weight])
-        return _histogram(a.name, a.unit, values, counts)
-    if a.reduce in ("max", "min"):
-        pick = np.maximum if a.reduce == "max" else np.minimum
-        total = float(pick(a.sum, b.sum))
-    else:
-        total = a.sum + b.sum
-    return Metric(name=a.name, sum=total, weight=a.weight + b.weight, reduce=a.reduce, unit=a.unit)
 
 
 def histogram(name: str, values: np.ndarray, unit: str) -> Metric:

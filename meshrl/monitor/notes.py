@@ -13,7 +13,6 @@ from meshrl.monitor.failed_writes import FailedWrites
 
 NOTES_FILE, REWARDS_FILE = "run_notes.txt", "rewards.log"
 REWARDS_BYTES = 4 << 20  # so much of rewards.log is retained when a new file begins
-_MAX_WAITING = 1000  # lines that can't be written; the oldest are dropped
 _ROUTINE = (
     *("run ", "eval ", "evaluates ", "first prompt", "ready ", "disk: ", "wrote ", "saved "),
     *("held-out ", "best model", "done: ", "attention auto: "),
@@ -48,7 +47,7 @@ class NotesFile:
         with self._lock:
             self._waiting += [f"{at}  {printable(text)}\n" for text in texts]
             self._write_waiting()
-            del self._waiting[:-_MAX_WAITING]
+            del self._waiting[:-1000]  # lines that can't be written; the oldest are dropped
 
     def open(self) -> None:
         """Continue the file in the run's folder, or begin it."""

@@ -236,7 +236,13 @@ def _array(record: Record) -> np.ndarray:
 
 
 def _trajectory(r: Record, group: _Group) -> Trajectory:
-    prompt = _prompt(r["prompt"]) if r["prompt"] is not None else group.prompt
+    prompt = group.prompt
+    if (saved := r["prompt"]) is not None:
+        prompt = Prompt(
+            **{name: saved[name] for name in _PROMPT},
+            ids=None if saved["ids"] is None else np.array(saved["ids"], np.int32),
+            media={name: Media(outputs={}, **fields) for name, fields in saved["media"].items()},
+        )
     if prompt is None:
         raise ValueError(f"its prompt is null, and no earlier line has the prompt of group {r['group_id']}")
     group.prompt = group.prompt or prompt
@@ -250,14 +256,6 @@ def _trajectory(r: Record, group: _Group) -> Trajectory:
         failure=Failure(**r["failure"]) if r["failure"] else None,
         rewards={n: Failure(**v["failure"]) if isinstance(v, dict) else float(v) for n, v in r["rewards"].items()},
         reward=_number(r["reward"]),
-    )
-
-
-def _prompt(r: Record) -> Prompt:
-    return Prompt(
-        **{name: r[name] for name in _PROMPT},
-        ids=None if r["ids"] is None else np.array(r["ids"], np.int32),
-        media={name: Media(outputs={}, **fields) for name, fields in r["media"].items()},
     )
 
 

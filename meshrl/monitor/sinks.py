@@ -226,29 +226,22 @@ class TerminalSink:
         now = self._clock()
         if step < self._step:  # the run continues from an earlier step, so its speed is measured from there
             self._first, self._first_write = step, None
-        self._step, self._eta_s = step, self._remaining(step, now)
+        # The speed is measured since the first write: the start-up takes longer than a step.
+        done = step - self._first
+        self._first_write = self._first_write or (now, done)
+        since, before = self._first_write
+        left = self._num_steps - step
+        self._step, self._eta_s = step, (now - since) / (done - before) * left if done > before else None
         self._curve = self._curve + [values[name] for name in ("reward/mean", "loss/nll") if name in values]
         self._values = self._values | dict(values)  # an evaluation alone must not blank the step's numbers
         if self._live is None and "eval/mean_at_k" not in values:
-            self._print(step_line(step, self._num_steps, values, self._eta_s, self._counted), now)
-
-    def _print(self, line: str, now: float) -> None:
-        """Print the line of the newest step if one is due, else store it until the next one."""
-        percent = 100 * self._step // self._num_steps
-        if percent == self._printed_percent and now - self._printed_at < _PRINT_EVERY_S:
-            self._skipped = line
-            return
-        self._skipped, self._printed_percent, self._printed_at = None, percent, now
-        self.note(line)
-
-    def _remaining(self, step: int, now: float) -> float | None:
-        """Seconds to the end at the speed since the first write; None before that. The start-up does not count, because
-        it takes longer than a step."""
-        done = step - self._first
-        if self._first_write is None:
-            self._first_write = now, done
-        since, before = self._first_write
-        return (now - since) / (done - before) * (self._num_steps - step) if done > before else None
+            line = step_line(step, self._num_steps, values, self._eta_s, self._counted)
+            percent = 100 * step // self._num_steps
+            if percent == self._printed_percent and now - self._printed_at < _PRINT_EVERY_S:
+                self._skipped = line
+                return
+            self._skipped, self._printed_percent, self._printed_at = None, percent, now
+            self.note(line)
 
     def _panel(self) -> Any:
         from rich.console import Group

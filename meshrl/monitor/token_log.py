@@ -247,20 +247,16 @@ def read_token_file(path: Path, trajectory: str | None = None) -> TokenFile | No
             if trajectory is not None:
                 of_group = (file.read_row_group(i, ["trajectory"])["trajectory"].to_pylist() for i in groups)
                 groups = [i for i, names in enumerate(of_group) if _key(trajectory) in names]
-            table = file.read_row_groups(groups, ["trajectory", "turn", "trainer_version", *COLUMNS])
-        return _token_file(table.combine_chunks())
+            read = file.read_row_groups(groups, ["trajectory", "turn", "trainer_version", *COLUMNS])
+        table = read.combine_chunks()
+        lists = {name: table[name].combine_chunks() for name in COLUMNS}
+        ends, columns = lists["characters"].offsets.to_numpy(), {}
+        for name, dtype in COLUMNS.items():
+            columns[name] = lists[name].values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+            if not np.array_equal(lists[name].offsets.to_numpy(), ends) or len(columns[name]) != ends[-1]:
+                raise ValueError(f"the lists of {name} have other lengths than those of characters")
+        keys = zip(table["trajectory"].to_pylist(), table["turn"].to_pylist(), strict=True)
+        rows = {(name.decode("utf-8", "surrogatepass"), turn): row for row, (name, turn) in enumerate(keys)}
+        return TokenFile(rows, table["trainer_version"].to_numpy(), ends, columns)
     except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as cause:
         raise DataError(f"{path}: no file of token values: {type(cause).__name__}: {cause!s:.200}") from cause
-
-
-def _token_file(table: Any) -> TokenFile:
-    lists = {name: table[name].combine_chunks() for name in COLUMNS}
-    ends = lists["characters"].offsets.to_numpy()
-    columns = {}
-    for name, dtype in COLUMNS.items():
-        columns[name] = lists[name].values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-        if not np.array_equal(lists[name].offsets.to_numpy(), ends) or len(columns[name]) != ends[-1]:
-            raise ValueError(f"the lists of {name} have other lengths than those of characters")
-    keys = zip(table["trajectory"].to_pylist(), table["turn"].to_pylist(), strict=True)
-    rows = {(name.decode("utf-8", "surrogatepass"), turn): row for row, (name, turn) in enumerate(keys)}
-    return TokenFile(rows, table["trainer_version"].to_numpy(), ends, columns)

@@ -70,7 +70,11 @@ class TensorBoardSink:
             self._writer = self._make(_event_files(self._folder))
         try:
             for name, value in values.items():
-                self._writer.add_scalar(name, value, step, description=_describe(name, units.get(name, "")))
+                texts = [f"Unit: {unit}."] if (unit := units.get(name)) else []
+                if (meaning := meaning_of(name)) is not None:
+                    texts.append(f"Healthy: {meaning.entry.healthy}.")
+                    texts += [f"Otherwise: {meaning.entry.otherwise}."] if meaning.entry.otherwise else []
+                self._writer.add_scalar(name, value, step, description="\n\n".join(texts))
             self._writer.flush()
         except OSError:
             with suppress(OSError):
@@ -105,15 +109,6 @@ def _event_files(folder: Path) -> Any:
             self._ev_writer.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     return Output()
-
-
-def _describe(name: str, unit: str) -> str:
-    meaning = meaning_of(name)
-    texts = [f"Unit: {unit}."] * bool(unit)
-    if meaning is not None:
-        healthy, otherwise = meaning.entry.healthy, meaning.entry.otherwise
-        texts += [f"Healthy: {healthy}."] + [f"Otherwise: {otherwise}."] * bool(otherwise)
-    return "\n\n".join(texts)
 
 
 class WandbSink:
