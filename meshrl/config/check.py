@@ -24,6 +24,7 @@ from meshrl.config.source import COMMAND_LINE
 from meshrl.config.train import train_problems
 from meshrl.config.values import show
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported, similar_names
+from meshrl.core.terminal import counted
 
 
 def check(case: Case) -> list[Problem]:
@@ -225,7 +226,12 @@ def _kinds(case: Case) -> Iterator[Problem]:
 def notices(case: Case) -> list[str]:
     """Notices about settings that are allowed, but may surprise a reader of the config."""
     config, purpose = case.config, case.purpose
-    texts = list(_not_in_evaluation(case) if purpose == "eval" else _intervals(case))
+    texts = list(_not_in_evaluation(case)) if purpose == "eval" else []
+    section, _, name = config.NUM_STEPS_KEY.partition(".")
+    num_steps = getattr(getattr(config, section), name)
+    for key in (f"{section}.eval_every_steps", f"{section}.save_every_steps") if purpose != "eval" else ():
+        if key in case.given and (case.given[key].value or 0) > num_steps:
+            texts.append(f"{_shown(case, key)} is never reached: the run has {num_steps} steps.")
     if purpose == "train":
         texts += _clip_bounds(case)
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:
@@ -263,15 +269,6 @@ def notices(case: Case) -> list[str]:
             "never split, so such a row is a micro-batch of its own."
         )
     return texts
-
-
-def _intervals(case: Case) -> Iterator[str]:
-    """Notices of intervals above the number of steps."""
-    section, _, name = case.config.NUM_STEPS_KEY.partition(".")
-    num_steps = getattr(getattr(case.config, section), name)
-    for key in (f"{section}.eval_every_steps", f"{section}.save_every_steps"):
-        if key in case.given and (case.given[key].value or 0) > num_steps:
-            yield f"{_shown(case, key)} is never reached: the run has {num_steps} steps."
 
 
 def _clip_bounds(case: Case) -> Iterator[str]:
@@ -313,11 +310,11 @@ def _ranks_in_turn(config: RunConfig) -> str | None:
         return None
     if rollout.engine == "endpoint" or rollout.sglang.url is not None:
         return (
-            f"{_count(train, 'train')} and the server at rollout.{rollout.engine}.url run in turn: each waits while "
-            "the other works, because loop.kind=colocated samples with the newest weights only."
+            f"{counted(train, 'train rank')} and the server at rollout.{rollout.engine}.url run in turn: each waits "
+            "while the other works, because loop.kind=colocated samples with the newest weights only."
         )
-    turns = f"{_count(train, 'train')} and {_count(samplers, 'sampler')} run in turn: each waits while the other works"
-    total = train + samplers
+    total, both = train + samplers, f"{counted(train, 'train rank')} and {counted(samplers, 'sampler rank')}"
+    turns = f"{both} run in turn: each waits while the other works"
     change = f"set cluster.num_train_ranks={total} and cluster.num_rollout_ranks=0 to use all {total} for both"
     overlap = "loop.kind=one_step_off or fully_async lets them work at the same time (docs/schedules.md)"
     if rollout.engine == "embedded":
@@ -327,7 +324,3 @@ def _ranks_in_turn(config: RunConfig) -> str | None:
         "not fit on one device together. Where they do (rollout.release_memory=true frees the server's memory while "
         f"the trainer works), {change}."
     )
-
-
-def _count(num_ranks: int, kind: str) -> str:
-    return f"{num_ranks} {kind} rank{'' if num_ranks == 1 else 's'}"

@@ -77,21 +77,24 @@ class DataConfig(Slice):
 
 def data_problems(case: Case) -> Iterator[Problem]:
     """Problems of data.*. Those of the training rows only for training: an evaluation does not need these rows."""
+    data = case.rl.data
     if case.purpose == "train":
-        yield from _one_of_path_and_sources(case.rl.data)
-    yield from _maps(case.rl.data)
+        if data.path is not None and data.sources:
+            keys, forms = ("data.path", "data.sources"), "a single set, or a mixture of sources"
+            yield Problem(keys, f"give one of the two: {forms}.", void=keys, reason=f"the rows are {forms}")
+        if data.path is None and not data.sources:
+            yield Problem(("data.path",), "training needs rows: give a path, or a mixture as data.sources.")
+        for name in data.sources:
+            if not name.isidentifier():
+                text = f"the name {name!r} must be one word of letters, digits and underscores."
+                yield Problem(("data.sources",), text)
+    of_sources = {f"data.sources.{name}.map": source.map for name, source in data.sources.items()}
+    for key, function in ({"data.map": data.map} | of_sources).items():
+        if function is not None and not DOTTED_PATH.fullmatch(function):
+            yield Problem((key,), "must be a function as package.module:name; it gets a row and returns a prompt.")
+        elif function is not None and not can_be_imported(function):
+            yield Problem((key,), "no such module, neither installed nor in the working folder.")
     yield from _answers(case)
-
-
-def _one_of_path_and_sources(data: DataConfig) -> Iterator[Problem]:
-    if data.path is not None and data.sources:
-        keys, forms = ("data.path", "data.sources"), "a single set, or a mixture of sources"
-        yield Problem(keys, f"give one of the two: {forms}.", void=keys, reason=f"the rows are {forms}")
-    if data.path is None and not data.sources:
-        yield Problem(("data.path",), "training needs rows: give a path, or a mixture as data.sources.")
-    for name in data.sources:
-        if not name.isidentifier():
-            yield Problem(("data.sources",), f"the name {name!r} must be one word of letters, digits and underscores.")
 
 
 def _answers(case: Case) -> Iterator[Problem]:
@@ -113,14 +116,3 @@ def _answers(case: Case) -> Iterator[Problem]:
             f"{' and '.join(sorted({*terms.values()}))} compares each completion with the answer of its row, but null "
             "names no column for it. Name the column with the ground truth, or use a reward that needs none.",
         )
-
-
-def _maps(data: DataConfig) -> Iterator[Problem]:
-    of_sources = {f"data.sources.{name}.map": source.map for name, source in data.sources.items()}
-    for key, function in ({"data.map": data.map} | of_sources).items():
-        if function is None:
-            continue
-        if not DOTTED_PATH.fullmatch(function):
-            yield Problem((key,), "must be a function as package.module:name; it gets a row and returns a prompt.")
-        elif not can_be_imported(function):
-            yield Problem((key,), "no such module, neither installed nor in the working folder.")

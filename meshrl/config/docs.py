@@ -66,7 +66,10 @@ def list_keys(word: str | None = None) -> str:
     in_text = [path for path in paths if as_word.search(keys[path].text)]
     paths, lines = in_name + in_text, list[str]()
     if not paths and not meant:
-        paths = nearest(keys, word) or [path for path in keys if _has_misspelt(path, word)]
+        most, lower = most_edits(word), word.lower()
+        parts = {path: path.rpartition(".")[2].split("_") for path in keys}
+        misspelt = [path for path in keys if any(num_edits(lower, part, most) <= most for part in parts[path])]
+        paths = nearest(keys, word) or misspelt
         meant = [] if paths else misspelt_meanings(word, keys)
         sections = ", ".join(path for path in keys if "." not in path)
         none = f" No key has a similar name. `meshrl config SECTION` lists the keys of one of {sections}."
@@ -80,11 +83,6 @@ def list_keys(word: str | None = None) -> str:
     return "\n".join(
         [*lines, *(line for path in dict.fromkeys(paths) if path not in listed for line in _entry(path, keys))]
     )
-
-
-def _has_misspelt(path: str, word: str) -> bool:
-    most, names = most_edits(word), path.rpartition(".")[2].split("_")
-    return any(num_edits(word.lower(), name, most) <= most for name in names)
 
 
 def _entry(path: str, keys: dict[str, Key]) -> list[str]:

@@ -10,6 +10,7 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import dotted
 from meshrl.config.values import show
+from meshrl.core.terminal import counted
 
 ORIGIN_COLUMN = 48
 Sizes = list[tuple[str, str]]  # (what, how much): upper bounds, not predictions
@@ -19,7 +20,13 @@ def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], num_data_rows: int
     """The output of `--explain`: the sizes of a step as comments, then every key as YAML. num_data_rows: rows of the
     training data, None = not known."""
     config = loaded.config
-    step, run, drawn = _sft_sizes(config) if isinstance(config, SftRunConfig) else _rl_sizes(config)
+    if isinstance(config, SftRunConfig):
+        steps, rows_per_step = config.sft.num_steps, config.sft.rows_per_step
+        drawn = steps * rows_per_step
+        step = [("optimizer steps", f"{steps:,}"), ("rows per optimizer step", f"{rows_per_step:,}")]
+        run = [("rows of the run", f"{drawn:,}")]
+    else:
+        step, run, drawn = _rl_sizes(config)
     rows = [*step, *_update_sizes(config), *run]
     if num_data_rows:
         passes = f"{drawn / num_data_rows:.2f} of {num_data_rows:,} rows, before filtering"
@@ -61,7 +68,7 @@ def _rl_sizes(config: RunConfig) -> tuple[Sizes, Sizes, int]:
     rows, drawn = prompts * samples, loop.num_steps * prompts
     policy = "on-policy: ratio 1, no clipping" if updates == 1 else "only the first of each step is on-policy"
     samplers = config.cluster.num_rollout_ranks
-    place = f"{samplers} separate rank{'' if samplers == 1 else 's'}" if samplers else "colocated in the train ranks"
+    place = counted(samplers, "separate rank") if samplers else "colocated in the train ranks"
     if not samplers and config.rollout.tp_size == 1 and config.rollout.engine != "endpoint":
         place += ", a full copy in each"
     step = [
@@ -76,12 +83,6 @@ def _rl_sizes(config: RunConfig) -> tuple[Sizes, Sizes, int]:
         shares = [f"{name} {source.weight / total:.1%}" for name, source in sources.items()]
         run.append(("mixture of prompts", ", ".join(shares)))
     return step, run, drawn
-
-
-def _sft_sizes(config: SftRunConfig) -> tuple[Sizes, Sizes, int]:
-    steps, rows = config.sft.num_steps, config.sft.rows_per_step
-    step = [("optimizer steps", f"{steps:,}"), ("rows per optimizer step", f"{rows:,}")]
-    return step, [("rows of the run", f"{steps * rows:,}")], steps * rows
 
 
 def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
@@ -103,18 +104,15 @@ def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
         most = ceil(ceil(rows / (ranks // peers)) / max(1, budget // longest))
         micro_batches = f"at most {most} per optimizer step, of {budget:,} tokens each"
         micro_batches += f", for {peers} ranks together" if peers > 1 else ""
+    row = f"{longest:,} tokens (rollout.max_context_tokens)"
+    if isinstance(config, SftRunConfig):
+        row = f"{longest:,} tokens (sft.max_row_tokens)"
+    elif config.agent.kind == "single_turn":
+        answer = config.rollout.sampling.max_new_tokens
+        row = f"{config.data.max_prompt_tokens:,} prompt + {answer:,} answer = {longest:,} tokens"
     return [
         *lines,
-        ("longest row", _longest(config, longest)),
+        ("longest row", row),
         ("tokens per optimizer step", f"at most {rows} x {longest:,} = {rows * longest:,}"),
         ("micro-batches per rank", micro_batches),
     ]
-
-
-def _longest(config: RunConfig | SftRunConfig, longest: int) -> str:
-    if isinstance(config, SftRunConfig):
-        return f"{longest:,} tokens (sft.max_row_tokens)"
-    if config.agent.kind == "single_turn":
-        sampling = config.rollout.sampling
-        return f"{config.data.max_prompt_tokens:,} prompt + {sampling.max_new_tokens:,} answer = {longest:,} tokens"
-    return f"{longest:,} tokens (rollout.max_context_tokens)"

@@ -200,16 +200,21 @@ def _checked(
     faulty = wrong | {problem.keys[0] for problem in layers.problems}
     valid: dict[str, Value] = {}
     if problems:  # without the wrong values, the rest may have further problems, for the same message
-        valid = {key: Value(value, DEFAULT, Path()) for key, value in _placeholders(wrong, keys).items()}
         content = plain(layers.tree, wrong)
-        for key, value in valid.items():
-            content = merge(content, nested(key, value.value))
+        for key in (keys[name] for name in wrong if name in keys):
+            if key.default is None and not key.is_section:  # it is required: give it a value of its type
+                value = 1 if key.allowed.startswith("integer") else "unknown"
+                valid[key.path] = Value(value, DEFAULT, Path())
+                content = merge(content, nested(key.path, value))
         config, _ = _validate(model, content, keys)
     if config is None:
         return None, None, problems
     case = make_case(config=config, given=given | valid)
-    further = [problem for check in all_checks for problem in check(case)]
-    return config, case, problems + [problem for problem in further if not _about(problem, faulty)]
+    for problem in (problem for check in all_checks for problem in check(case)):
+        # It may follow from a fault that is already reported: a default replaced the wrong value.
+        if not any(fault == key or fault.startswith(f"{key}.") for fault in faulty for key in problem.keys):
+            problems.append(problem)
+    return config, case, problems
 
 
 def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
@@ -250,13 +255,17 @@ def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> 
         # As JSON, strictly: a list fills a tuple, 1 a float, but true is no number and "8" no integer.
         return cast(C, model.model_validate_json(json.dumps(content), strict=True)), []
     except ValidationError as e:
-        foreign = _foreign_sections(model, content)
+        other = next(kind for kind in COMMANDS if kind is not model)
+        only_here, only_there = (
+            model.model_fields.keys() - other.model_fields,
+            other.model_fields.keys() - model.model_fields,
+        )
+        foreign = [] if only_here & content.keys() else [name for name in content if name in only_there]
         errors = [error for error in e.errors(include_url=False) if error["loc"] not in [(name,) for name in foreign]]
         faults = [(error, path) for error in errors for path in _faulty_keys(error, keys)]
         problems = list(dict.fromkeys(_problem(error, path, keys) for error, path in faults[:MAX_SHOWN]))
         if foreign:
-            command = COMMANDS[_other_model(model)]
-            text = f"this is a config of `{command}`: this command does not read {_listed(foreign)}."
+            text = f"this is a config of `{COMMANDS[other]}`: this command does not read {_listed(foreign)}."
             problems.insert(0, Problem(("config",), text, "entire config"))
         if len(faults) > MAX_SHOWN:
             text = (
@@ -264,23 +273,6 @@ def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> 
             )
             problems.append(Problem(("config",), text, "entire config"))
         return None, problems
-
-
-def _placeholders(faulty: set[str], keys: dict[str, Key]) -> dict[str, Any]:
-    """For each required key that is wrong or missing, a value of its type."""
-    existing = {fault: keys[fault] for fault in faulty if fault in keys}
-    required = [key for key in existing.values() if key.default is None and not key.is_section]
-    return {key.path: 1 if key.allowed.startswith("integer") else "unknown" for key in required}
-
-
-def _foreign_sections(model: type[C], content: dict[str, Any]) -> list[str]:
-    """Sections that only the other command has; none if the config has a section that only this command has."""
-    mine, others = (set(kind.model_fields) for kind in (model, _other_model(model)))
-    return [] if set(content) & (mine - others) else [name for name in content if name in others - mine]
-
-
-def _other_model(model: type[C]) -> type[Slice]:
-    return next(kind for kind in COMMANDS if kind is not model)
 
 
 def _listed(names: Sequence[str], word: str = "and") -> str:
@@ -311,33 +303,24 @@ def _problem(error: ErrorDetails, path: str, keys: dict[str, Key]) -> Problem:
         return Problem((path,), f"{_listed(needed)} {'are' if len(needed) > 1 else 'is'} required, but not given.")
     if error["type"] == "missing" and not rest:
         return Problem((path,), f"required, but not given: {key.text}.")
-    at = path.removesuffix(f".{rest}") if rest else path
+    at, value = path.removesuffix(f".{rest}") if rest else path, error["input"]
     if key.is_section:
         inside = ", ".join(k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == key.path)
         also = f", or {SHORT_FORMS[at][0]}" if at in SHORT_FORMS else ""
         return Problem((at,), f"must be a section with keys of its own ({inside}){also}.")
     if error["type"] == "literal_error":
-        return Problem((at,), _wrong_choice(key, error["input"]))
-    return Problem((at,), f"allowed: {key.allowed} ({key.text}).{_form(key, at, error)}")
-
-
-def _wrong_choice(key: Key, value: Any) -> str:
-    choices = key.allowed.removeprefix("list of ").split(" | ")
-    a_list = "a list of " if key.allowed.startswith("list") else ""
-    kinds = ", or a dotted path package.module:name" if key.path == LOSS_KIND else ""
-    close = similar_names(value, choices, 1) if isinstance(value, str) else []
-    near = f" Nearest: {close[0]}." if close else ""
-    return f"must be {a_list}{_listed(choices, 'or')}{kinds}.{near}"
-
-
-def _form(key: Key, at: str, error: ErrorDetails) -> str:
-    """How to write a value that has the right content in the wrong form."""
-    value = error["input"]
+        choices = key.allowed.removeprefix("list of ").split(" | ")
+        a_list = "a list of " if key.allowed.startswith("list") else ""
+        kinds = ", or a dotted path package.module:name" if key.path == LOSS_KIND else ""
+        close = similar_names(value, choices, 1) if isinstance(value, str) else []
+        near = f" Nearest: {close[0]}." if close else ""
+        return Problem((at,), f"must be {a_list}{_listed(choices, 'or')}{kinds}.{near}")
+    form = ""  # how to write a value that has the right content in the wrong form
     if error["type"] == "string_type" and isinstance(value, (bool, int, float)):
-        return " Quote it, so that YAML reads a string."
-    if error["type"] == "list_type" and type(value) is (int if "integers" in key.allowed else str):
-        return f" Write a list: {at}={show([value])}."
-    return ""
+        form = " Quote it, so that YAML reads a string."
+    elif error["type"] == "list_type" and type(value) is (int if "integers" in key.allowed else str):
+        form = f" Write a list: {at}={show([value])}."
+    return Problem((at,), f"allowed: {key.allowed} ({key.text}).{form}")
 
 
 def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
@@ -353,11 +336,6 @@ def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
     if not near:
         return "unknown key, and no known key is similar. `meshrl config` lists them all."
     return f"unknown key. Nearest: {', '.join(near)}."
-
-
-def _about(problem: Problem, faulty: set[str]) -> bool:
-    """Whether a problem may follow from a fault that is already reported: a default replaced the wrong value."""
-    return any(fault == key or fault.startswith(f"{key}.") for fault in faulty for key in problem.keys)
 
 
 def _report(path: Path, problems: list[Problem], given: dict[str, Value], defaults: dict[str, Any]) -> str:

@@ -65,7 +65,10 @@ class Layers:
         num_given = len(given_in(self.tree))
         for problem in problems:
             given = given_in(self.tree)
-            strengths = {key: self._key_strength(key) for key in problem.keys}
+            strengths = {  # of a section: that of its strongest key; 0 = a default
+                key: max((s for path, s in self._strengths.items() if f"{path}.".startswith(f"{key}.")), default=0)
+                for key in problem.keys
+            }
             strongest = max(strengths.values())
             void = [key for key in problem.void if strengths[key] < strongest and _is_given(key, given)]
             if not void:
@@ -83,10 +86,6 @@ class Layers:
         return [
             f"{', '.join(keys)} {'are' if len(keys) > 1 else 'is'} {reason}" for reason, keys in self._left_out.items()
         ]
-
-    def _key_strength(self, key: str) -> int:
-        """The strength of a key, or of the strongest key of a section; 0 = a default."""
-        return max((s for path, s in self._strengths.items() if f"{path}.".startswith(f"{key}.")), default=0)
 
     def _arguments_of_other_kinds(self, below: dict[str, Value]) -> Iterable[Problem]:
         """Arguments that weaker layers give for another kind of loss, agent or reward than that of the newest layer."""

@@ -205,8 +205,14 @@ def engine_problems(case: Case) -> Iterator[Problem]:
     rollout = case.rl.rollout
     yield from _sampling(case)
     yield from _ranks(case)
-    if rollout.release_memory:
-        yield from _release(rollout)
+    if rollout.release_memory and rollout.engine not in CAN_RELEASE_MEMORY:
+        key, reason = "rollout.release_memory", f"engine {rollout.engine} can't release its memory"
+        text = f"{reason}. Leave it out, or use one of {', '.join(CAN_RELEASE_MEMORY)}."
+        yield Problem((key, "rollout.engine"), text, void=(key,), reason=reason)
+    if rollout.release_memory and rollout.sync_mode == "delta":
+        keys = ("rollout.release_memory", "rollout.sync_mode")
+        reason = "a sampler that released its weights has none to which a delta could be applied"
+        yield Problem(keys, f"{reason}. Use one of the two.", void=keys, reason=reason)
     if rollout.engine == "vllm":
         yield from _own_server(case, "vllm", rollout.vllm)
     if rollout.engine == "sglang":
@@ -305,18 +311,6 @@ def _ranks(case: Case) -> Iterator[Problem]:
     if any(lead // per_node != (lead + tp - 1) // per_node for lead in range(first, first + ranks, tp)):
         text = f"a replica of {tp} ranks would be on two machines, of {per_node} ranks each."
         yield Problem((*tp_keys, "cluster.nodes"), text)
-
-
-def _release(cfg: RolloutConfig) -> Iterator[Problem]:
-    if cfg.engine not in CAN_RELEASE_MEMORY:
-        engines = ", ".join(CAN_RELEASE_MEMORY)
-        key, reason = "rollout.release_memory", f"engine {cfg.engine} can't release its memory"
-        text = f"{reason}. Leave it out, or use one of {engines}."
-        yield Problem((key, "rollout.engine"), text, void=(key,), reason=reason)
-    if cfg.sync_mode == "delta":
-        keys = ("rollout.release_memory", "rollout.sync_mode")
-        reason = "a sampler that released its weights has none to which a delta could be applied"
-        yield Problem(keys, f"{reason}. Use one of the two.", void=keys, reason=reason)
 
 
 _NOT_INSTALLED = {

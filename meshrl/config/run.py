@@ -148,22 +148,18 @@ class SftRunConfig(Slice):
 
     @property
     def longest_row_tokens(self) -> int | None:
-        """As in RunConfig."""
         return self.sft.max_row_tokens
 
     @property
     def peak_lr(self) -> float:
-        """As in RunConfig."""
         return _peak_lr(self)
 
     @property
     def num_updates(self) -> int:
-        """As in RunConfig."""
         return self.sft.num_steps
 
     @property
     def rows_per_update(self) -> int:
-        """As in RunConfig."""
         return self.sft.rows_per_step
 
 

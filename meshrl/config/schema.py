@@ -45,10 +45,12 @@ def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         section, entries = _as_slice(info.annotation), _entry_slice(info.annotation)
+        value = None if info.is_required() else info.get_default(call_default_factory=True)
+        default = TypeAdapter(Any).dump_python(value, mode="json", exclude_defaults=True)
         keys[path] = Key(
             path=path,
             allowed="a section" if section else _allowed(info),
-            default=None if info.is_required() else show(_as_json(info.get_default(call_default_factory=True))),
+            default=None if info.is_required() else show(default),
             text=" ".join((info.description or "").split()),
             is_section=bool(section or entries),
         )
@@ -99,7 +101,10 @@ def nearest(keys: dict[str, Key], path: str, is_section: bool = False, near_sect
         for candidate, n in edits.items()
         if n == fewest
     }
-    names = [_in_the_users_names(candidate, path) for candidate in sorted(likeness, key=lambda k: -likeness[k])]
+    names, written = [], path.split(".")
+    for candidate in sorted(likeness, key=lambda k: -likeness[k]):
+        parts = enumerate(candidate.split("."))  # the user's own name stands for NAME
+        names.append(".".join(written[i] if part == NAME and i < len(written) else part for i, part in parts))
     return list(dict.fromkeys(names))[:3]
 
 
@@ -125,11 +130,6 @@ def num_edits(word: str, target: str, most: int) -> int:
         if min(row) > most:
             return most + 1
     return min(row[-1], most + 1)
-
-
-def _in_the_users_names(key: str, path: str) -> str:
-    parts, written = key.split("."), path.split(".")
-    return ".".join(written[i] if part == NAME and i < len(written) else part for i, part in enumerate(parts))
 
 
 def _allowed(info: FieldInfo) -> str:
@@ -171,7 +171,3 @@ def _as_slice(annotation: Any) -> type[Slice] | None:
 def _entry_slice(annotation: Any) -> type[Slice] | None:
     args: Sequence[Any] = typing.get_args(annotation)
     return _as_slice(args[1]) if typing.get_origin(annotation) is dict else None
-
-
-def _as_json(value: Any) -> Any:
-    return TypeAdapter(Any).dump_python(value, mode="json", exclude_defaults=True)
