@@ -92,9 +92,14 @@ def _load(path: str | Path) -> Any:
         if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
             raise
         seen = sorted(p.name for p in folder.iterdir()) if is_folder else "not a folder on this machine"
-        fault = _damage(folder) if is_folder else None
+        fault = str(cause)
+        if is_folder:  # a tokenizer.json that is not JSON; parsing the large file takes long, so only after an error
+            try:
+                read_json(folder / "tokenizer.json")
+            except Unreadable as damage:
+                fault = f"tokenizer.json: {damage}"
         raise DataError(
-            f"no tokenizer could be loaded from {str(path)!r} ({seen}): {fault or str(cause):.1000}. "
+            f"no tokenizer could be loaded from {str(path)!r} ({seen}): {fault:.1000}. "
             "Give a folder with complete tokenizer.json and tokenizer_config.json, which need no code of their own."
         ) from cause
 
@@ -119,15 +124,6 @@ def _require_plain_files(folder: Path) -> None:
 
 _JSON_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model")
-
-
-def _damage(folder: Path) -> str | None:
-    """The fault of a tokenizer.json that is not JSON. Found only after an error: parsing the large file takes long."""
-    try:
-        read_json(folder / "tokenizer.json")
-    except Unreadable as cause:
-        return f"tokenizer.json: {cause}"
-    return None
 
 
 def is_template_text(template: str) -> bool:
@@ -265,7 +261,12 @@ def stop_token_ids(tokenizer: Any, model: str | Path | None = None) -> tuple[int
     """
     ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     if model is not None and is_there(config := Path(model) / "generation_config.json"):
-        ids.update(_generation_config_eos(config))
+        with as_data_error(f"{config}: "):
+            named = read_json(config).get("eos_token_id")
+        listed = [] if named is None else named if isinstance(named, list) else [named]
+        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in listed):
+            raise DataError(f"{config}: eos_token_id is {named!r}; it must be a token id or a list of them")
+        ids.update(listed)
     return tuple(sorted(ids | _end_of_turn(tokenizer)))
 
 
@@ -298,16 +299,6 @@ def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
             f"{tokenizer.decode(ids.tolist())[-80:]!r}. Set data.chat_template to a template that does."
         )
     return end
-
-
-def _generation_config_eos(path: Path) -> list[int]:
-    with as_data_error(f"{path}: "):
-        named = read_json(path).get("eos_token_id")
-    ids = [] if named is None else named if isinstance(named, list) else [named]
-    bad = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0]
-    if bad:
-        raise DataError(f"{path}: eos_token_id is {named!r}; it must be a token id or a list of them")
-    return ids
 
 
 def sft_row(

@@ -64,7 +64,17 @@ class PromptMaker:
         """Raises: DataError for a row that does not fit the config, that the chat template refuses, or that is rendered
         to ids which the model does not have."""
         row = self._columns(raw) if self._map is None else self._mapped(raw, self._map)
-        self._require_answer(row["answer"], raw.where)
+        answer = row["answer"]
+        column = "data.answer" if self.cfg.answer is None else f"column {self.cfg.answer!r}"
+        name = column if self._map is None else f"the answer from data.map {self.cfg.map}"
+        if self.answer_for and (answer is None or (isinstance(answer, str) and not answer.strip())):
+            terms = ", ".join(f"reward.terms.{term}" for term in self.answer_for)
+            raise DataError(
+                f"{raw.where}: {name} is {'null' if answer is None else 'an empty string'}, but completions are "
+                f"compared with it ({terms}); give the row an answer, or remove the row"
+            )
+        if answer is None and self._map is None and self.cfg.answer is not None:
+            raise DataError(f"{raw.where}: {name} is null; set data.answer: null if no reward needs a ground truth")
         messages = _messages(row["content"], raw.where, row["name"], text_role="user")
         if self.cfg.system is not None:
             if messages[0]["role"] == "system":
@@ -94,19 +104,6 @@ class PromptMaker:
             answer = _column(raw.data, cfg.answer, "data.answer", raw.where)
         meta = {k: v for k, v in raw.data.items() if k not in (cfg.prompt, cfg.answer)}
         return {"content": content, "name": f"column {cfg.prompt!r}", "answer": answer, "env": None, "meta": meta}
-
-    def _require_answer(self, answer: Any, where: str) -> None:
-        """Raises: DataError for a missing answer, where a column is configured for it or a reward needs it."""
-        column = "data.answer" if self.cfg.answer is None else f"column {self.cfg.answer!r}"
-        name = column if self._map is None else f"the answer from data.map {self.cfg.map}"
-        if self.answer_for and (answer is None or (isinstance(answer, str) and not answer.strip())):
-            terms = ", ".join(f"reward.terms.{term}" for term in self.answer_for)
-            raise DataError(
-                f"{where}: {name} is {'null' if answer is None else 'an empty string'}, but completions are compared "
-                f"with it ({terms}); give the row an answer, or remove the row"
-            )
-        if answer is None and self._map is None and self.cfg.answer is not None:
-            raise DataError(f"{where}: {name} is null; set data.answer: null if no reward needs a ground truth")
 
     def _mapped(self, raw: RawRow, function: Callable[[Row], Any]) -> dict[str, Any]:
         prefix = f"{raw.where}: data.map {self.cfg.map}"
@@ -214,9 +211,6 @@ def all_too_long(name: str, lengths: list[int], key: str, limit: int) -> DataErr
     )
 
 
-_MAX_SHOWN = 50  # columns in an error
-
-
 def _column(row: Row, name: str, key: str, where: str) -> Any:
     """The value of a column. A name with dots may name a value inside a column: reward_model.ground_truth."""
     if name in row:
@@ -224,7 +218,7 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
-            there = ", ".join(column_names(row)[:_MAX_SHOWN]) or "none"
+            there = ", ".join(column_names(row)[:50]) or "none"  # columns in an error
             raise DataError(f"{where}: no column {name!r} (columns: {there}); set {key} to one of them")
         value = value[part]
     return value

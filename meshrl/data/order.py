@@ -1,4 +1,5 @@
-"""The order in which rows are drawn: deterministic, and resumable at any step of a run.
+"""The prompts of a run: data.path, data.sources or a caller's rows, in memory or streamed, as one PromptFeed. Their
+order is deterministic, and resumable at any step of a run.
 
 An ordinal counts all draws of a run, over epochs. Row and epoch are pure functions of a position and the seed, so the
 state of a source is one or two numbers; the rest of `state()` serves to refuse a resume on other data.
@@ -15,8 +16,8 @@ import numpy as np
 
 from meshrl.core.errors import DataError
 from meshrl.core.types import SCHEMA, Prompt, Sample
-from meshrl.data.datasets import PromptMaker, SftRow, all_too_long, require_rows
-from meshrl.data.tables import RawRow, Table
+from meshrl.data.datasets import PromptMaker, SftRow, all_too_long, load_prompts, require_rows
+from meshrl.data.tables import RowTable, Table, open_table
 
 PROBED_ROWS = 8  # a stream renders them at the start, so that another tokenizer or template changes its digest
 
@@ -129,7 +130,14 @@ class PromptStream(_Source):
         prompts: list[Prompt] = []
         too_long: list[int] = []
         while len(prompts) < n:
-            prompt = self._make(self._row(self._row_at(self.position)), self.next_ordinal)
+            number = self._row_at(self.position)
+            row = next(self._table.rows(number, number + 1), None)
+            if row is None:
+                raise DataError(
+                    f"{self._table.name} has fewer rows than at the start of the run: it was changed. Restore it, or "
+                    "start a new run."
+                )
+            prompt = self._make(row, self.next_ordinal)
             self.position += 1
             length = len(prompt.ids) if prompt.ids is not None else 0
             if length <= self._limit:
@@ -142,15 +150,6 @@ class PromptStream(_Source):
             if len(too_long) >= self._num_rows:
                 raise all_too_long(self._table.name, too_long, "data.max_prompt_tokens", self._limit)
         return prompts
-
-    def _row(self, number: int) -> RawRow:
-        row = next(self._table.rows(number, number + 1), None)
-        if row is None:
-            raise DataError(
-                f"{self._table.name} has fewer rows than at the start of the run: it was changed. Restore it, or start "
-                "a new run."
-            )
-        return row
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "position": self.position, "num_left_out": self.num_left_out}
@@ -183,17 +182,16 @@ class PromptMixture:
         return sum(feed.num_left_out for feed in self._feeds.values())
 
     def next(self, n: int) -> list[Prompt]:
-        first = sum(self._drawn.values())
-        return [self._next_prompt(ordinal) for ordinal in range(first, first + n)]
-
-    def _next_prompt(self, ordinal: int) -> Prompt:
-        behind = {
-            name: share * (ordinal + 1) + self._starts[name] - self._drawn[name] for name, share in self._shares.items()
-        }
-        name = max(behind, key=lambda name: behind[name])
-        self._drawn[name] += 1
-        (prompt,) = self._feeds[name].next(1)
-        return dataclasses.replace(prompt, ordinal=ordinal)
+        prompts, first = [], sum(self._drawn.values())
+        for ordinal in range(first, first + n):
+            behind = {
+                name: share * (ordinal + 1) + self._starts[name] - self._drawn[name]
+                for name, share in self._shares.items()
+            }
+            name = max(behind, key=lambda name: behind[name])
+            self._drawn[name] += 1
+            prompts += [dataclasses.replace(prompt, ordinal=ordinal) for prompt in self._feeds[name].next(1)]
+        return prompts
 
     def state(self) -> dict[str, Any]:
         sources = {name: {"drawn": self._drawn[name], **feed.state()} for name, feed in self._feeds.items()}
@@ -240,3 +238,49 @@ def digest_of(rows: Iterable[tuple[str, np.ndarray | None]]) -> str:
     for name, ids in rows:
         total.update(name.encode() + b"\0" + (b"" if ids is None else ids.tobytes()) + b"\0")
     return total.hexdigest()[:16]
+
+
+def open_feed(make: PromptMaker, seed: int, rows: RowTable | None = None) -> PromptFeed:
+    """The training prompts of make.cfg. rows: rows in memory, in place of those at data.path.
+
+    Raises: DataError for rows that do not fit the config; when streaming, only for rows that are read at the start.
+    """
+    sources = make.cfg.sources
+    if not sources:
+        return _open_one(make, seed, rows)
+    feeds = {}
+    for name, source in sources.items():  # keys that a source does not set are those of data
+        values = {key: getattr(source, key) for key in ("prompt", "answer", "map") if getattr(source, key) is not None}
+        values |= {key: getattr(source, key) for key in ("path", "format", "subset", "split")} | {"sources": {}}
+        own = dataclasses.replace(make, cfg=make.cfg.model_copy(update=values), source=name)
+        feeds[name] = _open_one(own, seed, None)
+    return PromptMixture(feeds, {name: source.weight for name, source in sources.items()}, seed)
+
+
+def load_eval_prompts(make: PromptMaker, rows: RowTable | None = None) -> tuple[list[Prompt], int]:
+    """The held-out prompts, from the first data.eval_limit rows of data.eval_path, and the number of rows left out
+    because they are longer than data.max_prompt_tokens; ([], 0) without an eval_path. rows: rows in memory, in place of
+    those at data.eval_path.
+
+    Their ordinals count down from -1, so that no seed is also a seed of training, where ordinals count up from 0.
+
+    Raises: DataError, as load_prompts.
+    """
+    cfg = make.cfg
+    if cfg.eval_path is None:
+        return [], 0
+    prompts, left_out = load_prompts(rows or cfg.eval_path, make, cfg.eval_limit, cfg.eval_split)
+    for i, prompt in enumerate(prompts):
+        prompt.ordinal = -1 - i
+    return prompts, left_out
+
+
+def _open_one(make: PromptMaker, seed: int, rows: RowTable | None) -> PromptFeed:
+    cfg = make.cfg
+    path = rows or cfg.path
+    assert path is not None, "the config's check requires data.path or data.sources"
+    if cfg.streaming:
+        table = open_table(path, cfg.format, cfg.subset, cfg.split)
+        return PromptStream(table, make, seed)
+    prompts, left_out = load_prompts(path, make, split=cfg.split)
+    return PromptSource(prompts, seed, cfg.shuffle, left_out)

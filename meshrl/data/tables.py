@@ -25,7 +25,6 @@ from meshrl.data.hub import unreachable
 Row = dict[str, Any]
 ROWS_AT_ONCE = 256  # read together from Arrow files
 MARK_BYTES = 1 << 20  # between two indexed rows of a JSONL file; at most this much is read to find a row
-PARQUET_MAGIC = b"PAR1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class JsonlTable(Table):
             row += 1
 
     def _parsed(self, line: bytes, number: int) -> RawRow:
-        if line.startswith(PARQUET_MAGIC):
+        if line.startswith(b"PAR1"):
             raise DataError(
                 f"{self._path} begins like a parquet file; give it the suffix .parquet, or set format: parquet"
             )

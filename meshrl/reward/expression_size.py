@@ -35,7 +35,18 @@ def can_be_parsed(text: str) -> bool:
         return False
     if any(expression.count(",") >= MAX_ELEMENTS for expression in boxes or _DELIMITED.findall(text)):
         return False
-    return _nested_brackets(text) <= MAX_NESTED_BRACKETS and not _has_large_binomial(text)
+    for paragraph in text.split("\n\n"):  # text may contain unclosed brackets, which must not add up over paragraphs
+        depth = 0
+        for bracket in re.findall(r"[(\[{)\]}]", paragraph):
+            depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
+            if depth > MAX_NESTED_BRACKETS:
+                return False
+    for match in _BINOMIAL.finditer(text):
+        middle = closing_brace(text, match.end())
+        end = closing_brace(text, text.find("{", middle) + 1) if "{" in text[middle:] else len(text)
+        if _LARGE_ARGUMENT.search(text, match.end(), end):
+            return False
+    return True
 
 
 def num_digits(expression: Any, depth: int = 0) -> float:
@@ -76,22 +87,3 @@ def _value(digits: float) -> float:
 
 def _log10(number: int) -> float:
     return math.log10(abs(number)) if number else 0.0
-
-
-def _nested_brackets(text: str) -> int:
-    deepest = 0
-    for paragraph in text.split("\n\n"):  # text may contain unclosed brackets, which must not add up over paragraphs
-        depth = 0
-        for bracket in re.findall(r"[(\[{)\]}]", paragraph):
-            depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
-            deepest = max(deepest, depth)
-    return deepest
-
-
-def _has_large_binomial(text: str) -> bool:
-    for match in _BINOMIAL.finditer(text):
-        middle = closing_brace(text, match.end())
-        end = closing_brace(text, text.find("{", middle) + 1) if "{" in text[middle:] else len(text)
-        if _LARGE_ARGUMENT.search(text, match.end(), end):
-            return True
-    return False

@@ -36,9 +36,12 @@ def final_expression(section: str) -> str:
 
     Text that math-verify has to search itself is returned as it is. For prose that states no value the result is empty.
     """
-    boxes = _last_boxes(section)
-    if boxes:
-        return boxes
+    if boxes := box_contents(section):
+        first = len(boxes) - 1  # the last box, and the boxes joined to it by a comma, `and` or `or`
+        while first > 0 and _BETWEEN_BOXES.fullmatch(section, boxes[first - 1][1] + 1, boxes[first][0]):
+            first -= 1
+        contents = (_EQUALS.sub("", normalized(content).rstrip(".,; ")) for _, _, content in boxes[first:])
+        return ", ".join(f"\\boxed{{{number_with_unit(content) or content}}}" for content in contents)
     text = normalized(section[-MAX_TEXT_CHARS:])
     stated = stated_expression(text)
     if stated is None:
@@ -72,13 +75,3 @@ def closing_brace(text: str, start: int) -> int:
         if depth == 0:
             return brace.start()
     return len(text)
-
-
-def _last_boxes(text: str) -> str:
-    """The last box and the boxes joined to it by a comma, `and` or `or`; empty if there is none."""
-    boxes = box_contents(text)
-    first = len(boxes) - 1
-    while first > 0 and _BETWEEN_BOXES.fullmatch(text, boxes[first - 1][1] + 1, boxes[first][0]):
-        first -= 1
-    contents = (_EQUALS.sub("", normalized(content).rstrip(".,; ")) for _, _, content in boxes[max(first, 0) :])
-    return ", ".join(f"\\boxed{{{number_with_unit(content) or content}}}" for content in contents)

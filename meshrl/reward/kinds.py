@@ -145,10 +145,7 @@ def _unpickled(term: str, kind: str, pickled: bytes) -> RewardFn:
         ) from error
 
 
-REWARDS: dict[str, RewardFn] = {
-    "math_answer": math_answer,
-    "format": format_match,
-}
+REWARDS: dict[str, RewardFn] = {"math_answer": math_answer, "format": format_match}
 """kind -> reward function."""
 
 NEEDS_ANSWER = frozenset({"math_answer", "meshrl.reward.math_answer:math_answer"})

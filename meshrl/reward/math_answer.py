@@ -32,8 +32,6 @@ _E_NOTATION = re.compile(r"(?<![\w.\\])[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,2}(?!
 _MULTIPLE_OF_E = re.compile(r"[0-9]\s*e")  # in the reference; e in the answer 2e-3 is then Euler's number, too
 _ALTERNATIVE = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
 _CHOICE = re.compile(r"\\boxed\{\s*(?:\\[a-z]+\s*\{\s*)?\(([A-J])\)")  # "(C) 5" states both the choice and its value
-_DECIMALS = 6  # math-verify's own, so that 0.333333 = 1/3
-_LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def math_answer(completion: str, answer: Any, *, rule: str = "auto") -> float:
@@ -89,7 +87,7 @@ def math_verify(completion: str, answer: str) -> bool:
     choice = _CHOICE.match(text)
     if choice and re.fullmatch(r"\(*[A-J]\)*", reference):
         return choice[1] == reference.strip("()")
-    number, decimals = _plain_number(reference), _DECIMALS
+    number, decimals = _plain_number(reference), 6  # math-verify's own, so that 0.333333 = 1/3
     if number is not None or not _MULTIPLE_OF_E.search(reference):
         reference, text = _with_decimals(reference), _with_decimals(text)
     if number:
@@ -139,7 +137,7 @@ def _with_decimals(text: str) -> str:
 @functools.lru_cache(maxsize=1024)  # a group's attempts share their reference
 def _math_reference(answer: str) -> list[Any]:
     text = answer
-    if not any(mark in answer for mark in _LATEX_MARKS):
+    if not any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\[")):
         text = f"\\boxed{{{number_with_unit(answer) or answer}}}"
     parsed = _parsed(text)
     if not parsed:

@@ -13,8 +13,7 @@ from typing import Any
 from meshrl.config.reward import MAX_REWARD, RewardConfig
 from meshrl.core.errors import Failure, RewardError
 from meshrl.core.types import Metric, Trajectory
-from meshrl.reward.output import Log
-from meshrl.reward.sandbox import EVENTS, Sandbox
+from meshrl.reward.sandbox import EVENTS, Log, Sandbox
 
 _SHOWN_FAILURES = 3
 
@@ -71,7 +70,12 @@ class Scorer:
         for trajectory in scored:
             graded = self._weighted_sum(trajectory.rewards)
             trajectory.reward = None if graded is None else graded + sum(_turn_rewards(trajectory))
-        self._count_failures(scored)
+        failures = _failures(scored)
+        self._failed.update(failure.kind for _, _, failure in failures)
+        if failures and not self._first_failure:
+            self._first_failure = _example(*failures[0])
+        if failures and self._failed.total() >= 10 * self._num_noted:
+            self._note_failures()
         counts = self._sandbox.counts
         events, self._reported = counts - self._reported, counts
         counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
@@ -88,14 +92,6 @@ class Scorer:
         """End the workers and all processes that they started."""
         await self._sandbox.close()
         if self._failed.total() > self._num_noted:
-            self._note_failures()
-
-    def _count_failures(self, scored: Sequence[Trajectory]) -> None:
-        failures = _failures(scored)
-        self._failed.update(failure.kind for _, _, failure in failures)
-        if failures and not self._first_failure:
-            self._first_failure = _example(*failures[0])
-        if failures and self._failed.total() >= 10 * self._num_noted:
             self._note_failures()
 
     def _note_failures(self) -> None:

@@ -37,12 +37,7 @@ TEXTS = (
 # Exceptions that a completion of the wrong form hardly ever causes. ValueError, IndexError, KeyError and everything
 # about NoneType are not among them: a function raises them when it searches for a marker and finds none.
 _INDEPENDENT_OF_THE_TEXT = (
-    "NameError",
-    "ImportError",
-    "ModuleNotFoundError",
-    "AttributeError",
-    "TypeError",
-    "NotImplementedError",
+    *("NameError", "ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "NotImplementedError"),
 )
 
 
@@ -116,8 +111,11 @@ def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | N
     which = f"reward.terms.{name} of kind {term.kind!r}"
     failures = [score for score, _ in pairs if isinstance(score, Failure)]
     if len(failures) == len(pairs):
-        first = f"{failures[0].kind}: {failures[0].message}"
-        if _independent_of_the_text([*failures, *(empty for _, empty in pairs)]):
+        kind, message = failures[0].kind, failures[0].message
+        first = f"{kind}: {message}"
+        is_same = len({repr(result) for pair in pairs for result in pair}) == 1
+        error = message.split(":")[0]  # the completion can't be its cause, if it is one of these
+        if is_same and kind == "crash" and error in _INDEPENDENT_OF_THE_TEXT and "NoneType" not in message:
             raise ConfigError(
                 f"{which} failed on the data's own answers and on empty completions alike, with {first}. Fix the "
                 "function, or data.answer if it names a column of another type than the function expects"
@@ -136,14 +134,6 @@ def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | N
             "is right only for a function that does not grade the answer, or that requires a form of it"
         )
     return None
-
-
-def _independent_of_the_text(results: Sequence[float | Failure]) -> bool:
-    """Whether all failed with the same exception, and the completion can't be its cause."""
-    if len({repr(result) for result in results}) > 1 or not isinstance(results[0], Failure):
-        return False
-    kind, message = results[0].kind, results[0].message
-    return kind == "crash" and message.split(":")[0] in _INDEPENDENT_OF_THE_TEXT and "NoneType" not in message
 
 
 async def _try_math_answer(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:

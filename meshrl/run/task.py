@@ -13,11 +13,10 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.types import Prompt
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.data.datasets import PromptMaker, load_sft_rows
-from meshrl.data.feed import load_eval_prompts, open_feed
-from meshrl.data.order import PromptFeed, SftSource
+from meshrl.data.order import PromptFeed, SftSource, load_eval_prompts, open_feed
 from meshrl.model.limits import limits_of, vocab_size_of
 from meshrl.reward.kinds import NEEDS_ANSWER
-from meshrl.reward.output import Log
+from meshrl.reward.sandbox import Log
 from meshrl.reward.score import Scorer
 from meshrl.reward.self_test import NUM_ROWS, try_built_in, try_on_answers
 from meshrl.run.inputs import Objects
@@ -110,20 +109,15 @@ async def reward_workers(
     try:
         await scorer.start()
         await try_built_in(scorer, cfg.reward.terms, note)
-        trial = asyncio.create_task(_try_on_rows(cfg, scorer, task, note))
+        # Not with a user's agent: a reward function may read messages that only that agent writes.
+        tried = _first_prompts(task.train_prompts, task.eval_prompts) if cfg.agent.kind in AGENTS else []
+        trial = asyncio.create_task(try_on_answers(scorer, cfg.reward, tried, note))
         try:
             yield scorer, trial
         finally:
             trial.cancel()
     finally:
         await scorer.close()
-
-
-async def _try_on_rows(cfg: RunConfig, scorer: Scorer, task: Task, note: Callable[[str], None]) -> None:
-    """Try the reward functions on the first prompts; not with a user's agent: a reward function may read messages that
-    only that agent writes."""
-    if cfg.agent.kind in AGENTS:
-        await try_on_answers(scorer, cfg.reward, _first_prompts(task.train_prompts, task.eval_prompts), note)
 
 
 def _first_prompts(feed: PromptFeed | None, held_out: list[Prompt]) -> list[Prompt]:

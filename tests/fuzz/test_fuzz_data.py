@@ -23,7 +23,7 @@ from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
 from meshrl.core.errors import DataError
 from meshrl.data.datasets import PromptMaker, load_sft_rows
-from meshrl.data.feed import open_feed
+from meshrl.data.order import open_feed
 from meshrl.data.tables import open_table
 
 ROWS = [{"question": f"{i}+{i}?", "answer": str(2 * i), "level": {"n": i}} for i in range(40)]

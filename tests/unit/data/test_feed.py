@@ -13,7 +13,7 @@ from tiny_tokenizers import tiny_tokenizer
 from meshrl.config.data import DataConfig, DataSource
 from meshrl.core.errors import DataError
 from meshrl.data.datasets import PromptMaker
-from meshrl.data.feed import load_eval_prompts, open_feed
+from meshrl.data.order import load_eval_prompts, open_feed
 
 
 def write(path, n, text="{}+1="):

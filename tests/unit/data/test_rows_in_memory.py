@@ -12,7 +12,7 @@ from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
 from meshrl.core.errors import DataError
 from meshrl.data.datasets import PromptMaker, load_sft_rows
-from meshrl.data.feed import load_eval_prompts, open_feed
+from meshrl.data.order import load_eval_prompts, open_feed
 from meshrl.data.tables import RowTable
 
 ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in range(20)]

@@ -12,7 +12,7 @@ from tiny_tokenizers import tiny_tokenizer
 from meshrl.cli import main
 from meshrl.config.load import load_run_config
 from meshrl.data.datasets import PromptMaker
-from meshrl.data.feed import open_feed
+from meshrl.data.order import open_feed
 from meshrl.monitor.rollout_log import read_rollouts
 
 MODULE = """
