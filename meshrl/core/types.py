@@ -174,19 +174,19 @@ class Trajectory:
 
         Raises: DataError when the agent left no decoded message in a turn.
         """
-        return "\n".join(self._turn_text(number) for number in range(len(self.turns)))
-
-    def _turn_text(self, number: int) -> str:
-        message = self.turns[number].messages[-1] if self.turns[number].messages else {}
-        content = message.get("content")
-        if isinstance(content, list):  # parts of a multimodal message
-            content = "".join(str(part.get("text", "")) for part in content)
-        if message.get("role") != "assistant" or not isinstance(content, str):
-            raise DataError(
-                f"trajectory {self.id!r}, turn {number}: its text is unknown, because its agent left no message of the "
-                "assistant in turn.messages. Decode turn.output_ids by the tokenizer of the run's model"
-            )
-        return content
+        texts = []
+        for number, turn in enumerate(self.turns):
+            message = turn.messages[-1] if turn.messages else {}
+            content = message.get("content")
+            if isinstance(content, list):  # parts of a multimodal message
+                content = "".join(str(part.get("text", "")) for part in content)
+            if message.get("role") != "assistant" or not isinstance(content, str):
+                raise DataError(
+                    f"trajectory {self.id!r}, turn {number}: its text is unknown, because its agent left no message of "
+                    "the assistant in turn.messages. Decode turn.output_ids by the tokenizer of the run's model"
+                )
+            texts.append(content)
+        return "\n".join(texts)
 
 
 @dataclass(kw_only=True, slots=True)

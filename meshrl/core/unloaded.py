@@ -23,7 +23,11 @@ class ParamFault(NamedTuple):
     others: Collection[str] = ()
 
     def __str__(self) -> str:
-        near = similar_names(self.name, _comparable(self.name, self.others), 2)
+        # Names with the same numbers (of layers and experts), else those that differ in numbers only, else all.
+        numbers, words = _NUMBER.findall(self.name), _NUMBER.sub("", self.name)
+        same = [other for other in self.others if _NUMBER.findall(other) == numbers]
+        same = same or [other for other in self.others if _NUMBER.sub("", other) == words] or [*self.others]
+        near = similar_names(self.name, same[:_COMPARED], 2)
         return f"{self.name}{self.text}" + (f" (nearest there: {', '.join(near)})" if near else "")
 
 
@@ -38,10 +42,3 @@ def unloaded_params(
         if lines:
             kinds.append(f"- {title}:\n" + "\n".join(f"    {line}" for line in lines))
     return UnloadedParamsError("\n".join([summary, *kinds, advice]))
-
-
-def _comparable(name: str, others: Collection[str]) -> list[str]:
-    """Names with the same numbers (of layers and experts), else those that differ in numbers only, else all."""
-    numbers, words = _NUMBER.findall(name), _NUMBER.sub("", name)
-    same = [other for other in others if _NUMBER.findall(other) == numbers]
-    return (same or [other for other in others if _NUMBER.sub("", other) == words] or [*others])[:_COMPARED]

@@ -104,7 +104,13 @@ class _RequestServer:
             words = command(module, channel, stacks, self.pid, name)
             if not self.may_fork:
                 os.execv(words[0], words)
-            _set_title(f"{' '.join(words[:3])} {name}")
+            # Overwrite this process's command line, which `ps` and process/family.py read.
+            fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+            start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end of proc(5)
+            title = f"{' '.join(words[:3])} {name}".encode()[: end - start - 2] + b"\0"
+            if start:
+                ctypes.memset(start, ord(" "), end - start)  # else the kernel reads up to the first NUL
+                ctypes.memmove(start, title, len(title))
             sys.argv = words[2:]
             importlib.import_module(module).main()
         except BaseException:
@@ -127,16 +133,6 @@ def _end_children() -> NoReturn:
 def _report(status: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # no process waits for the report any more
         status.send(str(number).encode())
-
-
-def _set_title(title: str) -> None:
-    """Overwrite this process's command line, which `ps` and process/family.py read."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end of proc(5)
-    text = title.encode()[: end - start - 2] + b"\0"
-    if start:
-        ctypes.memset(start, ord(" "), end - start)  # if the last byte is not NUL, the kernel reads up to the first NUL
-        ctypes.memmove(start, text, len(text))
 
 
 def _can_fork() -> bool:

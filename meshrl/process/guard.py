@@ -27,7 +27,6 @@ import psutil
 
 OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """The environment variables of one rank of torch.distributed."""
-_OF_TORCHRUN = "TORCHELASTIC_"
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
@@ -54,7 +53,7 @@ class GuardedProcess:
             stderr=output,
             pass_fds=pass_fds,
             start_new_session=True,
-            env={n: v for n, v in os.environ.items() if n not in OF_A_RANK and not n.startswith(_OF_TORCHRUN)}
+            env={n: v for n, v in os.environ.items() if n not in OF_A_RANK and not n.startswith("TORCHELASTIC_")}
             | dict(environment),
         )
 

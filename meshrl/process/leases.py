@@ -70,22 +70,15 @@ def sweep() -> None:
     for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir())) if _KERNEL else ():
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
-                if _NAME.fullmatch(path.name):
-                    _remove_without_lease(path)
-
-
-def _remove_without_lease(path: Path) -> None:
-    # Errors: it has a lease, it belongs to another user, or another process has removed it meanwhile.
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        stack.callback(os.close, fd)
-        if os.fstat(fd).st_uid != os.geteuid():
-            return
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+                if not _NAME.fullmatch(path.name):
+                    continue
+                # Errors: it has a lease, it belongs to another user, or another process has removed it meanwhile.
+                with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                    stack.callback(os.close, fd)
+                    if os.fstat(fd).st_uid == os.geteuid():
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def _remove(path: Path, fd: int) -> None:
