@@ -111,11 +111,9 @@ class GroupBuffer:
             if self._failed is not None:
                 self._failed.result()
             if (removed := self.limits.take(self._job.trainer.version)) is not None:
-                return self._removed(*removed)
+                break
             await self._group_ended.wait()
-
-    def _removed(self, taken: list[int], late: list[int]) -> ScoredBatch:
-        """Cancel and remove the late groups, remove the taken ones and return them."""
+        taken, late = removed
         groups = [self._groups.pop(ordinal).task.result() for ordinal in taken]
         for ordinal in late:
             group = self._groups.pop(ordinal)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any, TypeVar, cast
 
 from meshrl.agent.attempt import attempt, check_attempts
 from meshrl.agent.loop import AgentContext
 from meshrl.cluster.groups import RolloutGroup
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.run import RunConfig
+from meshrl.core.errors import DeadlineError, MeshrlError
 from meshrl.core.types import Metric, Prompt, Purpose, SamplingParams, Trajectory
-from meshrl.loops.deadlines import gather_with_deadline
 from meshrl.loops.job import Job, Task
 from meshrl.reward.score import Scorer
 
@@ -89,15 +93,10 @@ async def answer(job: Job, prompts: Sequence[Prompt]) -> list[Trajectory]:
 
 
 async def score(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
-    """Score answers; returns the metrics."""
-    with job.run.spans("reward"):
-        return await grade(job.cfg, job.scorer, trajectories)
-
-
-async def grade(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajectory]) -> list[Metric]:
     """Score the trajectories, within the deadline of the phase; returns the metrics. The caller checks the number of
     failures (`check_failures`) when all trajectories of a step are scored."""
-    (metrics,) = await gather_with_deadline(cfg.cluster, "reward", [scorer.score(trajectories)])
+    with job.run.spans("reward"):
+        (metrics,) = await gather_with_deadline(job.cfg.cluster, "reward", [job.scorer.score(trajectories)])
     return metrics
 
 
@@ -105,3 +104,50 @@ def check_failures(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajec
     """Raises: AgentError or RewardError when too many attempts or gradings failed. trajectories: all of a step."""
     check_attempts(trajectories, cfg.agent.kind, cfg.agent.max_failure_fraction)
     scorer.check_failures(trajectories)
+
+
+T = TypeVar("T")
+_SLACK_S = 10.0  # so that the deadline of a rank's command, which names the rank, comes first
+_SHOWN = 3
+
+
+async def gather_with_deadline(
+    cluster: ClusterConfig,
+    phase: str,
+    jobs: Sequence[Coroutine[Any, Any, T]],
+    progress: Callable[[], int] = lambda: 0,
+) -> list[T]:
+    """The results of the jobs, in order. There is no limit for all of them, as long as some of them end, or `progress`
+    returns another number, such as the tokens that have been computed for them.
+
+    Raises: DeadlineError, with the stacks of waiting jobs, when neither happens within the phase's deadline (detected
+    after at most twice that time); MeshrlError when a job was cancelled from inside; else the first exception of a job.
+    """
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    limit_s = cluster.deadline_s(phase) + _SLACK_S
+    everything, seen = asyncio.gather(*tasks), (0, progress())
+    everything.add_done_callback(lambda all_: all_.cancelled() or all_.exception())  # marks the exception as retrieved
+    try:
+        while not (await asyncio.wait({everything}, timeout=limit_s))[0]:
+            before, seen = seen, (sum(task.done() for task in tasks), progress())
+            if seen == before:
+                waiting = [task for task in tasks if not task.done()]
+                places = ""
+                for task in waiting[:_SHOWN]:  # its stack, from its outermost coroutine to the innermost
+                    frames, coroutine = list[tuple[Any, int]](), cast(Any, task.get_coro())
+                    while coroutine is not None and getattr(coroutine, "cr_frame", None) is not None:
+                        frames.append((coroutine.cr_frame, coroutine.cr_frame.f_lineno))
+                        coroutine = coroutine.cr_await
+                    lines = traceback.StackSummary.extract(iter(frames)).format()
+                    places += f"\n{''.join(lines).rstrip()}"
+                raise DeadlineError(
+                    f"phase {phase!r}: none of {len(waiting)} waiting tasks ended within {limit_s:g} s "
+                    f"(cluster.deadlines.{phase}, or cluster.timeout_s, plus {_SLACK_S:g}). They wait at:{places}"
+                )
+        try:
+            return everything.result()
+        except asyncio.CancelledError as cause:  # a cancellation of this task is raised by `wait` above
+            raise MeshrlError(f"phase {phase!r}: a task was cancelled by the code that it runs") from cause
+    finally:
+        for task in tasks:
+            task.cancel()

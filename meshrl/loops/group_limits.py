@@ -92,7 +92,12 @@ class GroupLimits:
             num_steps = max(0, self.versions[number] + self._staleness - version)  # in which it can be trained
             if position > num_steps * self._per_step + self._spare:
                 return None
-        self._adapt(len(self.scored) - self._per_step)
+        # More groups at a time after a step that had to wait for scored ones, fewer after one that left many.
+        step, most = self._per_step, (self._staleness + 1) * self._per_step
+        if self._has_waited:
+            self._window = min(most, self._window + max(1, step // 2))
+        elif len(self.scored) - step >= step // 2:
+            self._window = max(self._least, self._window - max(1, step // 8))
         late = [number for number in left if self.versions[number] <= version - self._staleness]
         for number in (*taken, *late):
             del self.versions[number]
@@ -100,11 +105,3 @@ class GroupLimits:
         self._num_taken += len(taken)
         self.num_dropped = len(late)
         return sorted(taken), late
-
-    def _adapt(self, num_left: int) -> None:
-        """Allow more groups at a time after a step that had to wait for scored ones, fewer after one that left many."""
-        step, most = self._per_step, (self._staleness + 1) * self._per_step
-        if self._has_waited:
-            self._window = min(most, self._window + max(1, step // 2))
-        elif num_left >= step // 2:
-            self._window = max(self._least, self._window - max(1, step // 8))

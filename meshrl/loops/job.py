@@ -171,13 +171,9 @@ class Job:
         self.step, self.num_updates, self.cursor = step, saved["num_updates"], saved["data"]
         now, before = self.cfg.model_dump(mode="json"), saved.get("config", {})
         self.rewards, self.evals = list(saved["rewards"]), [(at, score) for at, score in saved["evals"]]
-        if _eval_term(before or now) != self.cfg.eval_term:
+        saved_config = before or now
+        term = saved_config["loop"].get("eval_term") or next(iter(saved_config["reward"]["terms"]))
+        if term != self.cfg.eval_term:
             self.evals = []  # scores of another term are not comparable
         is_same = all(before.get(section, now[section]) == now[section] for section in ("model", "rollout"))
         self.proof.threshold = saved["proof_threshold"] if is_same else None  # another engine or dtype rounds otherwise
-
-
-def _eval_term(config: dict[str, Any]) -> str:
-    """The term of evaluations in a saved config."""
-    term: str = config["loop"].get("eval_term") or next(iter(config["reward"]["terms"]))
-    return term

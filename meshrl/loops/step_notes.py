@@ -11,7 +11,6 @@ from meshrl.loops.job import Job
 from meshrl.monitor.sinks import read_metrics
 
 NO_SIGNAL = "no group has answers with different rewards, so the rewards change no weight"
-_MOST = 0.5  # of the answers
 
 
 def note_what_is_wrong(
@@ -26,7 +25,7 @@ def note_what_is_wrong(
     if _has_no_signal(job, values):
         place = f"are in {rollouts}" if rollouts else "have no file (monitor.rollout_log_every_steps)"
         notes["no signal"] = f"{NO_SIGNAL}. The answers and their rewards {place}"
-    if cut > _MOST:
+    if cut > 0.5:  # of the answers
         notes["cut"] = (
             f"{cut:.0%} of the answers were cut off, at rollout.sampling.max_new_tokens = "
             f"{job.cfg.rollout.sampling.max_new_tokens} or at the end of the model's context, so the graders read "

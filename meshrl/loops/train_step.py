@@ -56,7 +56,9 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Seq
         with job.run.spans("train"):
             if job.cfg.loop.staleness:
                 metrics.append(_staleness(samples, job.trainer.version))
-            metrics += await release_samplers(job)
+            if job.rollouts.releases_memory:  # of colocated samplers, until the next sync
+                size = await job.rollouts.release_memory()
+                metrics.append(Metric(name="memory/released_bytes", sum=float(size), reduce="sum", unit="bytes"))
             updates = split_updates(job, samples, job.cfg.train.updates_per_step)
             metrics += await annotate(job, updates)
             metrics += assign_advantages(samples, job.cfg.algo)
@@ -84,15 +86,6 @@ def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list
     return [job.trainer.plan_rows(part) for part in parts if part]
 
 
-async def release_samplers(job: Job) -> list[Metric]:
-    """Release the memory of colocated samplers for the trainer, until the next sync."""
-    if not job.rollouts.releases_memory:
-        return []
-    return [
-        Metric(name="memory/released_bytes", sum=float(await job.rollouts.release_memory()), reduce="sum", unit="bytes")
-    ]
-
-
 async def annotate(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
     """Compute only the logprobs that the algorithm needs: of the reference when the KL coefficient is above 0, old ones
     when the step has several updates (a single update is on-policy and needs no second forward pass)."""
@@ -118,7 +111,15 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
     total = cfg.loop.num_steps * cfg.train.updates_per_step
     for part in updates:
         if not assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens):
-            job.run.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is skipped")
+            cut = sum(sample.truncated for sample in part.samples)
+            reason = f"none of {len(part.samples)} rows has a sampled token"
+            if cut:
+                reason = (
+                    f"{cut} of {len(part.samples)} rows were cut off and algo.truncated is mask, so no token is "
+                    "trained. Raise rollout.sampling.max_new_tokens (or agent.args.max_turns), or set algo.truncated "
+                    "to train"
+                )
+            job.run.note(f"step {job.step + 1}: {reason}; this optimizer step is skipped")
             continue
         scored = rows_without_gradient(cfg.algo, part.samples)
         rows = job.trainer.plan_rows(part.samples, scored) if scored else part
@@ -144,13 +145,3 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
             )
         metrics += of_the_step
     return metrics + correction_summary(metrics)
-
-
-def _nothing_to_train(samples: Sequence[Sample]) -> str:
-    cut = sum(sample.truncated for sample in samples)
-    if not cut:
-        return f"none of {len(samples)} rows has a sampled token"
-    return (
-        f"{cut} of {len(samples)} rows were cut off and algo.truncated is mask, so no token is trained. Raise "
-        "rollout.sampling.max_new_tokens (or agent.args.max_turns), or set algo.truncated to train"
-    )

@@ -124,7 +124,7 @@ async def stalls(self: Any, prompt: Any, index: int, generate: Any, ctx: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stalled_agent_ends_the_run_at_the_deadline(kind, config, monkeypatch):
-    monkeypatch.setattr("meshrl.loops.deadlines._SLACK_S", 0.5)
+    monkeypatch.setattr("meshrl.loops.collect._SLACK_S", 0.5)
     stalling = type("Stalling", (SingleTurn,), {"run": stalls})
     monkeypatch.setattr("meshrl.agent.resolve.AGENTS", {"single_turn": stalling})
     with pytest.raises(DeadlineError, match=r"(?s)phase .rollout.: none of 2 waiting tasks.*in stalls"):

@@ -18,8 +18,8 @@ _RUN_RECORD = "tests/unit/run/test_run_record.py::"
 FAULTS = [
     Fault(
         "samplers that have finished are idle until the trainer has finished",
-        "meshrl/loops/buffer.py::GroupBuffer._removed",
-        "self.fill() => pass",
+        "meshrl/loops/buffer.py::GroupBuffer.take",
+        "self._finished |= {*taken, *late}; self.fill() => self._finished |= {*taken, *late}",
         _BUFFER + "test_samplers_work_while_the_trainer_trains",
     ),
     Fault(
@@ -108,8 +108,8 @@ FAULTS = [
     ),
     Fault(
         "the number of groups falls after a wait that ended with more than the step takes",
-        "meshrl/loops/group_limits.py::GroupLimits._adapt",
-        "self._has_waited => self._has_waited and not num_left",
+        "meshrl/loops/group_limits.py::GroupLimits.take",
+        "max(1, step // 2) => max(1, step // 2) * (len(self.scored) == step)",
         _BUFFER + "test_the_number_of_groups_rises_after_a_wait_that_ended_with_more_groups_than_the_step_takes",
     ),
     Fault(
@@ -226,7 +226,7 @@ FAULTS = [
     Fault(
         "samplers do not release their memory",
         "meshrl/loops/train_step.py::train_step",
-        "await release_samplers(job) => []",
+        "job.rollouts.releases_memory => False",
         "tests/e2e/test_release_memory.py::test_the_memory_is_free_while_the_gradient_is_computed",
     ),
     Fault(

@@ -11,7 +11,7 @@ from tiny_run import steps_of, train, write_run
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError, MeshrlError
 from meshrl.loops import deadlines
-from meshrl.loops.deadlines import gather_with_deadline
+from meshrl.loops.collect import gather_with_deadline
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 
 CLUSTER = ClusterConfig(deadlines=Deadlines(rollout=0.2))
