@@ -109,14 +109,11 @@ def evaluate(
     if not quiet:
         show_notices(loaded)
     from meshrl.run import start
-    from meshrl.run.evaluation import EvalRequest
     from meshrl.tools.convert import convert
     from meshrl.tools.report.page import write_report
 
     folder = None if out is None else Path(out)
-    request = EvalRequest(subject=subject, out=folder, write_report=write_report, convert=convert)
-    result = start.evaluate(loaded, request, objects)
-    return Evaluation(result.metrics, result.trajectories, result.folder)
+    return Evaluation(*start.evaluate(loaded, subject, folder, write_report, convert, objects))
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,11 @@ class RankWorker:
         recorder.measure = self._memory_now
         set_threads(self.spec.num_local_ranks)
         self.device = local_device(self.spec.local_rank)
-        self.spec = spec = _with_release_memory(self.spec, has_own_memory(self.device))
+        spec = self.spec
+        if spec.rollout is not None:  # release_memory: true or false
+            releases = spec.num_rollout_ranks == 0 and spec.rollout.releases(has_own_memory(self.device))
+            spec = replace(spec, rollout=spec.rollout.model_copy(update={"release_memory": releases}))
+        self.spec = spec
         seed_generators(spec.seed, spec.rank)
         facts = None
         if spec.trains:
@@ -434,14 +438,6 @@ class RankWorker:
         if self.sampler is None:
             raise ValueError(f"rank {self.spec.rank} has no sampler")
         return self.sampler
-
-
-def _with_release_memory(spec: WorkerSpec, on_accelerators: bool) -> WorkerSpec:
-    """The spec with rollout.release_memory true or false."""
-    if spec.rollout is None:
-        return spec
-    releases = spec.num_rollout_ranks == 0 and spec.rollout.releases(on_accelerators)
-    return replace(spec, rollout=spec.rollout.model_copy(update={"release_memory": releases}))
 
 
 def _open_store(spec: WorkerSpec) -> dist.Store:

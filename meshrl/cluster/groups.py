@@ -252,7 +252,11 @@ class RolloutGroup:
                 pass
             if self.in_flight == "restart":
                 parts.clear()
-            asked = _continued(request, parts) if parts else request
+            asked = request
+            if parts:  # the same request, with all tokens sampled so far as its prefix
+                sampled = [part.output_ids for part in parts]
+                prefix = sampled if request.prefix_output is None else [request.prefix_output, *sampled]
+                asked = dataclasses.replace(request, prefix_output=np.concatenate(prefix))
 
     def computed_tokens(self) -> int:
         """Tokens that all samplers have computed. It stands still when none of them makes progress."""
@@ -323,9 +327,3 @@ class RolloutGroup:
             Metric(name="rollout/ranks_replaced", sum=self._reported[0] - restarts, reduce="sum", unit="ranks"),
             Metric(name="rollout/requests_retried", sum=self._reported[1] - redone, reduce="sum", unit="requests"),
         ]
-
-
-def _continued(request: Request, parts: Sequence[Turn]) -> Request:
-    """The same request, with all tokens sampled so far as its prefix."""
-    prefix = [] if request.prefix_output is None else [request.prefix_output]
-    return dataclasses.replace(request, prefix_output=np.concatenate([*prefix, *(t.output_ids for t in parts)]))

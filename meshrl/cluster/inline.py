@@ -6,8 +6,8 @@ import dataclasses
 import gc
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -41,8 +41,14 @@ class InlineExecutor:
         self._home = LeasedFolder()
         self._generators.enter_context(generators_restored())
         self.worker.spec = dataclasses.replace(self.specs[0], rendezvous=str(self._home.path / "store"))
-        with _on_loopback():
+        name = "GLOO_SOCKET_IFNAME"  # else gloo would listen at the address of the host's name
+        is_set = name in os.environ
+        os.environ.setdefault(name, interface_of(LOOPBACK) or "lo")
+        try:
             self.worker.start()
+        finally:
+            if not is_set:
+                del os.environ[name]
 
     async def call(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = method(self.worker, *args, **kwargs)
@@ -68,17 +74,3 @@ class InlineExecutor:
         self.worker = RankWorker(self.specs[0])
         forget_meshes()
         gc.collect()
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Without this variable, gloo would listen at the address of the host's name, which other machines may reach."""
-    name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = interface_of(LOOPBACK) or "lo"
-    try:
-        yield
-    finally:
-        del os.environ[name]

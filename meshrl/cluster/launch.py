@@ -1,10 +1,12 @@
-"""Starts the groups of ranks that the config describes: chooses the ranks and the executor."""
+"""Starts the groups of ranks that the config describes: chooses the ranks and the executor. Before that, the ranks that
+start on this machine are compared with its devices and CPU cores."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import os
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +22,8 @@ from meshrl.cluster.torchrun import TorchrunExecutor, is_launched
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.train import TrainConfig
-from meshrl.core.device import keep_freed_memory
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.device import device_count, device_type, keep_freed_memory, may_have_own_device, num_cores
 from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.model.limits import micro_batch_tokens
 from meshrl.sync.layout import Layout
@@ -119,29 +121,23 @@ def with_fastest_sync(rollout: RolloutConfig, model: ModelConfig, nodes: int) ->
 
 @asynccontextmanager
 async def launched(
-    model: ModelConfig,
-    train: TrainConfig,
-    rollout: RolloutConfig | None,
-    cluster: ClusterConfig,
-    *,
+    cfg: RunConfig | SftRunConfig,
     num_train_ranks: int,
     num_rollout_ranks: int,
-    reference: bool = False,
-    stop_token_ids: tuple[int, ...] = (),
-    folder: Path = Path("."),
+    model: ModelConfig | None = None,
     logs: Path | None = None,
-    seed: int = 0,
 ) -> AsyncIterator[Groups]:
-    """Start all ranks, yield the groups, and end every rank, also after an error inside the block. folder: under
-    torchrun, a folder that all processes of the run share (process/run_token.py). logs: an absolute path, see
-    WorkerSpec.
+    """Start all ranks, yield the groups, and end every rank, also after an error inside the block. model: in place of
+    the config's. logs: an absolute path, see WorkerSpec. Under torchrun all processes of the run share run.folder
+    (process/run_token.py).
 
     Raises: RankFailure when a rank does not start, or fails while it ends.
     """
+    model, train, cluster = model or cfg.model, cfg.train, cfg.cluster
     if train.max_tokens_per_microbatch is None and num_train_ranks:
         train = train.model_copy(update={"max_tokens_per_microbatch": micro_batch_tokens(model, train)})
     nodes = math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks)  # an evaluation may have fewer ranks
-    rollout = rollout and with_fastest_sync(rollout, model, nodes)
+    rollout = with_fastest_sync(cfg.rollout, model, nodes) if isinstance(cfg, RunConfig) else None
     specs = [
         WorkerSpec(
             rank=rank,
@@ -150,10 +146,10 @@ async def launched(
             model=model,
             train=train,
             rollout=rollout,
-            reference=reference,
-            stop_token_ids=stop_token_ids,
+            reference=isinstance(cfg, RunConfig) and cfg.algo.kl.coef > 0,
+            stop_token_ids=(),  # each request has its own
             timeout_s=cluster.timeout_s,
-            seed=seed,
+            seed=cfg.run.seed,
             logs=logs,
             nodes=nodes,
             deadlines=deadlines_of(cluster, rollout),
@@ -165,7 +161,15 @@ async def launched(
             f"cluster.executor is {cluster.executor}, but torchrun (RANK and WORLD_SIZE are set) has started one "
             "process for each rank: use executor processes, or start meshrl without torchrun"
         )
-    executor = EXECUTORS[cluster.executor](specs, cluster, folder)
+    executor: Executor
+    if cluster.executor == "inline":
+        executor = InlineExecutor(specs)
+    elif cluster.executor == "ray":
+        from meshrl.cluster.ray import RayExecutor  # ray is an optional dependency
+
+        executor = RayExecutor(specs, cluster.address)
+    else:  # one process for each rank: a child of this process, or started by torchrun on every machine
+        executor = TorchrunExecutor(specs, Path(cfg.run.folder)) if is_launched() else ProcessExecutor(specs)
     keep_freed_memory(torch.device("cpu"))  # each step's samples take the memory of the last step's
     try:
         await executor.start()
@@ -185,19 +189,44 @@ async def launched(
         await executor.close()
 
 
-def _processes(specs: Sequence[WorkerSpec], cluster: ClusterConfig, folder: Path) -> Executor:
-    """One process for each rank: a child of this process, or started by torchrun on every machine."""
-    return TorchrunExecutor(specs, folder) if is_launched() else ProcessExecutor(specs)
+def check_devices(
+    cluster: ClusterConfig, rollout: RolloutConfig | None, num_train_ranks: int, num_rollout_ranks: int
+) -> str | None:
+    """Returns a note when ranks on the CPU share cores. Under Ray there is nothing to check: it reserves a device for
+    each rank. Under torchrun every process calls this, for its own machine.
 
-
-def _ray(specs: Sequence[WorkerSpec], cluster: ClusterConfig, folder: Path) -> Executor:
-    from meshrl.cluster.ray import RayExecutor  # ray is an optional dependency
-
-    return RayExecutor(specs, cluster.address)
-
-
-EXECUTORS: dict[str, Callable[[Sequence[WorkerSpec], ClusterConfig, Path], Executor]] = {
-    "inline": lambda specs, cluster, folder: InlineExecutor(specs),
-    "processes": _processes,
-    "ray": _ray,
-}
+    Raises: ConfigError when ranks would share a device, which NCCL does not support.
+    """
+    if cluster.executor == "ray":
+        return None
+    num_ranks = num_train_ranks + num_rollout_ranks
+    local = range(num_ranks)
+    if is_launched():  # those whose processes torchrun has started on this machine
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        first = int(os.environ["RANK"]) // num_local * num_local
+        local = range(first, min(first + num_local, num_ranks))
+    kind = device_type()
+    if kind == "cpu":
+        cores = num_cores()
+        if is_launched() or num_ranks <= cores:  # torchrun's processes may each have their own cores
+            return None
+        keys = "cluster.num_train_ranks + cluster.num_rollout_ranks"
+        return f"{num_ranks} ranks ({keys}) share the {cores} CPU cores of this machine, so each waits for the others"
+    has_device = True  # whether a rank that only samples uses one: for its engine, or for a process group of NCCL
+    if rollout is not None and rollout.sync_transport != "broadcast":
+        has_device = rollout.engine != "endpoint" and (rollout.engine != "sglang" or rollout.sglang.url is None)
+    users = [rank for rank in local if rank < num_train_ranks or has_device]
+    devices = device_count()
+    if len(users) <= devices or (is_launched() and may_have_own_device()):
+        return None
+    needing = "1 rank of this machine needs" if len(users) == 1 else f"{len(users)} ranks of this machine need"
+    if num_train_ranks:
+        asked = f"cluster.num_train_ranks = {num_train_ranks}, cluster.num_rollout_ranks = {num_rollout_ranks}"
+    else:
+        key = "num_rollout_ranks" if cluster.num_rollout_ranks else "num_train_ranks"
+        asked = f"cluster.{key} = {num_rollout_ranks}, which all sample in an evaluation"
+    fewer = f"Use at most {devices} (train ranks sample, too, if num_rollout_ranks is 0), or " if devices else ""
+    raise ConfigError(
+        f"{needing} a device each ({asked}), but the run sees {devices} device{'' if devices == 1 else 's'} of type "
+        f"{kind}. {fewer}{'set' if fewer else 'Set'} MESHRL_DEVICE=cpu to run on the CPU"
+    )

@@ -24,8 +24,6 @@ from meshrl.process.diagnosis import Snapshot
 from meshrl.process.leases import sweep
 from meshrl.process.spawn import Program, SpawnedProcess
 
-_SNAPSHOT_S = 5.0  # the agent itself needs at most 4 s
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
@@ -81,7 +79,8 @@ class NodeAgent:
         nearest = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         unset = {name: value for name, value in (nearest | passed).items() if name not in os.environ}
         self.child = SpawnedProcess(program, f"rank_{self.rank}", unset | fixed, sock)
-        threading.Thread(target=self.report_end, args=(number, self.child), daemon=True).start()
+        ending = self.child.ending
+        threading.Thread(target=lambda: self.report(number, ending(None)), daemon=True).start()
 
     def kill(self) -> None:
         if self.child is not None:
@@ -93,9 +92,6 @@ class NodeAgent:
 
     def end(self, exit_code: int) -> None:
         self.exit_code = exit_code
-
-    def report_end(self, number: int, child: SpawnedProcess) -> None:
-        self.report(number, child.ending(None))
 
     def end_child(self) -> None:
         if self.child is not None:
@@ -175,7 +171,7 @@ class RemoteProcess:
     def snapshot(self, recorder: str = "") -> Snapshot:
         number = next(self._agent.numbers)
         self._agent.send(NodeAgent.snapshot, number, recorder)
-        return self._agent.report(number, _SNAPSHOT_S) or Snapshot()
+        return self._agent.report(number, 5.0) or Snapshot()  # the agent itself needs at most 4 s
 
     def kill(self) -> None:
         self._agent.send(NodeAgent.kill)

@@ -47,11 +47,7 @@ _REAP_S = 2.0  # a channel closes shortly before its process has ended
 
 RANK = Program(
     "meshrl.cluster.worker",
-    preload=(
-        "meshrl.cluster.actors",
-        "transformers.modeling_utils",
-        "transformers.models.auto.modeling_auto",
-    ),
+    preload=("meshrl.cluster.actors", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
 )
 
 
@@ -285,14 +281,21 @@ class ProcessExecutor:
         culprit = first
         if first.kind != "ended":
             until = time.monotonic() + (_SETTLE_S if first.kind == "raised" else 0.0)
-            while (dead := self._dead_partner(first.rank)) is None and time.monotonic() < until:
+            while True:
+                partners = (rank for rank in self._partners(first.rank) if rank.lost is None)
+                dead = next((rank for rank in partners if rank.process.ending() is not None), None)
+                if dead is not None or time.monotonic() >= until:
+                    break
                 await asyncio.sleep(0.05)
             culprit = first if dead is None else _ended(dead)
         snapshots = await self._take_snapshots()
         if culprit.kind == "silent":
             if first.call not in first.rank.pending.values():  # it waited for a rank that has been handled first
                 return
-            culprit = self._silent_one(first, snapshots)
+            ranks = (rank for rank in self._partners(first.rank) if rank.index in snapshots and rank.pending)
+            index, note = rank_at_fault(first.rank.index, {rank.index: snapshots[rank.index] for rank in ranks})
+            at_fault = self._ranks[index]
+            culprit = _Suspicion(at_fault, at_fault.phases, "silent", first.cause + note)
         failure = self._failure_of(culprit, snapshots)
         lost = self._partners(culprit.rank)
         if culprit.kind == "raised":
@@ -307,11 +310,6 @@ class ProcessExecutor:
             return [rank]
         return [other for other in self._ranks.values() if self.specs[other.index].trains]
 
-    def _dead_partner(self, rank: RankConnection) -> RankConnection | None:
-        """A partner with an ended process that is not marked as lost yet."""
-        partners = self._partners(rank)
-        return next((r for r in partners if r.lost is None and r.process.ending() is not None), None)
-
     async def _take_snapshots(self) -> dict[int, Snapshot]:
         """Snapshots of all live ranks, taken at the same time."""
         alive = [rank for rank in self._ranks.values() if rank.lost is None and rank.process.ending() is None]
@@ -320,13 +318,6 @@ class ProcessExecutor:
         taken = await asyncio.gather(*(run(rank.process.snapshot, rank.recorder) for rank in alive))
         threads.shutdown(wait=False)
         return {rank.index: snapshot for rank, snapshot in zip(alive, taken, strict=True)}
-
-    def _silent_one(self, first: _Suspicion, snapshots: dict[int, Snapshot]) -> _Suspicion:
-        """The rank that caused a missed deadline."""
-        busy = {r.index: snapshots[r.index] for r in self._partners(first.rank) if r.index in snapshots and r.pending}
-        index, note = rank_at_fault(first.rank.index, busy)
-        rank = self._ranks[index]
-        return _Suspicion(rank, rank.phases, "silent", first.cause + note)
 
     def _failure_of(self, culprit: _Suspicion, snapshots: dict[int, Snapshot]) -> RankFailure:
         """The error for users: the culprit's traceback or stacks, then the innermost frames of the other ranks."""
@@ -366,7 +357,10 @@ class ProcessExecutor:
     async def _end(self, ranks: Sequence[RankConnection]) -> None:
         """Close the channels, which ends the ranks; kill those that still run after _STOP_GRACE_S."""
         for rank in ranks:
-            _disconnect(rank)
+            rank.commands.put(None)
+            with contextlib.suppress(OSError):  # the socket of a dead rank is not connected
+                rank.sock.shutdown(socket.SHUT_RDWR)  # close alone does not end a recv in the reader thread
+            rank.sock.close()
         await asyncio.gather(*(asyncio.to_thread(rank.process.end, _STOP_GRACE_S) for rank in ranks))
 
 
@@ -392,14 +386,6 @@ def _mark_lost(rank: RankConnection, failure: RankFailure) -> None:
     for call in rank.pending.values():
         if not call.future.done():
             call.future.set_exception(failure)
-
-
-def _disconnect(rank: RankConnection) -> None:
-    """Close the rank's channel; its threads end, and so does the rank."""
-    rank.commands.put(None)
-    with contextlib.suppress(OSError):  # the socket of a dead rank is not connected
-        rank.sock.shutdown(socket.SHUT_RDWR)  # close alone does not end a recv in the reader thread
-    rank.sock.close()
 
 
 def common_environment() -> dict[str, str]:

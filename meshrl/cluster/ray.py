@@ -18,12 +18,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from meshrl.cluster.executor import WorkerSpec
@@ -58,7 +53,9 @@ class RayExecutor(RemoteExecutor):
         """Join the cluster and wait until Ray has granted the placement group."""
         await asyncio.to_thread(self._join)  # in a thread, Ray leaves this process's signal handlers alone
         spec = self.specs[0]
-        self._need = _need_of_a_rank()
+        has = ray.cluster_resources()  # a CPU core, and an accelerator if the cluster has one that this run can use
+        accelerator = next((name for name in cluster_resources() if has.get(name, 0) > 0), None)
+        self._need = {"CPU": 1, **({accelerator: 1} if accelerator else {})}
         bundle = {name: count * spec.num_local_ranks for name, count in self._need.items()}
         await self._wait_for_machines(bundle)
         strategy = "STRICT_SPREAD" if spec.nodes > 1 else "STRICT_PACK"
@@ -176,7 +173,9 @@ class RayExecutor(RemoteExecutor):
         if self._served.get(rank) is not served:
             return  # another actor has taken its place
         if not served.cancelled() and (error := served.exception()) is not None:
-            self._refuse_start(rank, f"its actor has failed: {error}")
+            awaited = self._awaited["control", rank]  # by the controller, which waits for a connection
+            if not awaited.done():
+                awaited.set_exception(RankFailure(rank, "start", f"its actor has failed: {error}"))
 
     async def close(self) -> None:
         """End all ranks and release the machines."""
@@ -193,13 +192,6 @@ class RayExecutor(RemoteExecutor):
             remove_placement_group(self._group)
         if self._joined:
             ray.shutdown()
-
-
-def _need_of_a_rank() -> dict[str, float]:
-    """A CPU core, and an accelerator if the cluster has one that this run can use."""
-    has = ray.cluster_resources()
-    accelerator = next((name for name in cluster_resources() if has.get(name, 0) > 0), None)
-    return {"CPU": 1, **({accelerator: 1} if accelerator else {})}
 
 
 def _in_order(group: PlacementGroup, here: str) -> list[int]:

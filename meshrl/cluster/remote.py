@@ -14,6 +14,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.node_agent import AgentConnection, Hello, NodeAgent, RemoteProcess
@@ -62,11 +63,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
         self._host = await self.find_machines()
         for spec in self.specs:
             self._expect("control", spec.rank)
-        self._listener = Listener(
-            self._host,
-            self.token,
-            lambda sock, hello: loop.call_soon_threadsafe(self._connected, sock, hello),
-        )
+        self._listener = Listener(self._host, self.token, partial(loop.call_soon_threadsafe, self._connected))
         await self.await_agents(sorted(await self.start_agents(self._listener.address)))
         await super().start()
 
@@ -102,12 +99,6 @@ class RemoteExecutor(ProcessExecutor, ABC):
             sock.close()  # a second node agent of one rank
         else:
             awaited.set_result((sock, hello))
-
-    def _refuse_start(self, rank: int, cause: str) -> None:
-        """Raise the failure where the controller waits for a node agent that will not connect."""
-        awaited = self._awaited["control", rank]
-        if not awaited.done():
-            awaited.set_exception(RankFailure(rank, "start", cause))
 
     async def _spawn(self, spec: WorkerSpec) -> RankConnection:
         if spec.rank not in self._agents:

@@ -55,7 +55,10 @@ class SharedDevice:
 
     def for_sampling(self) -> None:
         """Make room for the sampler's caches: with what the train engines do not need while it works."""
-        self._release()
+        if self._offloads:
+            self._on_host = True  # also if only a part of them is
+            for engine in self._engines.values():
+                engine.release({"params"})
         if self.is_shared:
             empty_cache(self._device)
 
@@ -80,9 +83,3 @@ class SharedDevice:
             for engine in self._engines.values():
                 engine.restore({"params"})
             self._on_host = False
-
-    def _release(self) -> None:
-        if self._offloads:
-            self._on_host = True  # also if only a part of them is
-            for engine in self._engines.values():
-                engine.release({"params"})

@@ -19,7 +19,7 @@ from meshrl.config.load import Loaded
 from meshrl.config.rollout import missing_server
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError
-from meshrl.monitor.sinks import MetricsLine, read_metrics
+from meshrl.monitor.sinks import read_metrics
 
 Load = Callable[[Sequence[str]], Loaded[RunConfig] | Loaded[SftRunConfig]]
 """Reads and checks the config with these overrides."""
@@ -59,7 +59,6 @@ _STARTS_AGAIN = (
 )
 _DEFAULT_LEAD_S = 300
 _MARGIN, _END_S = 1.5, 30  # later steps may be slower; the ranks end and the report is written
-_KILL_S = 10  # from torchrun's SIGKILL to the time limit
 _MAX_LEAD_S = 65535  # of sbatch
 
 
@@ -97,7 +96,13 @@ def batch_file(
         raise ConfigError(f"--gpus-per-node {gpus_per_node}: give 0 or more")
     loaded = load(overrides)
     if gpus_per_node:
-        overrides = [*overrides, _train_ranks(loaded.config.cluster.num_rollout_ranks, nodes, gpus_per_node)]
+        sampling = loaded.config.cluster.num_rollout_ranks  # all other GPUs of the job train
+        if nodes * gpus_per_node <= sampling:
+            raise ConfigError(
+                f"--nodes {nodes} x --gpus-per-node {gpus_per_node} leaves no GPU to train after "
+                f"cluster.num_rollout_ranks = {sampling}; request more GPUs"
+            )
+        overrides = [*overrides, f"cluster.num_train_ranks={nodes * gpus_per_node - sampling}"]
     cluster = load(overrides).config.cluster
     if cluster.executor != "processes":
         raise ConfigError(
@@ -138,21 +143,10 @@ def batch_file(
         comments="\n".join(map(_comment, comments)),
         folder=shlex.quote(str(Path.cwd())),
         python=shlex.quote(sys.executable),
-        shutdown_s=lead.seconds - _KILL_S,
+        shutdown_s=lead.seconds - 10,  # from torchrun's SIGKILL to the time limit
         ranks=local,
         run=" ".join(map(shlex.quote, run)),
     )
-
-
-def _train_ranks(num_rollout_ranks: int, nodes: int, gpus_per_node: int) -> str:
-    """The override that makes all GPUs of the job train, except those of ranks that only sample."""
-    training = nodes * gpus_per_node - num_rollout_ranks
-    if training < 1:
-        raise ConfigError(
-            f"--nodes {nodes} x --gpus-per-node {gpus_per_node} leaves no GPU to train after "
-            f"cluster.num_rollout_ranks = {num_rollout_ranks}; request more GPUs"
-        )
-    return f"cluster.num_train_ranks={training}"
 
 
 def _measured_lead(folder: Path) -> _Lead:
@@ -167,7 +161,11 @@ def _measured_lead(folder: Path) -> _Lead:
             "that has trained on after a checkpoint: set loop.save_every_steps (for SFT, sft.save_every_steps)"
         )
     copies = [line.metrics.get("time/save_s", 0.0) for line in lines]
-    step_s, save_s = _longest_step(lines), max(copies) + max(writes)
+    # The longest step or evaluation: the sum of its phases. Those of an overlapped schedule overlap, so it is at most
+    # the time since the previous line.
+    phases = [sum(v for name, v in line.metrics.items() if re.fullmatch("time/.*_s", name)) for line in lines]
+    gaps = [math.inf, *(later.time - line.time for line, later in pairwise(lines))]
+    step_s, save_s = max(map(min, phases, gaps)), max(copies) + max(writes)
     lead_s = _MARGIN * (step_s + 2 * save_s) + _END_S
     if not lead_s <= _MAX_LEAD_S:
         raise ConfigError(
@@ -179,14 +177,6 @@ def _measured_lead(folder: Path) -> _Lead:
         f"In {folder} the longest step or evaluation took {step_s:.1f} s, and the longest save {save_s:.1f} s: "
         f"{_MARGIN} x (step + 2 saves) + {_END_S} s.",
     )
-
-
-def _longest_step(lines: Sequence[MetricsLine]) -> float:
-    """Seconds of the longest step or evaluation: the sum of its phases. Phases of an overlapped schedule overlap, so it
-    is at most the time since the previous line."""
-    phases = [sum(v for name, v in line.metrics.items() if re.fullmatch("time/.*_s", name)) for line in lines]
-    gaps = [math.inf, *(later.time - line.time for line, later in pairwise(lines))]
-    return max(map(min, phases, gaps))
 
 
 def _check_time(limit: str | None, lead: _Lead) -> None:

@@ -114,20 +114,16 @@ async def _sync(
         failures = await asyncio.gather(*calls.values(), return_exceptions=True)
         if not isinstance(error, Exception):  # this task was cancelled; the ranks' errors only follow from it
             raise
-        cause = _cause([failure for failure in failures if isinstance(failure, Exception)]) or error
+        # The failure that caused the others: a lost rank, else one that is not a SyncInterrupted.
+        raised = [failure for failure in failures if isinstance(failure, Exception)]
+        raised.sort(key=lambda failure: (not isinstance(failure, RankFailure), isinstance(failure, SyncInterrupted)))
+        cause = raised[0] if raised else error
         for rank, outcome in zip(calls, ended, strict=True):
             if isinstance(outcome, BaseException):
                 cause.add_note(f"rank {rank} could not be cancelled either: {outcome!r}")
         if isinstance(cause, SyncError):
             raise cause from cause.__cause__
         raise SyncError(f"the sync of version {version} failed: {type(cause).__name__}: {cause}") from cause
-
-
-def _cause(failures: Sequence[Exception]) -> Exception | None:
-    """The failure that caused the others: a lost rank, else one that is not a SyncInterrupted."""
-    lost = [failure for failure in failures if isinstance(failure, RankFailure)]
-    own = [failure for failure in failures if not isinstance(failure, SyncInterrupted)]
-    return next(iter([*lost, *own, *failures]), None)
 
 
 def sync_order(

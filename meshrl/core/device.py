@@ -82,7 +82,7 @@ def may_have_own_device() -> bool:
 
 def local_device(local_rank: int) -> torch.device:
     """The device of a local rank; it becomes the current device. A process that sees one device uses it whatever its
-    local rank is. (cluster/devices.py refuses ranks that would share a device.)"""
+    local rank is. (cluster/launch.py refuses ranks that would share a device.)"""
     kind = device_type()
     if kind == "cpu":
         return torch.device("cpu")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 from meshrl.cluster.launch import launched
 from meshrl.config.load import Loaded
 from meshrl.config.loop import WEIGHTED_SUM
-from meshrl.config.model import ModelConfig
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.files import output_errors
@@ -35,74 +34,65 @@ from meshrl.run.signals import Stop
 from meshrl.run.subject import Subject
 from meshrl.run.task import load_task, reward_workers
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalRequest:
-    """out: the folder to write, None = a new folder eval_N. write_report, convert: of meshrl.tools; convert(checkpoint,
-    folder) writes the model of a training state."""
-
-    subject: Subject
-    out: Path | None
-    write_report: WriteReport
-    convert: Callable[[Path, Path], None]
+Convert = Callable[[Path, Path], None]
+"""convert(checkpoint, folder) writes the model of a training state."""
+Evaluated = tuple[dict[str, float], list[Trajectory], Path]
+"""Metrics; trajectories in the order of the prompts; the folder that was written."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalResult:
-    """folder: what was written. trajectories: in the order of the prompts."""
-
-    folder: Path
-    metrics: dict[str, float]
-    trajectories: list[Trajectory]
-
-
-async def run_evaluation(stop: Stop, loaded: Loaded[RunConfig], request: EvalRequest, objects: Objects) -> EvalResult:
+async def run_evaluation(
+    stop: Stop,
+    loaded: Loaded[RunConfig],
+    subject: Subject,
+    out: Path | None,
+    write_report: WriteReport,
+    convert: Convert,
+    objects: Objects,
+) -> Evaluated:
     """Answer and score the held-out prompts. The folder gets config.yaml, rollouts/ with the answers to each prompt as
     soon as they are scored, metrics.jsonl with one line, result.json and report.html. An evaluation that fails or is
-    interrupted has what was scored before.
+    interrupted has what was scored before. out: the folder, None = a new folder eval_N.
 
     Raises: MeshrlError without held-out prompts, ConfigError when `out` exists, both before anything is written.
     """
-    cfg, subject = loaded.config, request.subject
+    cfg = loaded.config
     task = await asyncio.to_thread(load_task, cfg, objects, False)
     if not task.eval_prompts:
         raise MeshrlError("meshrl eval needs data.eval_path; set it to a file of held-out rows")
-    folder = _new_folder(cfg, subject.run, request.out)
+    folder = _new_folder(cfg, subject.run, out)
     num_answers = len(task.eval_prompts) * cfg.loop.eval_samples
-    with live_run(_in_folder(loaded, folder), "eval", num_answers, stop, request.write_report, objects) as run:
+    own = {"folder": str(folder.parent), "name": folder.name, "resume": "never"}  # without a checkpoint and trackers
+    sections = {"run": cfg.run.model_copy(update=own), "monitor": cfg.monitor.model_copy(update={"sinks": []})}
+    origins = dict.fromkeys(("run.folder", "run.name", "run.resume", "monitor.sinks"), "meshrl eval")
+    loaded = replace(loaded, config=cfg.model_copy(update=sections), origins=loaded.origins | origins)
+    with live_run(loaded, "eval", num_answers, stop, write_report, objects) as run:
         run.note(f"evaluates {subject.text if subject.model is not None else cfg.model.path}")
         run.note(f"eval {folder}: {len(task.eval_prompts)} held-out prompts, {evaluation_text(cfg)}")
         answers = _Answers(run, cfg, task, subject)
         run.summary = answers.summary
+        model = cfg.model
         try:
-            with _model(cfg, folder, request) as model:
-                async with (
-                    reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
-                    launched(
-                        model,
-                        cfg.train,
-                        cfg.rollout,
-                        cfg.cluster,
-                        num_train_ranks=0,
-                        num_rollout_ranks=cfg.sampling_ranks[1],
-                        folder=Path(cfg.run.folder),
-                        logs=run.folder.absolute() / LOGS,
-                        seed=cfg.run.seed,
-                    ) as groups,
-                ):
-                    assert groups.rollouts is not None
-                    groups.rollouts.replacement.note = run.note
-                    await groups.rollouts.trust_loaded_weights()
-                    await trial
-                    run.note(f"ready after {run.seconds:.1f} s")
-                    with run.spans("eval"):
-                        trajectories, metrics = await evaluate_prompts(
-                            cfg, task, groups.rollouts, scorer, min_version=0, scored=answers.add
-                        )
+            if subject.state is not None:  # its model is written into the folder, and removed at the end
+                convert(subject.state, folder / "model")
+                model = cfg.model.model_copy(update={"path": str(folder / "model")})
+            async with (
+                reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
+                launched(cfg, 0, cfg.sampling_ranks[1], model, run.folder.absolute() / LOGS) as groups,
+            ):
+                assert groups.rollouts is not None
+                groups.rollouts.replacement.note = run.note
+                await groups.rollouts.trust_loaded_weights()
+                await trial
+                run.note(f"ready after {run.seconds:.1f} s")
+                with run.spans("eval"):
+                    trajectories, metrics = await evaluate_prompts(
+                        cfg, task, groups.rollouts, scorer, min_version=0, scored=answers.add
+                    )
         except BaseException:
             run.note(f"ended early: {len(answers.trajectories)} of {num_answers} answers are scored; see {folder}")
             raise
         finally:
+            shutil.rmtree(folder / "model", ignore_errors=True)
             answers.write_tokens()
         values, error = report(run.sinks[:1], subject.step, [*metrics, *run.spans.take("eval")])
         if error is not None:
@@ -110,8 +100,13 @@ async def run_evaluation(stop: Stop, loaded: Loaded[RunConfig], request: EvalReq
     run.note(f"done: {num_answers} answers in {run.seconds:.0f} s; see {folder}")
     named = units(merge(metrics))
     for name, unit in named.items() if not objects.quiet else ():
-        print_output(f"{_label(name, cfg.loop.eval_samples):<38} {values[name]:.4g} {unit}".rstrip())
-    return EvalResult(folder=folder, metrics={name: values[name] for name in named}, trajectories=trajectories)
+        meaning = meaning_of(name)
+        label = meaning.label.replace("<name>", name.rpartition("/")[2]) if meaning else name
+        measure, is_at_k, _ = name.partition("/")[2].partition("_at_k")
+        if is_at_k:  # such as: prompts with a right answer (pass@4)
+            label += f" ({measure}@{cfg.loop.eval_samples})"
+        print_output(f"{label:<38} {values[name]:.4g} {unit}".rstrip())
+    return {name: values[name] for name in named}, trajectories, folder
 
 
 class _Answers:
@@ -171,35 +166,3 @@ def _new_folder(cfg: RunConfig, run: Path | None, out: Path | None) -> Path:
                 folder.mkdir(parents=True)
                 return folder
     raise AssertionError
-
-
-def _in_folder(loaded: Loaded[RunConfig], folder: Path) -> Loaded[RunConfig]:
-    """The config of a run in this folder, without a checkpoint and trackers."""
-    cfg = loaded.config
-    run = cfg.run.model_copy(update={"folder": str(folder.parent), "name": folder.name, "resume": "never"})
-    monitor = cfg.monitor.model_copy(update={"sinks": []})
-    origins = loaded.origins | dict.fromkeys(("run.folder", "run.name", "run.resume", "monitor.sinks"), "meshrl eval")
-    return replace(loaded, config=cfg.model_copy(update={"run": run, "monitor": monitor}), origins=origins)
-
-
-@contextmanager
-def _model(cfg: RunConfig, folder: Path, request: EvalRequest) -> Iterator[ModelConfig]:
-    """The config of the model that samples. That of a training state is written into the folder, and removed at the
-    end."""
-    if request.subject.state is None:
-        yield cfg.model
-        return
-    made = folder / "model"
-    try:
-        request.convert(request.subject.state, made)
-        yield cfg.model.model_copy(update={"path": str(made)})
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _label(name: str, num_samples: int) -> str:
-    """The glossary's label of an evaluation metric and its short name: prompts with a right answer (pass@4)."""
-    meaning = meaning_of(name)
-    measure, is_at_k, _ = name.partition("/")[2].partition("_at_k")
-    label = meaning.label.replace("<name>", name.rpartition("/")[2]) if meaning else name
-    return label + (f" ({measure}@{num_samples})" if is_at_k else "")

@@ -105,11 +105,17 @@ def objects_of(
         raise ConfigError(f"on_step is {shown(on_step)}; it must be a plain function of (step, metrics)")
     if on_step is not None:
         require_parameters("on_step", on_step, "step", "metrics")
-    given_rows = {key: _as_list(ROWS[key], value) for key, value in (rows or {}).items() if value is not None}
+    given_rows = {key: value for key, value in (rows or {}).items() if value is not None}
+    for key, value in given_rows.items():
+        if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable):
+            raise ConfigError(
+                f"{ROWS[key]} is {shown(value)}; it must be a list of rows, each a dict {{column: value}}. A path "
+                f"belongs in the config, as {key}"
+            )
     return Objects(
         rewards=rewards or {},
         agent=None if agent is None else as_agent(agent, "agent"),
-        rows=given_rows,
+        rows={key: list(value) for key, value in given_rows.items()},
         on_step=on_step,
         quiet=quiet,
     )
@@ -145,16 +151,6 @@ def show_notices(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
     """Print the config's notices, before the run starts."""
     for notice in loaded.notices:
         print_message(f"note: {notice}")
-
-
-def _as_list(name: str, rows: Iterable[Any]) -> list[Any]:
-    if isinstance(rows, str | os.PathLike) or not isinstance(rows, Iterable):
-        key = next(key for key, argument in ROWS.items() if argument == name)
-        raise ConfigError(
-            f"{name} is {shown(rows)}; it must be a list of rows, each a dict {{column: value}}. A path belongs in "
-            f"the config, as {key}"
-        )
-    return list(rows)
 
 
 def _name_of(thing: Any) -> str:

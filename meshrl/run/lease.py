@@ -27,7 +27,6 @@ from meshrl.process.family import has_open
 LOCK_FILE = "run.lock"
 _WAIT_S = 60.0  # for a run that is ending, such as a requeued job's
 _POLL_S = 0.2
-_BRIEFLY_S = 1.0  # `meshrl status` holds a shared lock for a moment
 
 
 class FolderLease:
@@ -46,7 +45,7 @@ class FolderLease:
         self._fd = fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         # A process that an agent forks must not hold the lease after this one has ended.
         os.register_at_fork(after_in_child=partial(_close_of, weakref.ref(self)))
-        until = time.monotonic() + _BRIEFLY_S
+        until = time.monotonic() + 1.0  # `meshrl status` holds a shared lock for a moment
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -51,7 +51,6 @@ from meshrl.train.checkpoint_files import require_space
 AUTO_SAVE_S = 600.0  # at most so much time is lost with a run's processes, if save_every_steps is null
 WriteReport = Callable[[Path], object]
 """Called with the run's folder after all other files are written."""
-_OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
 _OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 
 
@@ -103,16 +102,24 @@ class LiveRun:
             terminal.entered(phase)
 
         self.spans = Spans(entered=entered)
-        self.tracing = _tracing(self)
+        cfg, is_sft = loaded.config, kind == "sft"
+        facts = {
+            "kind": kind,
+            "schedule": cfg.loop.kind if kind == "train" else kind,
+            **cfg.cluster.model_dump(include={"executor", "num_train_ranks", "num_rollout_ranks"}),
+            **cfg.train.model_dump(include={"sharding_strategy", "max_tokens_per_microbatch"}),
+            "dtype": cfg.model.dtype,
+            "torch": version("torch"),
+        }
+        self.tracing = Tracing(folder, num_steps, cfg.monitor.trace_steps, self.spans, self.writes, facts)
         self._sync_metrics: dict[str, float] = {}
         self.is_open = self.ends_early = False
         self.sink_error: Exception | None = None  # raised when the step is counted
         self.restarts = 0
         self.chat_template: str | None = None
         self.summary: Callable[[], dict[str, Any]] = dict
-        is_sft = kind == "sft"
         self.save_key = "sft.save_every_steps" if is_sft else "loop.save_every_steps"
-        self.save_every_steps: int | None = (loaded.config.sft if is_sft else loaded.config.loop).save_every_steps
+        self.save_every_steps: int | None = (cfg.sft if is_sft else cfg.loop).save_every_steps
 
     @property
     def seconds(self) -> float:
@@ -192,7 +199,7 @@ class LiveRun:
             return path
         with output_errors(path, CONTINUE_LATER):
             path.parent.mkdir(parents=True, exist_ok=True)
-        needed = await trainer.model_bytes() + _OTHER_FILES_BYTES
+        needed = await trainer.model_bytes() + (64 << 20)  # a model's config, tokenizer and headers
         if cfg.model.lora.enabled:
             needed += await trainer.state_bytes()  # the adapters alone are a third of that
         require_space(path.parent, needed, "a model")
@@ -282,22 +289,6 @@ class LiveRun:
         indent = None if self.kind == "eval" else 2  # the results of several evaluations together are JSON lines
         with self.writes.attempt("result.json"):
             write_text(self.folder / "result.json", json.dumps(strict, indent=indent) + "\n")
-
-
-def _tracing(run: LiveRun) -> Tracing:
-    cfg = run.loaded.config
-    run_facts = {
-        "kind": run.kind,
-        "schedule": cfg.loop.kind if run.kind == "train" else run.kind,
-        "executor": cfg.cluster.executor,
-        "num_train_ranks": cfg.cluster.num_train_ranks,
-        "num_rollout_ranks": cfg.cluster.num_rollout_ranks,
-        "sharding_strategy": cfg.train.sharding_strategy,
-        "dtype": cfg.model.dtype,
-        "max_tokens_per_microbatch": cfg.train.max_tokens_per_microbatch,
-        "torch": version("torch"),
-    }
-    return Tracing(run.folder, run.num_steps, cfg.monitor.trace_steps, run.spans, run.writes, run_facts)
 
 
 @contextmanager

@@ -16,8 +16,6 @@ from meshrl.run.live import LiveRun
 from meshrl.run.signals import GRACE_S
 from meshrl.sync.layout import Layout
 
-_CAUSE_WAIT_S = 5.0
-_LAST_SAVE_S = 1.0  # for a checkpoint that is almost complete
 _IDLE_S = 60.0  # after an error, for the running command of the ranks; some of them may wait for ever
 
 
@@ -50,7 +48,7 @@ async def run_to_end(
         try:
             await loop()
         except SyncError:
-            await asyncio.sleep(_CAUSE_WAIT_S)  # if a lost train rank is the cause, its failure ends this wait
+            await asyncio.sleep(5.0)  # if a lost train rank is the cause, its failure ends this wait
             raise
 
     async with Checkpoints(run.folder, job.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
@@ -67,7 +65,7 @@ async def run_to_end(
                     if first is None:
                         first, lost_at = failure, time.monotonic()
                     else:
-                        first.add_note(f"while new train ranks started: {_first_line(failure)}")
+                        first.add_note(f"while new train ranks started: {str(failure).splitlines()[0]}")
                     start = await _next_start(run, groups, first, failure, origin)
         except asyncio.CancelledError:
             await _save_at_the_end(run, job, "interrupted", GRACE_S if run.stop.is_urgent else None)
@@ -102,7 +100,7 @@ async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float
                 await run.checkpoints.abandon()
             await run.save(job)
             return
-    await run.checkpoints.abandon(_LAST_SAVE_S)
+    await run.checkpoints.abandon(1.0)  # for a checkpoint that is almost complete
     last = run.checkpoints.newest_on_disk()
     ends_with = f"its last checkpoint, after step {last}" if last else "no checkpoint"
     run.note(f"{how} in the middle of a step, which is not saved; the run ends with {ends_with}")
@@ -159,11 +157,7 @@ async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure:
         raise first
     run.restarts += 1
     count = f"restart {run.restarts} of {run.loaded.config.cluster.max_restarts}"
-    run.note(f"{_first_line(failure)}; starting the train ranks again after step {start.step}, {count}")
+    run.note(f"{str(failure).splitlines()[0]}; starting the train ranks again after step {start.step}, {count}")
     if (stacks := run.keep_stacks(failure)) is not None:
         run.note(f"the stacks of all ranks at the failure: {stacks}")
     return start
-
-
-def _first_line(failure: RankFailure) -> str:
-    return str(failure).splitlines()[0]

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.algo.trial import try_user_functions
-from meshrl.cluster.devices import check_devices
 from meshrl.cluster.groups import TrainGroup
-from meshrl.cluster.launch import launched
+from meshrl.cluster.launch import check_devices, launched
 from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -37,13 +36,14 @@ from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.process.leases import sweep
-from meshrl.run.evaluation import EvalRequest, EvalResult, run_evaluation
+from meshrl.run.evaluation import Convert, Evaluated, run_evaluation
 from meshrl.run.folder import LOGS, bytes_of, newest_model, read_best
 from meshrl.run.inputs import NO_OBJECTS, Objects
 from meshrl.run.lease import wait_for_folder
 from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run
 from meshrl.run.restart import run_to_end
 from meshrl.run.signals import Stop
+from meshrl.run.subject import Subject
 from meshrl.run.task import first_prompt, load_sft_source, load_task, reward_workers
 from meshrl.run.verdict import read_verdict
 from meshrl.run.watchdog import run_in_own_loop, watchdog
@@ -58,11 +58,19 @@ def train(loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects
     return _run(cfg, ranks, objects, lambda stop: _train(stop, loaded, write_report, objects))
 
 
-def evaluate(loaded: Loaded[RunConfig], request: EvalRequest, objects: Objects = NO_OBJECTS) -> EvalResult:
+def evaluate(
+    loaded: Loaded[RunConfig],
+    subject: Subject,
+    out: Path | None,
+    write_report: WriteReport,
+    convert: Convert,
+    objects: Objects,
+) -> Evaluated:
     """`meshrl eval`: answer the held-out prompts with a model, without training."""
     cfg = loaded.config
     ranks = 0, cfg.sampling_ranks[1]
-    return _run(cfg, ranks, objects, lambda stop: run_evaluation(stop, loaded, request, objects))
+    of_run = loaded, subject, out, write_report, convert, objects
+    return _run(cfg, ranks, objects, lambda stop: run_evaluation(stop, *of_run))
 
 
 def sft(loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
@@ -151,16 +159,10 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             # Detects rewards that can't work.
             reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
             launched(
-                cfg.model,
-                cfg.train,
-                cfg.rollout,
-                cfg.cluster,
-                num_train_ranks=cfg.cluster.num_train_ranks,
-                num_rollout_ranks=cfg.cluster.num_rollout_ranks,
-                reference=cfg.algo.kl.coef > 0,
-                folder=Path(cfg.run.folder),
+                cfg,
+                cfg.cluster.num_train_ranks,
+                cfg.cluster.num_rollout_ranks,
                 logs=run.folder.absolute() / LOGS,
-                seed=cfg.run.seed,
             ) as groups,
         ):
             assert groups.trainer is not None and groups.rollouts is not None and task.train_prompts is not None
@@ -204,16 +206,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
     with live_run(loaded, "sft", cfg.sft.num_steps, stop, write_report, objects) as run:
         _note_start(run)
         source, left_out, run.chat_template = await asyncio.to_thread(load_sft_source, cfg, objects)
-        async with launched(
-            cfg.model,
-            cfg.train,
-            None,
-            cfg.cluster,
-            num_train_ranks=cfg.cluster.num_train_ranks,
-            num_rollout_ranks=0,
-            folder=Path(cfg.run.folder),
-            seed=cfg.run.seed,
-        ) as groups:
+        async with launched(cfg, cfg.cluster.num_train_ranks, 0) as groups:
             assert groups.trainer is not None
             job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source, cursor=source.state())
             if left_out:

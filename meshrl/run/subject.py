@@ -72,7 +72,8 @@ def find_subject(given: str | Path, newest: bool = False) -> Subject:
     if (folder / "model").is_dir() or is_there(state_in(folder) / MANIFEST):
         return _of_step(folder, str(folder))
     run = folder.parent if folder.resolve().name == "checkpoints" else folder
-    saved = [path for _, path in step_folders(run / "checkpoints") if _is_saved(path)]
+    steps = [path for _, path in step_folders(run / "checkpoints")]
+    saved = [path for path in steps if (path / "model").is_dir() or is_there(path / "state" / MANIFEST)]
     if not saved and not is_there(run / "checkpoints" / "best.json"):
         raise ConfigError(
             f"{folder} is neither a model (it has no config.json), nor a run or a step of a run that has saved one. "
@@ -88,10 +89,6 @@ def find_subject(given: str | Path, newest: bool = False) -> Subject:
     if latest is None:
         raise CheckpointError(f"{run / 'checkpoints' / 'best.json'} names a model that is gone, and no other is there")
     return _of_step(latest, f"{latest}, the newest of {run}")
-
-
-def _is_saved(step: Path) -> bool:
-    return (step / "model").is_dir() or is_there(step / "state" / MANIFEST)
 
 
 def _of_step(folder: Path, text: str) -> Subject:

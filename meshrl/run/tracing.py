@@ -19,7 +19,6 @@ from meshrl.monitor.trace import FOLDER, ClockReading, ControllerTrace, Phase, R
 T = TypeVar("T")
 _BEFORE = 2  # steps before the profiler starts: the first ones are slower, and the last of them shows its slow-down
 _EARLY = 3  # without the profiler, traces/ is written after this number of steps, and at the end of the run
-_EXCHANGES = 16  # of clocks; the one with the shortest round trip counts
 
 
 class Tracing:
@@ -91,7 +90,7 @@ class Tracing:
             return ClockReading(middle, theirs - middle, (after - before + 1) // 2)
 
         best: dict[int, ClockReading] = {}
-        for _ in range(_EXCHANGES):
+        for _ in range(16):  # of clocks; the one with the shortest round trip counts
             for rank, reading in (await _everywhere(executor, exchange)).items():
                 if rank not in best or reading.error_ns < best[rank].error_ns:
                     best[rank] = reading

@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "several ranks get one device",
-        "meshrl/cluster/devices.py::check_devices",
+        "meshrl/cluster/launch.py::check_devices",
         "len(users) <= devices => devices > 0",
         "tests/unit/cluster/test_local_devices.py::test_several_ranks_on_one_device_are_refused",
     ),
@@ -83,7 +83,7 @@ FAULTS = [
     Fault(
         "an inline run can be reached from other machines",
         "meshrl/cluster/inline.py::InlineExecutor.start",
-        "with _on_loopback(): self.worker.start() => self.worker.start()",
+        "os.environ.setdefault(name, interface_of(LOOPBACK) or 'lo') => is_set = True",
         _OPEN_PORTS + "test_what_listens_is_what_the_page_about_security_lists[inline]",
     ),
     Fault(

@@ -13,7 +13,7 @@ from tiny_specs import worker_spec
 
 from meshrl.cluster import actors
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.devices import check_devices
+from meshrl.cluster.launch import check_devices
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.rollout import EndpointConfig, RolloutConfig, SglangConfig
 from meshrl.core.device import generators_restored

@@ -23,8 +23,11 @@ from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.launch import Groups, launched
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.cluster import ClusterConfig, Deadlines
+from meshrl.config.data import DataConfig
+from meshrl.config.loop import LoopConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.config.run import RunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure, StaleWeightsError
 from meshrl.rollout.embedded.engine import EmbeddedEngine
@@ -47,20 +50,21 @@ async def running(
 ) -> AsyncIterator[Groups]:
     """Train ranks of a tiny model; after them, ranks that only sample."""
     tiny_qwen2(max_position_embeddings=32_768).save_pretrained(folder / "model")
-    async with launched(
-        ModelConfig(path=str(folder / "model"), dtype="float32"),
-        TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
-        RolloutConfig(sync_bucket_bytes=20_000, **rollout),
-        ClusterConfig(
+    cfg = RunConfig(
+        model=ModelConfig(path=str(folder / "model"), dtype="float32"),
+        train=TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
+        rollout=RolloutConfig(sync_bucket_bytes=20_000, **rollout),
+        data=DataConfig(),
+        loop=LoopConfig(num_steps=1),
+        cluster=ClusterConfig(
             num_train_ranks=num_train_ranks,
             num_rollout_ranks=num_rollout_ranks,
             max_restarts=max_restarts,
             timeout_s=200.0,
             deadlines=Deadlines(sync=sync_deadline_s),
         ),
-        num_train_ranks=num_train_ranks,
-        num_rollout_ranks=num_rollout_ranks,
-    ) as groups:
+    )
+    async with launched(cfg, num_train_ranks, num_rollout_ranks) as groups:
         yield groups
 
 
