@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.excepthook = _print_traceback
     try:
         args = _parse(list(sys.argv[1:] if argv is None else argv))
-        return int(args.command(args))
+        return int(args.command(args) or 0)
     except MeshrlError as e:
         if os.environ.get("MESHRL_TRACEBACK") == "1":
             raise
@@ -81,8 +81,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         sub.set_defaults(command=command, overrides=None)
         return sub
 
-    train = add("train", _train, "train a model with reinforcement learning")
-    sft = add("sft", _sft, "train a model with supervised fine-tuning (SFT) on chat data")
+    train = add("train", partial(_train, False), "train a model with reinforcement learning")
+    sft = add("sft", partial(_train, True), "train a model with supervised fine-tuning (SFT) on chat data")
     evaluate = add("eval", _evaluate, "evaluate a model on data.eval_path, with loop.eval_samples answers per prompt")
     launch = add("launch", _launch, "write a Slurm batch file for a run on several nodes")
     launch.add_argument("scheduler", choices=["slurm"], help="the scheduler of the cluster")
@@ -283,48 +283,37 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _train(args: argparse.Namespace) -> int:
-    from meshrl.api import train
-    from meshrl.run.inputs import load_run
+def _train(is_sft: bool, args: argparse.Namespace) -> None:
+    from meshrl.api import sft, train
+    from meshrl.run.inputs import load_run, load_sft
 
-    if args.explain:
-        return _explain(load_run(args.config, args.overrides, starts=False))
-    train(args.config, args.overrides)
-    return 0
-
-
-def _sft(args: argparse.Namespace) -> int:
-    from meshrl.api import sft
-    from meshrl.run.inputs import load_sft
-
-    if args.explain:
-        return _explain(load_sft(args.config, args.overrides))
-    sft(args.config, args.overrides)
-    return 0
+    if not args.explain:
+        (sft if is_sft else train)(args.config, args.overrides)
+    elif is_sft:
+        _explain(load_sft(args.config, args.overrides))
+    else:
+        _explain(load_run(args.config, args.overrides, starts=False))
 
 
-def _evaluate(args: argparse.Namespace) -> int:
+def _evaluate(args: argparse.Namespace) -> None:
     from meshrl.api import evaluate
 
     evaluate(args.config, args.overrides, model=args.model, out=args.out)
-    return 0
 
 
-def _init(args: argparse.Namespace) -> int:
+def _init(args: argparse.Namespace) -> None:
     from meshrl.tools.init import init
 
     print_message(init(args.folder, args.model), sys.stdout)
-    return 0
 
 
-def _chat(args: argparse.Namespace) -> int:
+def _chat(args: argparse.Namespace) -> None:
     from meshrl.tools.chat import chat
 
     chat([*args.compare, args.model], args.overrides, args.system)
-    return 0
 
 
-def _launch(args: argparse.Namespace) -> int:
+def _launch(args: argparse.Namespace) -> None:
     from meshrl.cluster.slurm import batch_file
     from meshrl.core.files import output_errors
     from meshrl.run.inputs import load_run, load_sft
@@ -341,40 +330,35 @@ def _launch(args: argparse.Namespace) -> int:
         with output_errors(args.out, remedy, ConfigError), args.out.open("x", encoding="utf-8") as file:
             file.write(text)  # a new file: its user may have edited an existing one
         print_message(f"wrote {args.out}; submit it with: sbatch {args.out}", sys.stdout)
-    return 0
 
 
-def _plan_schedule(args: argparse.Namespace) -> int:
+def _plan_schedule(args: argparse.Namespace) -> None:
     from meshrl.run.inputs import load_run
     from meshrl.tools.schedule.advise import advise
 
     config = load_run(args.config, args.overrides).config
     print_output(advise(config, args.measured, args.assume, args.gpus, args.out))
-    return 0
 
 
-def _diagnose(args: argparse.Namespace) -> int:
+def _diagnose(args: argparse.Namespace) -> None:
     from meshrl.tools.diagnose.command import run
 
     print_output(printable(run(args.target, args.overrides, args.steps, args.out)))
-    return 0
 
 
-def _report(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> None:
     from meshrl.tools.report.page import write_report
 
     print_message(f"wrote {write_report(args.folder, args.out)}", sys.stdout)
-    return 0
 
 
-def _status(args: argparse.Namespace) -> int:
+def _status(args: argparse.Namespace) -> None:
     from meshrl.tools.status import describe
 
     print_output(describe(args.folder))
-    return 0
 
 
-def _view(args: argparse.Namespace) -> int:
+def _view(args: argparse.Namespace) -> None:
     prints = args.step is not None or args.evaluation is not None
     if (args.wrong or args.text) and not prints:
         raise ConfigError("--wrong and --text are about answers that are printed; add --step N or --eval")
@@ -402,38 +386,33 @@ def _view(args: argparse.Namespace) -> int:
         from meshrl.tools.viewer.page import write_view
 
         print_message("\n".join(write_view(args.folder, args.out, args.steps)), sys.stdout)
-    return 0
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> None:
     from meshrl.tools.compare.page import compare
 
     text, path = compare(args.folders, args.out)
     print_output(text)
     print_message(f"wrote {path}", sys.stdout)
-    return 0
 
 
-def _runs(args: argparse.Namespace) -> int:
+def _runs(args: argparse.Namespace) -> None:
     from meshrl.tools.runs import list_runs
 
     print_output(list_runs(args.folder))
-    return 0
 
 
-def _stop(args: argparse.Namespace) -> int:
+def _stop(args: argparse.Namespace) -> None:
     from meshrl.tools.status import stop
 
     print_message(stop(args.folder), sys.stdout)
-    return 0
 
 
-def _convert(args: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> None:
     from meshrl.tools.convert import convert
 
     convert(args.checkpoint, args.out)
     print_message(f"wrote {args.out}", sys.stdout)
-    return 0
 
 
 def _model_check(args: argparse.Namespace) -> int:
@@ -442,14 +421,13 @@ def _model_check(args: argparse.Namespace) -> int:
     return 0 if check_model(args.model, print_output) else 1
 
 
-def _config(args: argparse.Namespace) -> int:
+def _config(args: argparse.Namespace) -> None:
     from meshrl.config.docs import list_keys
 
     print_output(list_keys(args.word))
-    return 0
 
 
-def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
+def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
     from meshrl.config.explain import explain
     from meshrl.config.run import SftRunConfig
     from meshrl.data.check import count_rows
@@ -459,7 +437,6 @@ def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
     print_output(f"\n{_if_here('memory', partial(_memory, loaded.config))}")  # last, because of imports of seconds
     if not isinstance(loaded.config, SftRunConfig):
         print_output(_if_here("first prompt", partial(_first_prompt, loaded.config)))
-    return 0
 
 
 def _if_here(what: str, text: Callable[[], str]) -> str:
