@@ -84,9 +84,9 @@ def _unused_in_rl(config: RunConfig) -> Unused:
     yield from _unused_in_data(config)
     if kind != "fully_async":
         yield "loop", "in_flight oversampling", f"loop.kind is {kind}", "loop.kind"
-    for engine, server in (("vllm", rollout.vllm), ("sglang", rollout.sglang), ("endpoint", rollout.endpoint)):
+    for engine in ("embedded", "vllm", "sglang", "endpoint"):
         if rollout.engine != engine:
-            names = " ".join(type(server).model_fields)
+            names = " ".join(type(getattr(rollout, engine)).model_fields)
             yield f"rollout.{engine}", names, f"rollout.engine is {rollout.engine}", "rollout.engine"
     if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:
         key = "rollout.vllm.kv_cache_bytes"

@@ -64,6 +64,14 @@ class EvalSamplingConfig(Slice):
     """as top_p, for rollout.sampling.repetition_penalty"""
 
 
+class EmbeddedConfig(Slice):
+    """Limits of the embedded engine."""
+
+    kv_cache_bytes: int | None = Field(None, ge=1)
+    """bytes of the KV cache on each device; requests wait while those that run could need more; null = 80 % of the free
+    memory of an accelerator, no limit on a CPU"""
+
+
 class VllmConfig(Slice):
     """How each replica's vLLM server is started."""
 
@@ -137,6 +145,8 @@ class RolloutConfig(Slice):
     engine: Literal["embedded", "vllm", "sglang", "endpoint"] = "embedded"
     """the engine that samples; embedded runs the model's Transformers module and needs no further packages; sglang is
     experimental: it has never been run with a real SGLang server"""
+    embedded: EmbeddedConfig = EmbeddedConfig()
+    """limits of engine embedded"""
     vllm: VllmConfig = VllmConfig()
     """the server of engine vllm"""
     sglang: SglangConfig = SglangConfig()

@@ -249,6 +249,14 @@ def memory_stats(device: torch.device) -> dict[str, int]:
     }
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of an accelerator that this process can allocate, with its allocator's unused ones; None on the CPU."""
+    if device.type == "cpu" or not torch.accelerator.is_available():
+        return None
+    unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return torch.accelerator.get_memory_info(device)[0] + unused
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Start a new peak-memory window on an accelerator; nothing to do on the CPU."""
     if device.type != "cpu":

@@ -48,7 +48,7 @@ def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> 
     model = CausalModel(lm)
     _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
     num_shards *= num_ulysses
-    weights, token = _num_bytes(model.parameters(), 1), _token_bytes(model, compute)
+    weights, token = _num_bytes(model.parameters(), 1), token_bytes(model, compute)
     if cfg.lora.enabled:
         add_adapters(lm, cfg.lora, masters, cfg.path)
     else:
@@ -72,7 +72,8 @@ def _num_bytes(parameters: Iterable[torch.nn.Parameter], num_shards: int) -> int
     return sum(ceil(p.shape[0] / num_shards) * p[0].numel() * p.element_size() for p in parameters)
 
 
-def _token_bytes(model: CausalModel, dtype: torch.dtype) -> int | None:
+def token_bytes(model: CausalModel, dtype: torch.dtype) -> int | None:
+    """Bytes of the keys and values of a token in all layers; None if they are not those of softmax attention."""
     text, sizes = model.lm.config.get_text_config(), []
     for block in model.layers:
         own = attention_module(block)

@@ -62,7 +62,11 @@ def _cache(config: RunConfig, memory: ModelMemory) -> str:
             longest = min(longest, config.data.max_prompt_tokens + answer)
         rows, positions = room_for(rollout.max_running_requests, longest)
         size = f"{rows} rows x {positions:,} tokens x {token:,} bytes"
-        return f"at most {size_text(rows * positions * token)} ({size})"
+        most, bound = rows * positions * token, rollout.embedded.kv_cache_bytes
+        if bound is not None and bound < most:
+            return f"at most {size_text(bound)}, {bound // (positions * token)} of {size}; the other rows wait"
+        limit = ", or 80% of the free memory of an accelerator" if bound is None else ""
+        return f"at most {size_text(most)} ({size}){limit}"
     token //= rollout.tp_size
     if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:
         return f"{size_text(rollout.vllm.kv_cache_bytes)}, {rollout.vllm.kv_cache_bytes // token:,} tokens"

@@ -78,6 +78,7 @@ def build_embedded_engine(
         stop_token_ids=stop_token_ids,
         max_running=rollout_cfg.max_running_requests,
         max_context_tokens=max_context_tokens,
+        kv_cache_bytes=rollout_cfg.embedded.kv_cache_bytes,
         engine_id=engine_id,
         device=device,
         stop_strings=stop_strings_of(model_cfg, rollout_cfg),
@@ -107,6 +108,7 @@ class EmbeddedEngine:
         fast: FastDecoder | None = None,
         prefill_tokens_per_step: int = PREFILL_TOKENS,
         stop_strings: StopStrings | None = None,
+        kv_cache_bytes: int | None = None,
     ):
         if fast is not None:
             fast.fuse()
@@ -116,8 +118,8 @@ class EmbeddedEngine:
         self._stop_strings = stop_strings or StopStrings()
         self._weights = EngineWeights(model.lm, engine_id, fast)
         self._state = self._weights.state
-        self._scheduler = Scheduler(max_running, prefill_tokens_per_step)
-        self._runner = Runner(model, device, fast)
+        self._runner = Runner(model, device, fast, kv_cache_bytes)
+        self._scheduler = Scheduler(max_running, prefill_tokens_per_step, self._runner.bound)
         self._sampling: RowSampling | None = None  # None when the rows have changed
         self._totals = EngineStats()
         self._ids: set[str] = set()
@@ -142,7 +144,9 @@ class EmbeddedEngine:
             lambda name: name == "entropy" or topk_of(name) > 0,
             "entropy and topk:N, N from 1",
         )
-        self._scheduler.submit(Sequence(request, bounds, self._stop_strings.search(request)))
+        sequence = Sequence(request, bounds, self._stop_strings.search(request))
+        self._runner.bound.require(request, sequence.max_cached)
+        self._scheduler.submit(sequence)
         self._ids.add(request.id)
 
     @torch.inference_mode()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -123,6 +124,16 @@ class KVStore:
         self._writable: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
+    def rooms(self) -> list[int]:
+        """The rows that each tile has room for, in every layer."""
+        return [keys.shape[0] for keys, _ in next(iter(self.layers.values()), [])]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a position in all layers; 0 before the first write."""
+        return sum(x.nbytes // (len(x) * x.shape[2]) for tiles in self.layers.values() for x in tiles[0])
+
+    @property
     def num_bytes(self) -> int:
         return sum(x.nbytes for tiles in self.layers.values() for pair in tiles for x in pair)
 
@@ -198,9 +209,22 @@ def _grown(tile: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _room(num_rows: int) -> int:
-    return max(8, 1 << (num_rows - 1).bit_length())
+    """Rows of a tile that needs num_rows: at most a quarter more, so that a tile grows a few times only."""
+    step = 1 << max(0, (num_rows - 1).bit_length() - 3)
+    return -(-num_rows // step) * step
 
 
 def room_for(num_rows: int, length: int) -> tuple[int, int]:
     """(rows, positions) for which a store has memory when it holds num_rows rows of this length."""
     return _room(num_rows), int(STARTS[np.searchsorted(STARTS, length)])
+
+
+def positions_of(num_rows: int, length: int, rooms: Sequence[int] = ()) -> int:
+    """Positions for which a store has memory when it holds num_rows rows of at most this length in any order. rooms: of
+    the tiles that it has already."""
+    num_tiles = int(np.searchsorted(STARTS, length)) if num_rows else 0
+    needed = [_room(num_rows) if num_rows else 0] * num_tiles
+    return sum(
+        max(pair) * int(STARTS[tile + 1] - STARTS[tile])
+        for tile, pair in enumerate(zip_longest(needed, rooms, fillvalue=0))
+    )

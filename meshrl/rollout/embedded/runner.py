@@ -12,8 +12,10 @@ from meshrl.model.attention import AttentionContext, PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder
 from meshrl.model.logprob import Head, token_logprobs
+from meshrl.model.memory import token_bytes
+from meshrl.rollout.embedded.cache_bound import CacheBound
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, PrefillAttention, StepAttention
-from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, plan_writes
+from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, plan_writes, tile_dtype
 from meshrl.rollout.embedded.scheduler import Admission, Prefill, Sequence
 from meshrl.rollout.embedded.step_arrays import StepArrays
 
@@ -21,11 +23,15 @@ from meshrl.rollout.embedded.step_arrays import StepArrays
 class Runner:
     """Owns the KV cache: `running` has a row for each running sequence, `prompts` one for each shared prompt."""
 
-    def __init__(self, model: CausalModel, device: torch.device, fast: FastDecoder | None):
+    def __init__(
+        self, model: CausalModel, device: torch.device, fast: FastDecoder | None, kv_cache_bytes: int | None = None
+    ):
         self.model, self.device = model, device
         self._fast, self._hidden = fast, model.hidden if fast is None else fast.hidden
         self._head: Head | None = None  # prepared for these weights, like the fast decoder
         self.running, self.prompts = KVStore(), KVStore()
+        stored = token_bytes(model, tile_dtype(device, model.head().weight.dtype))
+        self.bound = CacheBound(kv_cache_bytes, stored, device, self.running, self.prompts)
 
     @torch.inference_mode()
     def step(self, running: list[Sequence], admission: Admission, arrays: StepArrays) -> torch.Tensor:
@@ -116,5 +122,4 @@ class Runner:
         self._head = None
         if self._fast is not None:
             self._fast.unpack()
-        self.running.clear()
-        self.prompts.clear()
+        self.bound.clear()

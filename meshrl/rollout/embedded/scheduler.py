@@ -16,6 +16,7 @@ import numpy as np
 
 from meshrl.core.types import Request, Times
 from meshrl.rollout.admission import Bounds
+from meshrl.rollout.embedded.cache_bound import CacheBound
 from meshrl.rollout.embedded.kv_cache import RowCopy, arrange
 from meshrl.rollout.stop_strings import StopSearch
 
@@ -55,6 +56,11 @@ class Sequence:
         prefix = self.request.prefix_output
         return 0 if prefix is None else len(prefix)
 
+    @property
+    def max_cached(self) -> int:
+        """The length of its row at most: the last token that it samples is not cached."""
+        return len(self.request.context_ids) + self.first_position + self.bounds.limit - 1
+
     def ids(self) -> np.ndarray:
         """All tokens so far: int64[context + prefix + sampled]."""
         parts = [self.request.context_ids, self.tokens]
@@ -88,10 +94,10 @@ class Admission:
 
 class Scheduler:
     """max_running: rows decoded together. prefill_tokens: context tokens computed in one step, so that many long
-    prompts do not delay running requests; a single longer context is still admitted, alone."""
+    prompts do not delay running requests; a single longer context is still admitted, alone. bound: of the KV cache."""
 
-    def __init__(self, max_running: int, prefill_tokens: int):
-        self.max_running, self.prefill_tokens = max_running, prefill_tokens
+    def __init__(self, max_running: int, prefill_tokens: int, bound: CacheBound):
+        self.max_running, self.prefill_tokens, self.bound = max_running, prefill_tokens, bound
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.prompts: list[SharedPrompt] = []
@@ -103,23 +109,34 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def admit(self) -> Admission:
-        """Admit requests from the head of the queue while there are rows and prefill budget.
+        """Admit requests from the head of the queue while there are rows, prefill budget, and memory for all that they
+        can sample. Without running rows the first one is admitted in any case.
 
         Waiting sequences with equal contexts share a prompt: it is computed for the first one, and the others copy it,
         now or when they get a row.
         """
         admission, budget = Admission(), self.prefill_tokens
+        longest = max((s.max_cached for s in self.running), default=0) if self.waiting else 0
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             prompt = self._prompt_of_key.get(sequence.key)
             ids = sequence.ids()
+            longest = max(longest, sequence.max_cached)
+            shares = prompt is None and self._waiting_of_key[sequence.key] > 1
+            if not self._fits(longest, len(ids) if shares else 0):
+                shares = False
+                if not self._fits(longest):
+                    if self.running:
+                        break
+                    self.prompts, self._prompt_of_key, prompt = [], {}, None
+                    self.bound.clear()
             if prompt is not None:
                 sequence.times.cached_tokens += len(ids)
             else:
                 if admission.prefills and len(ids) > budget:
                     break
                 budget -= len(ids)
-                if self._waiting_of_key[sequence.key] > 1:
+                if shares:
                     prompt = SharedPrompt(sequence.key, len(ids), len(self.prompts))
                     self.prompts.append(prompt)
                     self._prompt_of_key[sequence.key] = prompt
@@ -130,6 +147,12 @@ class Scheduler:
             self.running.append(sequence)
             admission.joined.append((sequence, prompt))
         return admission
+
+    def _fits(self, longest: int, new_prompt: int = 0) -> bool:
+        """Whether one more running row fits, and a new shared prompt of this length (0 = none), if no row gets longer
+        than `longest`."""
+        prompts = [p.length for p in self.prompts] + [new_prompt] * (new_prompt > 0)
+        return self.bound.fits(len(self.running) + 1, longest, len(prompts), max(prompts, default=0))
 
     def compact(self, gone: Collection[int]) -> tuple[list[RowCopy], list[RowCopy]]:
         """Remove the rows in `gone`, drop prompts that no sequence waits for, and close the gaps.

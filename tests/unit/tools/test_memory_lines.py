@@ -157,6 +157,17 @@ def test_separate_samplers_and_servers_have_lines_of_their_own(model: Path):
     assert lines["sampler's cache"] == "28.7 MB, 1,000 tokens"
 
 
+def test_the_limit_of_the_embedded_engines_cache_has_its_bytes_and_its_rows(model: Path):
+    name, key = "qwen2-7b_gsm8k_fsdp.yaml", "rollout.embedded.kv_cache_bytes"
+    lines = lines_of(name, model, f"{key}=11274289152")
+    size = "at most 11.3 GB, 128 of 256 rows x 1,536 tokens x 57,344 bytes; the other rows wait"
+    assert lines["sampler's cache"] == f"{size}, freed while the trainer works"
+    lines = lines_of(name, model, f"{key}=99999999999")
+    assert lines["sampler's cache"].startswith("at most 22.5 GB (256 rows x 1,536 tokens x 57,344 bytes), freed")
+    lines = lines_of(name, model)
+    assert "57,344 bytes), or 80% of the free memory of an accelerator, freed" in lines["sampler's cache"]
+
+
 def test_what_a_run_does_not_have_or_release_has_no_line(model: Path, tmp_path: Path):
     (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
     sft = {"path": str(tmp_path / "chat.jsonl"), "num_steps": 1, "rows_per_step": 2, "max_row_tokens": 64}

@@ -1,0 +1,63 @@
+"""The limit in bytes of the embedded engine's keys and values. Sequences wait while the tiles that the admitted ones
+can need at most would exceed it."""
+
+from __future__ import annotations
+
+import torch
+
+from meshrl.core.device import free_bytes
+from meshrl.core.errors import RequestError
+from meshrl.core.types import Request
+from meshrl.rollout.embedded.kv_cache import KVStore, positions_of
+
+SHARE = 0.8  # of an accelerator's free memory; the rest is for logits and for the contexts that are computed
+
+
+class CacheBound:
+    """num_bytes: rollout.embedded.kv_cache_bytes; None = SHARE of an accelerator's free memory, measured while the
+    stores are empty, and no limit on a CPU. token_bytes: keys and values of a token in all layers, by the model's
+    config; None = unknown. It counts until the stores have tiles."""
+
+    def __init__(
+        self, num_bytes: int | None, token_bytes: int | None, device: torch.device, running: KVStore, prompts: KVStore
+    ):
+        self._num_bytes, self._token_bytes, self._device = num_bytes, token_bytes, device
+        self._running, self._prompts = running, prompts
+        self._measured: int | None = None
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The limit; None = none."""
+        if self._num_bytes is None and self._measured is None and (free := free_bytes(self._device)) is not None:
+            self._measured = int(SHARE * free)
+        return self._measured if self._num_bytes is None else self._num_bytes
+
+    def fits(self, num_rows: int, longest: int, num_prompts: int, longest_prompt: int) -> bool:
+        """Whether the stores may have this many rows of these lengths. The tiles that they have count, too: tiles don't
+        get smaller."""
+        limit = self.num_bytes
+        if limit is None:
+            return True
+        self._token_bytes = self._running.token_bytes or self._token_bytes
+        if self._token_bytes is None:
+            return True
+        running = positions_of(num_rows, longest, self._running.rooms)
+        return (running + positions_of(num_prompts, longest_prompt, self._prompts.rooms)) * self._token_bytes <= limit
+
+    def require(self, request: Request, length: int) -> None:
+        """length: of the request's row at most. Raises: RequestError when the row would not fit even alone."""
+        limit = self.num_bytes
+        needed = positions_of(1, length) * (self._token_bytes or 0)
+        if limit is not None and needed > limit:
+            origin = f"{SHARE:.0%} of the device's free memory" if self._num_bytes is None else self._num_bytes
+            raise RequestError(
+                f"request {request.id} can never fit: the keys and values of its {length} tokens need {needed:,} "
+                f"bytes, and {limit:,} bytes are available (rollout.embedded.kv_cache_bytes: {origin}). Raise that "
+                "key if the device has the memory, or lower rollout.sampling.max_new_tokens"
+            )
+
+    def clear(self) -> None:
+        """Free the memory of both stores."""
+        self._running.clear()
+        self._prompts.clear()
+        self._measured = None

@@ -1,0 +1,130 @@
+"""The embedded engine's keys and values stay within their limit in bytes, which changes no answer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny_engines import ask, tiny_engine
+from tiny_models import tiny_lm
+
+from meshrl.core.errors import RequestError
+from meshrl.core.types import Request, Turn, turn_seed
+from meshrl.rollout.embedded.engine import EmbeddedEngine
+from meshrl.rollout.embedded.kv_cache import positions_of
+
+TOKEN = 2 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, head size, fp32
+
+
+@pytest.fixture(scope="module")
+def lm() -> torch.nn.Module:
+    return tiny_lm("qwen2")
+
+
+def _requests(seed: int) -> list[Request]:
+    """Groups with one prompt, some of their members apart; rows of 1 to 3 tiles."""
+    rng = random.Random(seed)
+    contexts = [[rng.randrange(64) for _ in range(rng.choice((1, 30, 128, 200)))] for _ in range(4)]
+    requests = [
+        ask(f"{i}/{g}", context, seed=turn_seed(seed, i, g, 0), max_new_tokens=rng.choice((1, 9, 30, 70)))
+        for i, context in enumerate(contexts)
+        for g in range(4)
+    ]
+    rng.shuffle(requests)
+    return requests
+
+
+def _run(engine: EmbeddedEngine, requests: list[Request], flush_every: int = 0) -> tuple[dict[str, Turn], int, int]:
+    """The turns, the most rows at a time, and the most bytes of the tiles. flush_every: steps between two flushes, as
+    those of a sync, after which running requests continue; half of the requests come later, between the others."""
+    pending, turns, rows, peak, steps = list(requests), {}, 0, 0, 0
+    while pending or engine.has_work:
+        for request in pending[: 16 if not steps else 1]:
+            engine.submit(request)
+        pending = pending[16 if not steps else 1 :]
+        turns.update(engine.step())
+        steps += 1
+        rows, peak = max(rows, engine.stats().running), max(peak, engine._runner.num_bytes)
+        if flush_every and steps % flush_every == 0:
+            engine.drop_caches()
+        assert steps < 3000, "no progress"
+    return turns, rows, peak
+
+
+@pytest.mark.parametrize(("seed", "flush_every"), [(0, 0), (1, 17)])
+def test_the_limit_holds_and_changes_no_token(lm: torch.nn.Module, seed: int, flush_every: int) -> None:
+    """Shared prompts, forks of one context, and requests that continue after a sync: all end, with the same tokens."""
+    requests = _requests(seed) + [ask(f"late {r.id}", r.context_ids, seed=r.seed) for r in _requests(seed)[:6]]
+    loose, most_rows, most_bytes = _run(tiny_engine(lm, max_context_tokens=512), requests)
+    row = positions_of(1, 269) * TOKEN  # the longest request alone
+    for limit in (row, 3 * row):
+        assert limit < most_bytes
+        engine = tiny_engine(lm, max_context_tokens=512, kv_cache_bytes=limit)
+        turns, rows, peak = _run(engine, requests, flush_every)
+        assert peak <= limit and rows < most_rows
+        assert {i: t.output_ids.tolist() for i, t in turns.items()} == {
+            i: t.output_ids.tolist() for i, t in loose.items()
+        }
+
+
+def test_rows_wait_for_memory_that_is_there_for_as_many_as_fit(lm: torch.nn.Module) -> None:
+    requests = [ask(str(i), [i], max_new_tokens=120) for i in range(8)]
+    _, rows, peak = _run(tiny_engine(lm, kv_cache_bytes=positions_of(5, 120) * TOKEN), requests)
+    assert rows == 5 and peak == 5 * 128 * TOKEN
+
+
+def test_a_long_request_gets_the_memory_of_tiles_and_of_a_prompt_that_another_one_waits_for(
+    lm: torch.nn.Module,
+) -> None:
+    """Nothing runs then, so nothing else would free them."""
+    short = [ask(f"short {i}", [5] * 100, seed=i, max_new_tokens=20) for i in range(3)]
+    requests = [*short[:2], ask("long", [3] * 300, max_new_tokens=9), short[2]]
+    turns, rows, peak = _run(tiny_engine(lm, max_context_tokens=512, kv_cache_bytes=3 * 128 * TOKEN), requests)
+    assert len(turns) == 4 and rows == 2 and peak == 3 * 128 * TOKEN
+    loose, _, _ = _run(tiny_engine(lm, max_context_tokens=512), requests)
+    assert all(turns[name].output_ids.tolist() == loose[name].output_ids.tolist() for name in turns)
+
+
+def test_a_request_that_can_never_fit_is_refused(lm: torch.nn.Module) -> None:
+    engine = tiny_engine(lm, kv_cache_bytes=128 * TOKEN)
+    engine.submit(ask("fits", [3] * 100, max_new_tokens=29))
+    text = (
+        r"request long can never fit: the keys and values of its 129 tokens need 65,536 bytes, and 32,768 bytes are "
+        r"available \(rollout.embedded.kv_cache_bytes: 32768\)"
+    )
+    with pytest.raises(RequestError, match=text):
+        engine.submit(ask("long", [3] * 100, max_new_tokens=30))
+    assert len(engine.step()) == 0 and engine.stats().waiting == 0
+
+
+def test_the_default_follows_the_free_memory_of_an_accelerator(
+    lm: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured again after a flush, when a trainer may have freed or taken memory; a CPU has no limit."""
+    engine = tiny_engine(lm)
+    assert engine._runner.bound.num_bytes is None
+    free = {"device": 1000, "reserved": 500, "allocated": 300}
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (free["device"], 10**6))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: free["reserved"])
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: free["allocated"])
+    engine._runner.bound._device = torch.device("meta")
+    assert engine._runner.bound.num_bytes == 960  # 80 % of 1,200
+    with pytest.raises(RequestError, match=r"960 bytes are available .*: 80% of the device's free memory\)"):
+        engine.submit(ask("a", [3]))
+    free["device"] = 10**6
+    assert engine._runner.bound.num_bytes == 960
+    engine.drop_caches()
+    assert engine._runner.bound.num_bytes == 800_160
+
+
+def test_the_bytes_of_a_token_are_those_of_the_tiles_where_the_config_states_others() -> None:
+    """Layers of JetMoe have more heads than its config has of keys and values."""
+    engine = tiny_engine(tiny_lm("jetmoe"), kv_cache_bytes=10**6)
+    engine.submit(ask("a", [3]))
+    assert engine._runner.bound._token_bytes == TOKEN
+    engine.step()
+    engine.submit(ask("b", [3]))
+    engine.step()
+    assert engine._runner.bound._token_bytes == 2 * TOKEN == engine._runner.running.token_bytes
