@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from meshrl.core.errors import DataError, MeshrlError
 from meshrl.core.files import Unreadable, is_there, open_plain
 from meshrl.monitor.jsonl import data_errors
+from meshrl.monitor.jsonl import parse_large
 from meshrl.monitor.trace import (
     BETWEEN_STEPS,
     CONTROLLER,
@@ -75,11 +74,11 @@ def read_profile(path: Path) -> Profile:
     """
     data, is_cut = _content(path), False
     try:
-        record = orjson.loads(data)  # fast, with few checks: it is large
+        record = parse_large(data)
     except ValueError as cause:
         end, is_cut = data.rfind(b"\n  },"), True  # of the last complete event
         try:
-            record = orjson.loads(data[: max(0, end)] + b"\n  }]}")
+            record = parse_large(data[: max(0, end)] + b"\n  }]}")
         except ValueError:
             raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
     if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):

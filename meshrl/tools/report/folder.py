@@ -224,11 +224,11 @@ def read_evaluation(path: Path, term: str | None, pass_score: float) -> tuple[in
                 asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], plain_text(prompt.answer))
             score = judged_score(trajectory, term)
             passed = score is not None and score >= pass_score
-            said = []  # what was sampled, as text with special tokens, and what tools answered
+            dialogue = []  # what was sampled, as text with special tokens, and what tools answered
             for turn, text in zip(trajectory.turns, logged.texts, strict=True):
-                said += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
-                said.append(("assistant", plain_text(text)))
-            asked[prompt.id].answers.append(LoggedAnswer(said, score, passed, trajectory.status))
+                dialogue += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
+                dialogue.append(("assistant", plain_text(text)))
+            asked[prompt.id].answers.append(LoggedAnswer(dialogue, score, passed, trajectory.status))
     with data_errors(str(path), "the rollouts of an evaluation"):
         return int(path.stem.rpartition("_")[2]), asked
 
