@@ -13,8 +13,7 @@ from typing import Any
 
 from meshrl.core.errors import DataError, MeshrlError
 from meshrl.core.files import Unreadable, is_there, open_plain
-from meshrl.monitor.jsonl import data_errors
-from meshrl.monitor.jsonl import parse_large
+from meshrl.monitor.jsonl import data_errors, parse_large
 from meshrl.monitor.trace import (
     BETWEEN_STEPS,
     CONTROLLER,
