@@ -10,7 +10,7 @@ from tiny_run import steps_of, train, write_run
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError, MeshrlError
-from meshrl.loops import deadlines
+from meshrl.loops import collect
 from meshrl.loops.collect import gather_with_deadline
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 
@@ -19,7 +19,7 @@ CLUSTER = ClusterConfig(deadlines=Deadlines(rollout=0.2))
 
 @pytest.fixture(autouse=True)
 def no_slack(monkeypatch):
-    monkeypatch.setattr(deadlines, "_SLACK_S", 0.0)
+    monkeypatch.setattr(collect, "_SLACK_S", 0.0)
 
 
 async def ask_a_tool():
