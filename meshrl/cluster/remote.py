@@ -14,7 +14,6 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.node_agent import AgentConnection, Hello, NodeAgent, RemoteProcess
@@ -63,7 +62,9 @@ class RemoteExecutor(ProcessExecutor, ABC):
         self._host = await self.find_machines()
         for spec in self.specs:
             self._expect("control", spec.rank)
-        self._listener = Listener(self._host, self.token, partial(loop.call_soon_threadsafe, self._connected))
+        self._listener = Listener(
+            self._host, self.token, lambda *agent: loop.call_soon_threadsafe(self._connected, *agent)
+        )
         await self.await_agents(sorted(await self.start_agents(self._listener.address)))
         await super().start()
 
