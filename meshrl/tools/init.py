@@ -69,7 +69,13 @@ def init(folder: Path, model: str) -> str:
     if subject.state is not None:
         raise ConfigError(f"{subject.text} has no model yet; write it by: meshrl convert {subject.state} OUT")
     path = str(subject.model)
-    template, origin = _template(path)
+    tokenizer = load_tokenizer(path)
+    template, origin = tokenizer.chat_template, "the tokenizer's own"
+    template = template.get("default") if isinstance(template, dict) else template
+    if not template and set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
+        template, origin = BUILT_IN["chatml"], "chatml, because the tokenizer has none but its tokens"
+    elif not template:
+        template, origin = PLAIN_TEMPLATE, "the bare text, the tokenizer has none"
     tokenizer = load_tokenizer(path, template)
     task, rows = _fitting_rows(path, tokenizer)
     files = {
@@ -90,18 +96,6 @@ def init(folder: Path, model: str) -> str:
         f"check it:  meshrl train {config} --explain\n"
         f"train:     meshrl train {config}"
     )
-
-
-def _template(path: str) -> tuple[str, str]:
-    """The text of a chat template for this model, and in words where it is from."""
-    tokenizer = load_tokenizer(path)
-    template = tokenizer.chat_template
-    template = template.get("default") if isinstance(template, dict) else template
-    if template:
-        return template, "the tokenizer's own"
-    if set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
-        return BUILT_IN["chatml"], "chatml, because the tokenizer has none but its tokens"
-    return PLAIN_TEMPLATE, "the bare text, the tokenizer has none"
 
 
 def _fitting_rows(path: str, tokenizer: Any) -> tuple[_Task, list[Row]]:

@@ -71,7 +71,16 @@ def read_profile(path: Path) -> Profile:
 
     Raises: DataError, which names the file, if it is no such trace.
     """
-    data, is_cut = _content(path), False
+    try:
+        with open_plain(path) as file:
+            data = file.read(MAX_BYTES + 1)
+        if data.startswith(b"\x1f\x8b"):  # if the end of a compressed file is missing, what is before it is used
+            data = zlib.decompressobj(wbits=31).decompress(data, MAX_BYTES + 1)
+    except (OSError, Unreadable, zlib.error) as cause:
+        raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
+    if len(data) > MAX_BYTES:
+        raise DataError(f"{path}: more than {MAX_BYTES:,} bytes of JSON; record fewer steps")
+    is_cut = False
     try:
         record = parse_large(data)
     except ValueError as cause:
@@ -84,20 +93,6 @@ def read_profile(path: Path) -> Profile:
         raise DataError(f"{path}: not a trace of torch.profiler: it has no list traceEvents")
     with data_errors(str(path), "a trace of torch.profiler"):
         return _profile(record, is_cut)
-
-
-def _content(path: Path) -> bytes:
-    """The JSON; if the end of a compressed file is missing, what is before it."""
-    try:
-        with open_plain(path) as file:
-            data = file.read(MAX_BYTES + 1)
-        if data.startswith(b"\x1f\x8b"):
-            data = zlib.decompressobj(wbits=31).decompress(data, MAX_BYTES + 1)
-    except (OSError, Unreadable, zlib.error) as cause:
-        raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
-    if len(data) > MAX_BYTES:
-        raise DataError(f"{path}: more than {MAX_BYTES:,} bytes of JSON; record fewer steps")
-    return data
 
 
 def _profile(record: dict[str, Any], is_cut: bool) -> Profile:

@@ -123,6 +123,15 @@ def read_run(folder: Path) -> RunFolder:
         read_part(problems, lines.extend, metrics_lines(path, units))  # the lines before a damaged one stay
     settings = read_part(problems, read_settings, folder / "config.yaml") or []
     criterion, is_evaluation = criterion_of(settings), any(setting.origin == "meshrl eval" for setting in settings)
+    phases: dict[str, dict[int, float]] = {}
+    for before, line in zip([None, *lines], lines):
+        step = max(line.step, 1)  # an evaluation before the first step is shown with that step
+        spent = seconds_by_phase(line)
+        rest = line.time - before.time - sum(spent.values()) if before else 0.0
+        spent["other"] = rest if 0 < rest < PAUSE_S else 0.0
+        for phase, seconds in spent.items():
+            phases.setdefault(phase, {}).setdefault(step, 0.0)
+            phases[phase][step] += seconds
     series, comparable = dict[str, Series](), evaluations(lines, criterion[0])
     for line in lines:
         for name, value in line.metrics.items():
@@ -141,7 +150,7 @@ def read_run(folder: Path) -> RunFolder:
         verdict=verdict_of(comparable, best),
         lines=lines,
         series=series,
-        phases=_phases(lines),
+        phases=phases,
         wall_s=max(state.result.get("wall_s") or 0.0, lines[-1].time - lines[0].time if lines else 0.0),
         settings=settings,
         notes=read_part(problems, text_of_file, folder / NOTES_FILE) or "",
@@ -156,19 +165,6 @@ def read_run(folder: Path) -> RunFolder:
 
 def seconds_by_phase(line: MetricsLine) -> dict[str, float]:
     return {n[5:-2]: s for n, s in line.metrics.items() if n.startswith("time/") and n.endswith("_s")}
-
-
-def _phases(lines: list[MetricsLine]) -> dict[str, dict[int, float]]:
-    phases: dict[str, dict[int, float]] = {}
-    for before, line in zip([None, *lines], lines):
-        step = max(line.step, 1)  # an evaluation before the first step is shown with that step
-        spent = seconds_by_phase(line)
-        rest = line.time - before.time - sum(spent.values()) if before else 0.0
-        spent["other"] = rest if 0 < rest < PAUSE_S else 0.0
-        for phase, seconds in spent.items():
-            by_step = phases.setdefault(phase, {})
-            by_step[step] = by_step.get(step, 0.0) + seconds
-    return phases
 
 
 def text_of_file(path: Path) -> str:
@@ -224,11 +220,11 @@ def read_evaluation(path: Path, term: str | None, pass_score: float) -> tuple[in
                 asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], plain_text(prompt.answer))
             score = judged_score(trajectory, term)
             passed = score is not None and score >= pass_score
-            dialogue = []  # what was sampled, as text with special tokens, and what tools answered
+            conversation = []  # what was sampled, as text with special tokens, and what tools answered
             for turn, text in zip(trajectory.turns, logged.texts, strict=True):
-                dialogue += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
-                dialogue.append(("assistant", plain_text(text)))
-            asked[prompt.id].answers.append(LoggedAnswer(dialogue, score, passed, trajectory.status))
+                conversation += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
+                conversation.append(("assistant", plain_text(text)))
+            asked[prompt.id].answers.append(LoggedAnswer(conversation, score, passed, trajectory.status))
     with data_errors(str(path), "the rollouts of an evaluation"):
         return int(path.stem.rpartition("_")[2]), asked
 

@@ -16,6 +16,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from meshrl.loops.group_limits import GroupLimits
@@ -134,7 +135,9 @@ class Simulation:
             row.group.unfinished -= 1
             self.num_running -= 1
             if not row.group.unfinished:
-                self._grade(row.group)
+                row.group.sampler.num_groups -= 1
+                self._grader_free_at = max(self._grader_free_at, self.now) + self.costs.reward_group_s
+                self.at(self._grader_free_at, partial(self._scored, row.group))
         if following:
             self._send(following)
         if not sampler.running and not sampler.waiting and sampler.busy_since is not None:
@@ -142,16 +145,10 @@ class Simulation:
             sampler.busy_since = None
         self.on_turn_end()
 
-    def _grade(self, group: SimulatedGroup) -> None:
-        group.sampler.num_groups -= 1
-        self._grader_free_at = max(self._grader_free_at, self.now) + self.costs.reward_group_s
-
-        def scored() -> None:
-            group.scored_at = self.now
-            self.num_scored += 1
-            self.on_scored(group)
-
-        self.at(self._grader_free_at, scored)
+    def _scored(self, group: SimulatedGroup) -> None:
+        group.scored_at = self.now
+        self.num_scored += 1
+        self.on_scored(group)
 
     def drop(self, group: SimulatedGroup) -> None:
         group.dropped = True

@@ -64,7 +64,17 @@ def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]
     answer = find_answer(run, which)
     weights, wanted = choose_weights(run, answer)
     ids, sampled, notes = _row(answer.trajectory)
-    texts, maps = _computed(weights, ids)
+    from meshrl.model.attention_maps import attention_maps  # imports torch
+    from meshrl.model.recipe import load_causal_lm
+
+    with tempfile.TemporaryDirectory(prefix="meshrl-attention-") as made:
+        place = weights.place
+        if (state_in(Path(place)) / MANIFEST).is_file():
+            place = f"{made}/model"
+            convert(Path(weights.place), Path(place))
+        tokenizer = load_tokenizer(place)
+        texts = [printable(text_of(tokenizer, ids[i : i + 1], special=True)) for i in range(len(ids))]
+        maps = attention_maps(load_causal_lm(place), ids)
     used = f"the weights after step {weights.step}" if weights.step else "the weights before the first step"
     origin = f"Computed in fp32 with {used} ({weights.place})"
     if weights.step == wanted:
@@ -172,21 +182,6 @@ def _finished_steps(run: Path, answer: ChosenAnswer) -> int:
 
 
 # ---- the page
-
-
-def _computed(weights: SavedWeights, ids: np.ndarray) -> tuple[list[str], Any]:
-    """The texts of the tokens, and their AttentionMaps."""
-    from meshrl.model.attention_maps import attention_maps  # imports torch
-    from meshrl.model.recipe import load_causal_lm
-
-    with tempfile.TemporaryDirectory(prefix="meshrl-attention-") as made:
-        place = weights.place
-        if (state_in(Path(place)) / MANIFEST).is_file():
-            place = str(Path(made) / "model")
-            convert(Path(weights.place), Path(place))
-        tokenizer = load_tokenizer(place)
-        texts = [printable(text_of(tokenizer, ids[i : i + 1], special=True)) for i in range(len(ids))]
-        return texts, attention_maps(load_causal_lm(place), ids)
 
 
 def _page(run: Path, answer: ChosenAnswer, texts: list[str], sampled: np.ndarray, maps: Any, notes: list[str]) -> str:

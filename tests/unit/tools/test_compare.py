@@ -77,7 +77,8 @@ def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys)
 
 
 def test_the_page_has_tables_curves_with_intervals_and_answers_side_by_side(runs, tmp_path):
-    write_report(runs[0])
+    for run in runs:
+        write_report(run)
     _, path = compare(runs, None)
     page = path.read_text(encoding="utf-8")
     seen = Page(page)
@@ -85,6 +86,7 @@ def test_the_page_has_tables_curves_with_intervals_and_answers_side_by_side(runs
     assert "train.lr 1e-05 0.001" in seen.text and "+0.450 [0.185, 0.633] better" in seen.text
     assert "q1 expected answer 42 a: score 0 0 at 2 b: score 1 1 at 2" in seen.text
     assert '<a href="report.html">Report</a><b>Compare</b>' in page
+    assert '<p>Reports: <a href="report.html">a</a> · <a href="../b/report.html">b</a></p>' in page
     assert '<a href="compare.html">Compare</a>' in (runs[0] / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
     other = tmp_path / "other.html"
