@@ -47,9 +47,15 @@ def disk_use(
         evals = 1 + _times(num_steps, config.loop.eval_every_steps) if sizes.num_eval_prompts else 0
     else:
         num_steps, evals, with_model = config.sft.num_steps, 0, 0
-    num_states, states = _states(config, num_steps, every_steps, every_s, sizes)
-    parts = [
-        states,
+    at_evals = config.loop.eval_every_steps if every_steps is None and isinstance(config, RunConfig) else 0
+    when = [f"every {every_steps} steps"] if every_steps else []
+    when += [f"at each evaluation (every {at_evals} steps)"] if at_evals else []
+    when += [f"every {every_s:g} s"] if every_s else []
+    saved, keep = num_steps if every_s else _times(num_steps, every_steps or at_evals), config.run.keep_checkpoints
+    num_states = min(saved, keep + 1)  # an old state is removed when the new one is complete
+    states = f"{num_states} x {size_text(sizes.state_bytes)}; written {', '.join([*when, 'at the end'])}"
+    parts: list[_Written] = [
+        ("states", num_states * sizes.state_bytes, f" ({states}, newest {keep} kept)"),
         _models(config, _times(num_steps, with_model), num_states, evals, sizes),
         *(_rollouts(config, evals, sizes) if isinstance(config, RunConfig) else ()),
         ("metrics", (num_steps + evals) * 3000, ""),  # a line of metrics.jsonl
@@ -72,23 +78,6 @@ def disk_use(
 def _times(num_steps: int, every: int) -> int:
     """How often something is done that is done every `every` steps (0 = never) and after the last one."""
     return num_steps // every + (num_steps % every > 0) if every else 1
-
-
-def _states(
-    config: RunConfig | SftRunConfig, num_steps: int, every_steps: int | None, every_s: float, sizes: WrittenSizes
-) -> tuple[int, _Written]:
-    """The number of states on disk, and their part of the text."""
-    at_evals = config.loop.eval_every_steps if every_steps is None and isinstance(config, RunConfig) else 0
-    when = [f"every {every_steps} steps"] if every_steps else []
-    when += [f"at each evaluation (every {at_evals} steps)"] if at_evals else []
-    when += [f"every {every_s:g} s"] if every_s else []
-    saved = num_steps if every_s else _times(num_steps, every_steps or at_evals)
-    keep = config.run.keep_checkpoints
-    count = min(saved, keep + 1)  # an old state is removed when the new one is complete
-    text = (
-        f" ({count} x {size_text(sizes.state_bytes)}; written {', '.join([*when, 'at the end'])}, newest {keep} kept)"
-    )
-    return count, ("states", count * sizes.state_bytes, text)
 
 
 def _models(

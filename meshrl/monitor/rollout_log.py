@@ -91,7 +91,16 @@ class RolloutLog:
             with place as aside, aside.open("a" if append else "w", encoding="utf-8") as file:
                 for trajectory, of_turns in zip(trajectories, texts):
                     record = _trajectory_record(trajectory, of_turns)
-                    _leave_out_repeated(record, trajectory, groups.setdefault(trajectory.group_id, _Group()))
+                    # Null stands for the prompt and the first context of the group, if an earlier line has them.
+                    group = groups.setdefault(trajectory.group_id, _Group())
+                    if group.prompt is trajectory.prompt:
+                        record["prompt"] = None
+                    group.prompt = group.prompt or trajectory.prompt
+                    for turn, turn_record in zip(trajectory.turns[:1], record["turns"]):
+                        if group.context_ids is None:
+                            group.context_ids = turn.context_ids
+                        elif np.array_equal(group.context_ids, turn.context_ids):
+                            turn_record["context_ids"] = None
                     file.write(to_line({"schema": SCHEMA, "step": step, **record}))
             if not append:
                 write_tokens(tokens_file(path), trajectories, texts, self._token_texts, trainer)
@@ -125,18 +134,6 @@ class _Group:
 
     prompt: Prompt | None = None
     context_ids: np.ndarray | None = None
-
-
-def _leave_out_repeated(record: Record, trajectory: Trajectory, group: _Group) -> None:
-    """Write null for the prompt and the first context of the group, if an earlier line has them."""
-    if group.prompt is trajectory.prompt:
-        record["prompt"] = None
-    group.prompt = group.prompt or trajectory.prompt
-    for turn, turn_record in zip(trajectory.turns[:1], record["turns"]):
-        if group.context_ids is None:
-            group.context_ids = turn.context_ids
-        elif np.array_equal(group.context_ids, turn.context_ids):
-            turn_record["context_ids"] = None
 
 
 def step_files(folder: Path, first_step: int) -> list[Path]:
@@ -210,20 +207,19 @@ def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:
             "ids": t.prompt.ids,
             "media": {name: _fields(media, _MEDIA) for name, media in t.prompt.media.items()},
         },
-        "turns": [{"text": text, **_turn_record(turn)} for text, turn in zip(texts, t.turns)],
-    }
-
-
-def _turn_record(t: Turn) -> Record:
-    return {
-        **_fields(t, _TURN),
-        **_fields(t, list(_TOKENS)),
-        "reward": t.reward,
-        "media_spans": [list(span) for span in t.media_spans],
-        "routed_experts": None if t.routed_experts is None else _array_record(t.routed_experts),
-        "extras": {name: _array_record(array) for name, array in t.extras.items()},
-        "sampling": _fields(t.sampling, _SAMPLING),
-        "times": _fields(t.times, _TIMES),
+        "turns": [
+            {
+                "text": text,
+                **_fields(turn, [*_TURN, *_TOKENS]),
+                "reward": turn.reward,
+                "media_spans": [list(span) for span in turn.media_spans],
+                "routed_experts": None if turn.routed_experts is None else _array_record(turn.routed_experts),
+                "extras": {name: _array_record(array) for name, array in turn.extras.items()},
+                "sampling": _fields(turn.sampling, _SAMPLING),
+                "times": _fields(turn.times, _TIMES),
+            }
+            for text, turn in zip(texts, t.turns)
+        ],
     }
 
 
