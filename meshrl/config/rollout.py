@@ -225,8 +225,17 @@ def engine_problems(case: Case) -> Iterator[Problem]:
         yield Problem(keys, f"{reason}. Use one of the two.", void=keys, reason=reason)
     if rollout.engine == "vllm":
         yield from _own_server(case, "vllm", rollout.vllm)
-    if rollout.engine == "sglang":
-        yield from _sglang(case)
+    if rollout.engine == "sglang" and rollout.sglang.url is None:
+        yield from _own_server(case, "sglang", rollout.sglang)
+    elif rollout.engine == "sglang":
+        yield from _address("rollout.sglang.url", rollout.sglang.url)
+        name, ranks = case.rl.sampling_ranks
+        if ranks != rollout.tp_size:
+            text = (
+                f"one server is one replica, of tp ranks, but {ranks} ranks sample. Without a url each replica starts "
+                "its own server."
+            )
+            yield Problem(("rollout.sglang.url", name), text)
     if rollout.engine == "endpoint":
         yield from _endpoint(rollout.endpoint, case.purpose)
 
@@ -250,8 +259,19 @@ def _sampling(case: Case) -> Iterator[Problem]:
             (f"rollout.{section}.temperature", "loop.eval_samples"),
             f"{text}, or loop.eval_samples: 1 for greedy answers.",
         )
-    if case.purpose == "eval":
-        yield from _overrides_of_training(case)
+    used = config.eval_sampling
+    for name in EvalSamplingConfig.model_fields if case.purpose == "eval" else ():
+        # On the command line of an evaluation, which samples differently. In a file they are those of the training.
+        override = case.given.get(f"rollout.sampling.{name}")
+        if override is None or override.origin != COMMAND_LINE:
+            continue
+        is_idle = used.temperature == 0 and override.value != _FILTERS.get(name, override.value)
+        if is_idle or override.value != getattr(used, name):
+            greedy = config.loop.eval_samples == 1 and config.rollout.eval_sampling.temperature is None
+            how = "is greedy, because loop.eval_samples is 1" if greedy else "samples with rollout.eval_sampling"
+            keys = ["temperature", name] if is_idle else [name]
+            remedy = " and ".join(f"rollout.eval_sampling.{key}" for key in keys)
+            yield Problem((f"rollout.sampling.{name}",), f"would have no effect: the evaluation {how}. Set {remedy}.")
     if any(token < 0 for token in sampling.stop_token_ids):
         yield Problem(("rollout.sampling.stop_token_ids",), "token ids are 0 or more.")
     if "" in sampling.stop:
@@ -270,23 +290,6 @@ def _sampling(case: Case) -> Iterator[Problem]:
 
 
 _FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # key of rollout.sampling -> the value that means off
-
-
-def _overrides_of_training(case: Case) -> Iterator[Problem]:
-    """Values of rollout.sampling on the command line of an evaluation, which samples differently. In a file they are
-    those of the training."""
-    used = case.rl.eval_sampling
-    for name in EvalSamplingConfig.model_fields:
-        override = case.given.get(f"rollout.sampling.{name}")
-        if override is None or override.origin != COMMAND_LINE:
-            continue
-        is_idle = used.temperature == 0 and override.value != _FILTERS.get(name, override.value)
-        if is_idle or override.value != getattr(used, name):
-            greedy = case.rl.loop.eval_samples == 1 and case.rl.rollout.eval_sampling.temperature is None
-            how = "is greedy, because loop.eval_samples is 1" if greedy else "samples with rollout.eval_sampling"
-            keys = ["temperature", name] if is_idle else [name]
-            remedy = " and ".join(f"rollout.eval_sampling.{key}" for key in keys)
-            yield Problem((f"rollout.sampling.{name}",), f"would have no effect: the evaluation {how}. Set {remedy}.")
 
 
 def _ranks(case: Case) -> Iterator[Problem]:
@@ -359,21 +362,6 @@ def _own_server(case: Case, engine: str, cfg: VllmConfig | SglangConfig) -> Iter
             yield Problem((f"rollout.{engine}.args",), text)
 
 
-def _sglang(case: Case) -> Iterator[Problem]:
-    cfg = case.rl.rollout.sglang
-    if cfg.url is None:
-        yield from _own_server(case, "sglang", cfg)
-        return
-    yield from _address("rollout.sglang.url", cfg.url)
-    name, ranks = case.rl.sampling_ranks
-    if ranks != case.rl.rollout.tp_size:
-        text = (
-            f"one server is one replica, of tp ranks, but {ranks} ranks sample. Without a url each replica starts "
-            "its own server."
-        )
-        yield Problem(("rollout.sglang.url", name), text)
-
-
 def _endpoint(cfg: EndpointConfig, purpose: str) -> Iterator[Problem]:
     if cfg.url is None:
         yield Problem(("rollout.endpoint.url", "rollout.engine"), "the engine endpoint needs the address of a server.")
@@ -389,7 +377,7 @@ def _endpoint(cfg: EndpointConfig, purpose: str) -> Iterator[Problem]:
         yield Problem(("rollout.endpoint.weights",), text)
 
 
-def _address(key: str, url: str) -> Iterator[Problem]:
-    parts = urlsplit(url)
+def _address(key: str, url: str | None) -> Iterator[Problem]:
+    parts = urlsplit(url or "")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         yield Problem((key,), "must be an address with its scheme, such as http://127.0.0.1:30000.")
