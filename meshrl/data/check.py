@@ -52,7 +52,14 @@ def check_data(case: Case) -> Iterator[Problem]:
     kinds: dict[str, Kind] = {}
     for table in tables:
         yield from _table_problems(case, table, kinds)
-    yield from _without_effect(f"{name}.format", section.format, tables, kinds)
+    if section.format != "auto" and kinds and set(kinds.values()) == {"rows"}:
+        yield Problem((f"{name}.format",), "would have no effect: all rows are given in memory. Remove it.")
+    for owner in dict.fromkeys(table.section for table in tables if table.slice.subset is not None):
+        paths = [table.path for table in tables if table.section == owner]
+        its_kinds = {kinds[path] for path in paths if path in kinds}
+        if its_kinds and "hub" not in its_kinds:
+            key, reason = f"{owner}.subset", "only data sets on the Hugging Face hub have subsets"
+            yield Problem((key, *paths), f"would have no effect: {reason}. Remove it.", void=(key,), reason=reason)
     yield from _chat_template(case, name, section.chat_template, section.chat_template_kwargs)
 
 
@@ -125,19 +132,6 @@ def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind])
             unneeded = " If no reward needs an answer, set data.answer: null." if key == "data.answer" else ""
             text = f"no column {name!r} in the first row; it has {', '.join(map(repr, there))}.{unneeded}"
             yield Problem((key, table.path), text)
-
-
-def _without_effect(
-    format_key: str, format: str, tables: list[_ConfiguredTable], kinds: dict[str, Kind]
-) -> Iterator[Problem]:
-    if format != "auto" and kinds and set(kinds.values()) == {"rows"}:
-        yield Problem((format_key,), "would have no effect: all rows are given in memory. Remove it.")
-    for section in dict.fromkeys(table.section for table in tables if table.slice.subset is not None):
-        paths = [table.path for table in tables if table.section == section]
-        section_kinds = {kinds[path] for path in paths if path in kinds}
-        if section_kinds and "hub" not in section_kinds:
-            key, reason = f"{section}.subset", "only data sets on the Hugging Face hub have subsets"
-            yield Problem((key, *paths), f"would have no effect: {reason}. Remove it.", void=(key,), reason=reason)
 
 
 def _chat_template(case: Case, section: str, template: str | None, variables: dict[str, Any]) -> Iterator[Problem]:

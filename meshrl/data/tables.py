@@ -83,7 +83,13 @@ def open_table(
         if kind == "hub":
             return _from_hub(str(path), subset, split)
         if kind == "datasets":
-            return _from_saved(place, split)
+            folder = split_folder(place, split)
+            require_own_arrow_files(folder)
+            with _library_errors("this is not a complete folder of save_to_disk"):
+                dataset = _datasets().load_from_disk(str(folder))
+                dataset.data.validate()  # the offsets of rows are checked when rows are read
+            stem = "-".join(part.name for part in dict.fromkeys((place, folder)))
+            return DatasetTable(str(folder), stem, dataset)
         files = files_of(place, kind)
     tables: list[Table] = [ParquetTable(file) if kind == "parquet" else JsonlTable(file) for file in files]
     return tables[0] if len(tables) == 1 else Shards(str(path), tables)
@@ -287,17 +293,6 @@ class Shards(Table):
 
     def fingerprint(self) -> list[Any]:
         return [table.fingerprint() for table in self._tables]
-
-
-def _from_saved(path: Path, split: str | None) -> DatasetTable:
-    """The data set in a folder of save_to_disk. Raises: DataError, with a text that follows the path."""
-    folder = split_folder(path, split)
-    require_own_arrow_files(folder)
-    with _library_errors("this is not a complete folder of save_to_disk"):
-        dataset = _datasets().load_from_disk(str(folder))
-        dataset.data.validate()  # the offsets of rows are checked when rows are read
-    stem = "-".join(part.name for part in dict.fromkeys((path, folder)))
-    return DatasetTable(str(folder), stem, dataset)
 
 
 def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:

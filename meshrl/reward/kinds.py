@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +93,17 @@ def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | Non
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
         is_verl = {"solution_str", "ground_truth"} <= set(signature.parameters)
         verl = tuple(p for p in VERL if is_verl and p not in args and (open_ended or p in signature.parameters))
-        if not is_verl:
-            _check_first(list(signature.parameters))
+        first, lists = [*signature.parameters][:2], [name for name in signature.parameters if name in _LISTS]
+        if not is_verl and lists and first[0] != "completion":
+            raise TypeError(
+                f"the function takes {', '.join(lists)} as the lists of a batch, but a call here has one completion. "
+                "For a function of TRL write `def score(completion, answer, prompt): return trl_function(prompts=["
+                "prompt['messages']], completions=[[{'role': 'assistant', 'content': completion}]])[0]`"
+            )
+        if not is_verl and first[:1] != ["completion"] and ("completion" in first or set(first) & set(OFFERED)):
+            raise TypeError(
+                f"the first two arguments are the completion and the answer, in this order; this function has {first}"
+            )
         answered = {"solution_str", "ground_truth"} if is_verl else set(list(signature.parameters)[:2])
         named = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         accepted = [name for name in named if name not in answered]
@@ -116,21 +125,6 @@ def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | Non
         raise ConfigError(f"reward.terms.{term} of kind {kind!r} with args {args}: {error}") from error
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return Grader(function=function, args=args, takes=takes, verl=verl, is_async=is_async)
-
-
-def _check_first(names: Sequence[str]) -> None:
-    """Raises: TypeError for parameters of another order, or of lists, which would silently get something else."""
-    first, lists = list(names[:2]), [name for name in names if name in _LISTS]
-    if lists and first[0] != "completion":
-        raise TypeError(
-            f"the function takes {', '.join(lists)} as the lists of a batch, but a call here has one completion. For a "
-            "function of TRL write `def score(completion, answer, prompt): return trl_function(prompts=[prompt["
-            "'messages']], completions=[[{'role': 'assistant', 'content': completion}]])[0]`"
-        )
-    if first[:1] != ["completion"] and ("completion" in first or set(first) & set(OFFERED)):
-        raise TypeError(
-            f"the first two arguments are the completion and the answer, in this order; this function has {first}"
-        )
 
 
 def _unpickled(term: str, kind: str, pickled: bytes) -> RewardFn:
