@@ -39,7 +39,9 @@ class GroupBuffer:
         self.limits = GroupLimits(job.cfg.loop, max_running, num_samplers, job.step)
         self._groups: dict[int, StartedGroup] = {}  # by ordinal
         self._finished = set[int](job.cursor.get("finished", ()))  # trained or dropped, from the cursor on
-        self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
+        # A run that returned to a checkpoint does not have the later weights any more.
+        valid = (group for group in job.scored if max(_versions(group), default=0) <= job.trainer.version)
+        self._reusable = {group.trajectories[0].prompt.ordinal: group for group in valid}
         job.scored = []
         self._unsent = set[str]()  # sessions of started groups that have not sent a request yet
         self._filter, self._replaced = GroupFilter(job.cfg.loop), list[ScoredGroup]()
@@ -156,8 +158,3 @@ def _is_scored(task: asyncio.Task[ScoredGroup]) -> bool:
 
 def _versions(group: ScoredGroup) -> list[int]:
     return [int(v) for t in group.trajectories for turn in t.turns for v in turn.versions]
-
-
-def _is_valid(group: ScoredGroup, job: Job) -> bool:
-    """Whether the group was sampled by weights that the run still has after it returned to a checkpoint."""
-    return max(_versions(group), default=0) <= job.trainer.version

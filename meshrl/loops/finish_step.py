@@ -36,23 +36,6 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
     return metrics
 
 
-def _use_of_devices(job: Job, num_trained_tokens: int) -> list[Metric]:
-    """The trained tokens per second and device, and the fraction of a step in which each side had nothing to do, if
-    samplers have ranks of their own."""
-    now, spans = time.perf_counter(), job.run.spans
-    wall, job.step_started_at = now - job.step_started_at, now
-    busy = job.rollouts.routes.take_busy_s() / len(job.rollouts.routes.ranks)
-    speed = throughput(job.cfg.cluster, num_trained_tokens, wall)
-    if not job.cfg.cluster.num_rollout_ranks:
-        return [speed]
-    train = spans.seconds("train") + spans.seconds("sync")
-    return [
-        speed,
-        Metric(name="run/train_idle", sum=max(0.0, wall - train), weight=wall, unit="fraction"),
-        Metric(name="run/rollout_idle", sum=max(0.0, wall - busy), weight=wall, unit="fraction"),
-    ]
-
-
 async def finish_step(
     job: Job, trajectories: Sequence[Trajectory], metrics: list[Metric], cursor: dict[str, Any]
 ) -> None:
@@ -62,7 +45,14 @@ async def finish_step(
         metrics += device_metrics
     metrics += memory_metrics()
     metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
-    metrics += _use_of_devices(job, sum(int(m.sum) for m in metrics if m.name == "train/num_tokens"))
+    now, spans = time.perf_counter(), job.run.spans
+    wall, job.step_started_at = now - job.step_started_at, now
+    busy = job.rollouts.routes.take_busy_s() / len(job.rollouts.routes.ranks)
+    num_trained = sum(int(m.sum) for m in metrics if m.name == "train/num_tokens")
+    metrics.append(throughput(job.cfg.cluster, num_trained, wall))
+    if job.cfg.cluster.num_rollout_ranks:  # the fraction of a step in which each side had nothing to do
+        for name, took in (("train", spans.seconds("train") + spans.seconds("sync")), ("rollout", busy)):
+            metrics.append(Metric(name=f"run/{name}_idle", sum=max(0.0, wall - took), weight=wall, unit="fraction"))
     if (note := unknown_device(job.step, metrics)) is not None:
         job.run.note(note)
     metrics.append(Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"))

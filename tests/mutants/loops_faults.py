@@ -30,7 +30,7 @@ FAULTS = [
     ),
     Fault(
         "a run that returned to a checkpoint trains groups of weights that it has lost",
-        "meshrl/loops/buffer.py::_is_valid",
+        "meshrl/loops/buffer.py::GroupBuffer.__init__",
         "max(_versions(group), default=0) <= job.trainer.version => True",
         _RESUMED_GROUPS + "test_groups_of_lost_weights_are_sampled_again",
     ),
