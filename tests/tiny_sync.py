@@ -245,7 +245,7 @@ async def sync_ranks(ranks: Sequence[Rank], weights: Tensors, version: int, conn
         order = SyncOrder(
             header=header,
             connection_id=connection_id,
-            senders={sender: address for sender, address in peers.items() if address} if rank in samplers else {},
+            senders={sender: at for sender, at in peers.items() if at and (rank in samplers or at.for_groups)},
             number=samplers.index(rank) if rank in samplers else 0,
             num_receivers=len(samplers) - (rank.sender is not None and rank in samplers),
         )

@@ -214,7 +214,7 @@ def check_devices(
         return f"{num_ranks} ranks ({keys}) share the {cores} CPU cores of this machine, so each waits for the others"
     has_device = True  # whether a rank that only samples uses one: for its engine, or for a process group of NCCL
     if rollout is not None and rollout.sync_transport != "broadcast":
-        has_device = rollout.engine != "endpoint" and (rollout.engine != "sglang" or rollout.sglang.url is None)
+        has_device = rollout.uses_device
     users = [rank for rank in local if rank < num_train_ranks or has_device]
     devices = device_count()
     if len(users) <= devices or (is_launched() and may_have_own_device()):

@@ -134,16 +134,17 @@ class RankSync:
 
     def _new_transport(self, sender: int | None) -> Transport:
         """Shared memory and sockets; or an all-gather, if colocated ranks are on several machines or hold their weights
-        on accelerators; or broadcasts, if the config selects them."""
+        on accelerators; or broadcasts, if the config selects them or NCCL connects the devices of both sides."""
         spec, timeout_s = self._spec, self._spec.deadline_s("sync") / 2  # fails before the rank misses its deadline
         host = LOOPBACK if spec.nodes == 1 else spec.address
         if self._trainer is not None and self._colocated and (spec.nodes > 1 or self._device.type != "cpu"):
             assert sender is not None, "colocated train ranks send"
-            own_server = self._cfg.engine == "vllm" or (self._cfg.engine == "sglang" and self._cfg.sglang.url is None)
+            own_server = self._cfg.engine != "embedded" and self._cfg.uses_device
             reads = own_server and self._cfg.sync_mode == "full"  # else the rank reads them itself, or a user's server
             group = None if self._device == transfer_device(self._device) else replica_group(self._trainer.mesh)
             num_workers = self._cfg.tp_size if reads else 0
             return AllGather(self.layout, sender, host, self._device, timeout_s, num_workers, group)
-        if not self._colocated and self._cfg.sync_transport == "broadcast":
+        has_nccl = self._device.type != "cpu" and self._device == transfer_device(self._device)
+        if not self._colocated and (self._cfg.sync_transport == "broadcast" or (has_nccl and self._cfg.uses_device)):
             return Broadcast(self.layout, sender, host, transfer_device(self._device), timeout_s)
         return Sockets(self.layout, sender, host, machine=spec.rank // spec.num_local_ranks, timeout_s=timeout_s)

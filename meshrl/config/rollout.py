@@ -174,7 +174,7 @@ class RolloutConfig(Slice):
     """full = send all weights; delta = send only weights that changed since the last sync, if the sampler has that
     version. delta sends fewer bytes, but needs one more copy of the weights in the sampler's dtype, sharded over the
     train ranks; each replica of an engine other than embedded needs one more copy in host memory. On one machine
-    without torchrun or broadcast, where all weights go through shared memory in less time, delta is the same as full.
+    without torchrun or broadcast, where sending all weights takes less time, delta is the same as full.
     With LoRA, an embedded sampler always gets only the adapters; another engine gets only the adapters with
     delta, and merged weights with full"""
 
@@ -182,15 +182,20 @@ class RolloutConfig(Slice):
     """samplers on the train ranks' devices free their weights and KV caches while the train ranks train; each sync then
     sends all weights; null = on accelerators, if the engine can and sync_mode is full"""
     sync_transport: Literal["auto", "broadcast"] = "auto"
-    """how weights are sent to samplers in separate ranks: auto = by shared memory, or by TCP between machines;
-    broadcast = by a process group of each sender and all samplers (NCCL on GPUs, else gloo), for many samplers"""
+    """how weights are sent to samplers in separate ranks: broadcast = by one process group of all senders and samplers
+    (NCCL on GPUs, else gloo), for many samplers; auto = broadcast between GPUs, else by shared memory, or by TCP
+    between machines"""
 
     def releases(self, on_accelerators: bool) -> bool:
         """Whether colocated samplers release their memory."""
         if self.release_memory is not None:
             return self.release_memory
-        own = self.engine in CAN_RELEASE_MEMORY and (self.engine != "sglang" or self.sglang.url is None)
-        return on_accelerators and own and self.sync_mode == "full"
+        return on_accelerators and self.uses_device and self.sync_mode == "full"
+
+    @property
+    def uses_device(self) -> bool:
+        """Whether a rank that samples uses a device: for the engine in its process, or for a server that it starts."""
+        return self.engine != "endpoint" and (self.engine != "sglang" or self.sglang.url is None)
 
     @property
     def tp_size(self) -> int:

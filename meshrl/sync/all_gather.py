@@ -31,8 +31,6 @@ class AllGather(Transport):
     servers, have read the window before.
     """
 
-    collective = True
-
     def __init__(
         self,
         layout: Layout,

@@ -1,15 +1,16 @@
-"""Transfers by broadcast: each sender and its receivers are a process group, over gloo or the accelerator's own
-backend. A sender sends its bytes once, whatever the number of receivers.
+"""Transfers by broadcast, over gloo or the accelerator's own backend, in one process group of all senders and
+receivers. A sender sends its bytes once, whatever the number of receivers; it gets the transfers of other senders, too.
 
-Samplers in their own ranks form a group with each sender. A group can't be joined later, so a rank that replaces a
-failed one needs new groups. An unfinished broadcast ends with its group.
+A group can't be joined later, so a rank that replaces a failed one needs a new group. An unfinished broadcast ends with
+its group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +20,14 @@ import torch.distributed as dist
 from meshrl.core.device import abort_group, separate_group
 from meshrl.core.errors import SyncInterrupted
 from meshrl.parallel.store import listening_store
-from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, TransferByTransfer, delivery_from_facts, facts_bytes
+from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, Transport, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer
 
 
-class Broadcast(TransferByTransfer):
-    """One rank's end."""
+class Broadcast(Transport):
+    """One rank's end. In the group sender s has rank s, and the receivers come after the senders."""
+
+    double_buffered = True
 
     def __init__(
         self,
@@ -35,100 +38,104 @@ class Broadcast(TransferByTransfer):
         timeout_s: float,
     ):
         """sender: this rank's number among the senders; None = it only receives. host: the address under which other
-        ranks reach this machine. timeout_s: for forming a group, and for one broadcast."""
+        ranks reach this machine. timeout_s: for forming the group, and for one broadcast."""
         self._sender, self._host, self._device = sender, host, device
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._connection_id = self._prepared = ""
         self._store: dist.TCPStore | None = None
-        self._groups: dict[int, Any] = {}  # by sender
+        self._group: Any = None
+        self._num_senders, self._size = len(layout.senders), 0
         self._slot_bytes = layout.slot_bytes
-        self._slots = [self._empty() for _ in range(NUM_SLOTS)] if sender is not None else []
-        self._sending: list[list[Any]] = [[] for _ in range(NUM_SLOTS)]
-        self._received: dict[int, torch.Tensor] = {}  # by sender
-        self.num_bytes = len(self._slots) * layout.slot_bytes
+        self._slots: dict[tuple[int, int], torch.Tensor] = {}  # by sender and slot
+        self._sending: deque[list[Any]] = deque()  # of the newest windows
 
     def prepare(self, connection_id: str) -> Address | None:
-        """The address at which receivers form a group with this rank."""
-        if self._sender is None:
+        """The address of sender 0, at which all ranks form their group."""
+        if self._sender != 0:
             return None
         if self._store is None or connection_id != self._prepared:
             self.disconnect()
             self._store = listening_store(self._host, self._timeout)
             self._prepared = connection_id
-        return Address(host=self._host, port=self._store.port)
+        return Address(host=self._host, port=self._store.port, for_groups=True)
 
     async def connect(
         self, connection_id: str, senders: Mapping[int, Address], number: int, num_receivers: int
     ) -> None:
-        """Form the groups; with an unchanged connection_id, keep them. Waits for: their members.
+        """Form the group; with an unchanged connection_id, keep it. Waits for: its members.
 
         Raises: SyncError.
         """
         if connection_id == self._connection_id:
             return
+        if self._sender != 0:
+            self.disconnect()  # sender 0 has done it in `prepare`
+        at = self.prepare(connection_id) or senders[0]
+        rank, self._size = self._sender, self._num_senders + num_receivers
+        rank = self._num_senders + number if rank is None else rank
 
-        def join(sender: int, rank: int, at: Address) -> Any:
-            with _interrupted(f"the group of sender {sender} at {at.host}:{at.port} and its receivers can't be formed"):
+        def join() -> Any:
+            with _interrupted(f"the group of the senders and receivers at {at.host}:{at.port} can't be formed"):
                 store = dist.TCPStore(at.host, at.port, is_master=False, timeout=self._timeout)
-                return separate_group(store, rank, num_receivers + 1, self._device, self._timeout)
+                return separate_group(store, rank, self._size, self._device, self._timeout)
 
-        members = [(sender, number + 1, at) for sender, at in senders.items()]
-        own_address = self.prepare(connection_id)
-        if self._sender is not None and own_address is not None and num_receivers:
-            members.append((self._sender, 0, own_address))
-        groups = await asyncio.gather(*(asyncio.to_thread(join, *member) for member in members))
-        self._groups = {sender: group for (sender, _, _), group in zip(members, groups, strict=True)}
+        self._group = await asyncio.to_thread(join)
         self._connection_id = connection_id
 
     async def buffer(self, transfer: Transfer) -> torch.Tensor:
-        slot = transfer.index % NUM_SLOTS
-        await self._wait(transfer, self._sending[slot])
-        self._sending[slot] = []
-        return self._slots[slot]
+        await self._finish(NUM_SLOTS - 1)
+        return self._slot(transfer)
 
-    async def put(self, delivery: Delivery) -> Delivery:
-        payload, transfer = delivery.payload, delivery.transfer
-        assert payload is not None
-        if transfer.sender in self._groups:  # else this rank is its only receiver
-            facts = torch.frombuffer(bytearray(delivery.facts()), dtype=torch.uint8).to(self._device)
-            works = [self._begin(transfer, tensor) for tensor in (facts, payload) if tensor.numel()]
-            self._sending[transfer.index % NUM_SLOTS] = works
-        return delivery
-
-    async def get(self, transfer: Transfer) -> Delivery:
-        facts = torch.empty(facts_bytes(transfer), dtype=torch.uint8, device=self._device)
-        await self._wait(transfer, [self._begin(transfer, facts)])
-        if transfer.sender not in self._received:
-            self._received[transfer.sender] = self._empty()
-        slot = self._received[transfer.sender]
-        delivery = delivery_from_facts(transfer, facts.cpu().numpy().tobytes(), slot)
-        if delivery.num_bytes:
-            await self._wait(transfer, [self._begin(transfer, slot[: delivery.num_bytes])])
-        return delivery
+    async def exchange(self, window: Sequence[Transfer], filled: Delivery | None, receives: bool) -> list[Delivery]:
+        """Gather the facts of all transfers of the window, then broadcast each transfer."""
+        await self._finish(NUM_SLOTS - 1)
+        facts = torch.zeros(max(map(facts_bytes, window)), dtype=torch.uint8)
+        if filled is not None:
+            own = filled.facts()
+            facts[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        facts = facts.to(self._device)
+        gathered = facts.new_empty(self._size, len(facts))
+        with _interrupted(f"the window of {window[0]} could not be broadcast"):
+            await asyncio.to_thread(self._group._allgather_base(gathered.view(-1), facts).wait)
+            by_sender = gathered.cpu().numpy()
+            deliveries = [delivery_from_facts(t, by_sender[t.sender].tobytes(), self._slot(t)) for t in window]
+            self._sending.append(
+                [
+                    self._group.broadcast(delivery.payload, delivery.transfer.sender)
+                    for delivery in deliveries
+                    if delivery.num_bytes
+                ]
+            )
+        if not receives:
+            return []
+        await self._finish(0)
+        return deliveries
 
     def disconnect(self) -> None:
-        """Leave the groups, which ends them for all members."""
+        """Leave the group, which ends it for all members."""
         self._connection_id = self._prepared = ""
-        self._sending = [[] for _ in range(NUM_SLOTS)]
-        for group in self._groups.values():
-            abort_group(group)
-        self._groups, self._store = {}, None
+        self._sending.clear()
+        if self._group is not None:
+            abort_group(self._group)
+        self._group = self._store = None
 
     def close(self) -> None:
         self.disconnect()
-        self._slots = []
+        self._slots = {}
 
-    def _empty(self) -> torch.Tensor:
-        return torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+    def _slot(self, transfer: Transfer) -> torch.Tensor:
+        key = transfer.sender, transfer.index % NUM_SLOTS
+        if key not in self._slots:
+            self._slots[key] = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+            self.num_bytes += self._slot_bytes
+        return self._slots[key]
 
-    def _begin(self, transfer: Transfer, tensor: torch.Tensor) -> Any:
-        with _interrupted(f"{transfer} could not be broadcast"):
-            return self._groups[transfer.sender].broadcast(tensor, 0)
-
-    async def _wait(self, transfer: Transfer, works: list[Any]) -> None:
-        with _interrupted(f"{transfer} could not be broadcast"):
-            for work in works:
-                await asyncio.to_thread(work.wait)
+    async def _finish(self, num_left: int) -> None:
+        """Wait for all windows but the newest ones."""
+        while len(self._sending) > num_left:
+            with _interrupted("a window could not be broadcast"):
+                for work in self._sending.popleft():
+                    await asyncio.to_thread(work.wait)
 
 
 @contextmanager

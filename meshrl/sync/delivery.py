@@ -173,11 +173,11 @@ class Transport(Protocol):
     transfer of the others.
 
     Every wait ends when its task is cancelled; `disconnect` then ends the waits of other ranks.
-    collective: whether a rank without a sampler takes part in every exchange, too. num_bytes: memory of this rank's
-    slots.
+    double_buffered: whether the next window may be exchanged before this one's transfers are released. num_bytes:
+    memory of this rank's slots.
     """
 
-    collective: bool = False
+    double_buffered: bool = False
     num_bytes: int = 0
 
     def prepare(self, connection_id: str) -> Address | None:
@@ -215,6 +215,8 @@ class Transport(Protocol):
 
 class TransferByTransfer(Transport, Protocol):
     """A transport in which each sender sends its transfers alone, and each receiver gets them one after the other."""
+
+    double_buffered = True
 
     async def exchange(self, window: Sequence[Transfer], filled: Delivery | None, receives: bool) -> list[Delivery]:
         deliveries = []

@@ -46,7 +46,7 @@ class Sockets(TransferByTransfer):
         self._receivers: list[tuple[socket.socket, bool]] = []  # and whether it reads the shared memory itself
         self._slots_in_use = [False] * NUM_SLOTS
         self._senders: dict[int, tuple[socket.socket, SharedRingView | None]] = {}
-        self._buffers: dict[int, torch.Tensor] = {}  # by sender, for what other machines send
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}  # by sender and slot, for what other machines send
         if sender is not None:
             self._ring = SharedRing(NUM_SLOTS, layout.slot_bytes)
             self.num_bytes = NUM_SLOTS * layout.slot_bytes
@@ -112,12 +112,13 @@ class Sockets(TransferByTransfer):
         try:
             async with asyncio.timeout(self._timeout_s):
                 facts = await _read(sock, bytearray(facts_bytes(transfer)))
+                slot = transfer.index % NUM_SLOTS
                 if view is not None:
-                    slot = transfer.index % NUM_SLOTS
                     return delivery_from_facts(transfer, facts, view.slots[slot], view.slot_address(slot))
-                if transfer.sender not in self._buffers:
-                    self._buffers[transfer.sender] = torch.empty(self._layout.slot_bytes, dtype=torch.uint8)
-                buffer = self._buffers[transfer.sender]
+                key = transfer.sender, slot
+                if key not in self._buffers:
+                    self._buffers[key] = torch.empty(self._layout.slot_bytes, dtype=torch.uint8)
+                buffer = self._buffers[key]
                 delivery = delivery_from_facts(transfer, facts, buffer)
                 await _read(sock, buffer.numpy().data[: delivery.num_bytes])
                 return delivery

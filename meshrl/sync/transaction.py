@@ -3,6 +3,7 @@ sends, receives, or both; all ranks handle the same list of transfers in order."
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -218,8 +219,7 @@ async def sync_rank(
                 await receiver.receive(delivery)
     elif transport is not None:
         await transport.connect(order.connection_id, order.senders, order.number, order.num_receivers)
-        for window in layout.windows:
-            await _run_window(window, transport, sender, receiver)
+        await _run_windows(layout.windows, transport, sender, receiver)
     if sender is not None:
         sender.finish(order.header.version)
         sender.report.extra_bytes += 0 if transport is None else transport.num_bytes
@@ -230,26 +230,63 @@ async def sync_rank(
     return replace(ack, seconds={**ack.seconds, "wait": max(time.perf_counter() - started_at - worked, 0.0)})
 
 
-async def _run_window(
-    window: Sequence[Transfer], transport: Transport, sender: WeightSender | None, receiver: WeightReceiver | None
+async def _run_windows(
+    windows: Sequence[Sequence[Transfer]],
+    transport: Transport,
+    sender: WeightSender | None,
+    receiver: WeightReceiver | None,
 ) -> None:
-    """Send and receive one transfer of each sender. A sender fills its own transfer first, so that all senders cast at
-    the same time."""
-    filled = None
+    """Send and receive the windows in order, at most two at a time: while a server loads one, the next one is cast and,
+    if the transport has memory for both, sent. All senders cast at the same time, each its own transfer of the
+    window."""
+    loading: asyncio.Future[None] | None = None
+    try:
+        for window in windows:
+            filled = await _fill(window, transport, sender)
+            if loading is not None and (loading.done() or not transport.double_buffered):
+                await loading
+            with recorder.span("get", "copy", bytes=_num_bytes(window)):  # with the wait for the senders
+                deliveries = await transport.exchange(window, filled, receiver is not None)
+            if loading is not None:
+                await loading
+            if receiver is not None and deliveries:
+                loading = asyncio.ensure_future(_load(window, deliveries, filled, transport, receiver))
+                await asyncio.sleep(0)  # it begins, so that a server has its request before this rank casts
+        if loading is not None:
+            await loading
+    finally:
+        if loading is not None:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+
+
+async def _fill(window: Sequence[Transfer], transport: Transport, sender: WeightSender | None) -> Delivery | None:
+    """Cast this rank's transfer of the window, if it has one, into its slot."""
     for transfer in window:
         if sender is not None and transfer.sender == sender.sender:
             slot = await transport.buffer(transfer)
             with recorder.span("fill", "copy", bytes=transfer.num_bytes):
-                filled = sender.fill(transfer, slot)
-    num_bytes = sum(transfer.num_bytes for transfer in window)
-    with recorder.span("get", "copy", bytes=num_bytes):  # with the wait for the senders
-        deliveries = await transport.exchange(window, filled, receiver is not None)
-    if receiver is not None and deliveries:
-        with recorder.span("load", "copy", bytes=num_bytes):
-            await receiver.receive(*deliveries)
-        for delivery in deliveries:
-            if filled is None or delivery.transfer is not filled.transfer:
-                await transport.release_slot(delivery)
+                return sender.fill(transfer, slot)
+    return None
+
+
+async def _load(
+    window: Sequence[Transfer],
+    deliveries: Sequence[Delivery],
+    filled: Delivery | None,
+    transport: Transport,
+    receiver: WeightReceiver,
+) -> None:
+    """Load a window, then let the other senders use its slots again."""
+    with recorder.span("load", "copy", bytes=_num_bytes(window)):
+        await receiver.receive(*deliveries)
+    for delivery in deliveries:
+        if filled is None or delivery.transfer is not filled.transfer:
+            await transport.release_slot(delivery)
+
+
+def _num_bytes(window: Sequence[Transfer]) -> int:
+    return sum(transfer.num_bytes for transfer in window)
 
 
 def make_header(layout: Layout, version: int, states: Sequence[SyncState], mode: SyncMode) -> SyncHeader:

@@ -46,7 +46,7 @@ def machines(layout: Layout, num_ranks: int) -> Make:
     return lambda layout, sender, number: Sockets(layout, sender, "127.0.0.1", number)
 
 
-def own_groups(layout: Layout, num_ranks: int) -> Make:
+def one_group(layout: Layout, num_ranks: int) -> Make:
     return lambda layout, sender, number: Broadcast(layout, sender, "127.0.0.1", CPU, GATHER_S)
 
 
@@ -59,7 +59,7 @@ TRANSPORTS: dict[str, tuple[Callable[[Layout, int], Make], int]] = {  # -> and t
     "one machine, apart": (one_machine, 2),
     "machines, colocated": (machines, 0),
     "machines, apart": (machines, 2),
-    "own groups": (own_groups, 2),
+    "one group": (one_group, 2),
     "all-gather": (gathering, 0),
 }
 

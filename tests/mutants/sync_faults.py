@@ -17,7 +17,7 @@ FAULTS = [
         "after a failed sync ranks reuse their process groups",
         "meshrl/sync/broadcast.py::Broadcast.connect",
         "connection_id == self._connection_id => self._connection_id",
-        _SYNC_TRANSPORTS + "test_a_sampler_that_never_connects_is_left_out_of_the_next_sync[own groups]",
+        _SYNC_TRANSPORTS + "test_a_sampler_that_never_connects_is_left_out_of_the_next_sync[one group]",
     ),
     Fault(
         "the changes of a part are read at the offset of the full part",

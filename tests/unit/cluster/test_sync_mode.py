@@ -6,14 +6,18 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_specs import worker_spec
 
 from meshrl.cluster.actors import RankBoxes
 from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.launch import with_fastest_sync
+from meshrl.cluster.rank_sync import RankSync
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.sync.layout import Box
+from meshrl.sync.broadcast import Broadcast
+from meshrl.sync.layout import Box, make_layout
+from meshrl.sync.sockets import Sockets
 
 
 @pytest.mark.parametrize(
@@ -37,6 +41,31 @@ def test_under_torchrun_changes_are_sent_because_the_ranks_may_be_on_several_mac
         monkeypatch.setenv(name, value)
     rollout = RolloutConfig(sync_mode="delta")
     assert with_fastest_sync(rollout, ModelConfig(path="model"), 1).sync_mode == "delta"
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "transport"),
+    [
+        ("cuda", {}, Broadcast),
+        ("cuda", {"engine": "vllm"}, Broadcast),
+        ("cpu", {}, Sockets),
+        ("cpu", {"sync_transport": "broadcast"}, Broadcast),
+        ("xpu", {}, Sockets),  # its collectives have no group besides the default one
+        ("cuda", {"engine": "endpoint", "endpoint": {"url": "http://server:8000"}}, Sockets),  # reads files
+        ("cuda", {"engine": "sglang", "sglang": {"url": "http://server:8000"}}, Sockets),
+    ],
+)
+@pytest.mark.parametrize("sender", [0, None], ids=["sender", "sampler"])
+def test_weights_are_broadcast_between_devices_that_nccl_connects(device, changes, transport, sender):
+    """By default, to samplers in ranks of their own; both sides of a sync choose alike."""
+    rollout = RolloutConfig(**changes)
+    spec = worker_spec(rank=0 if sender == 0 else 1, num_train_ranks=1, num_rollout_ranks=1, rollout=rollout)
+    layout = make_layout({"w": ((4,), "float32")})
+    chosen = RankSync(spec, torch.device(device, 0), layout, None, None)._new_transport(sender)
+    try:
+        assert type(chosen) is transport
+    finally:
+        chosen.close()
 
 
 @pytest.mark.parametrize(
