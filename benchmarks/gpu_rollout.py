@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_predict
 import numpy as np
 import torch
+from gpu_predict import Roofline, predict, roofline_of, shape_of
 from gpu_workload import gpu_parser, model_folder, peak_bytes, seconds, start
 from measure import Report, median, paired_ratio
 from workload import VOCAB, gsm8k_groups
@@ -29,6 +31,7 @@ from meshrl.core.types import Request, SamplingParams
 from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
 
 EQUAL_PROMPT, EQUAL_ANSWER = 85, 64
+MAX_RUNNING = 256
 RequestSpec = tuple[np.ndarray, int]  # prompt, tokens to sample
 
 
@@ -79,11 +82,40 @@ def load_plain(folder: Path, device: torch.device) -> Any:
     return lm.to(device).eval()
 
 
-def measure_cell(report: Report, args: Any, device: torch.device, lm: Any, engine: Any, kind: str, n: int) -> None:
+def predict_cell(
+    report: Report, config: Any, roofline: Roofline, name: str, works: Sequence[Sequence[RequestSpec]]
+) -> None:
+    """Predictions of the figures of a cell. A group's prompt is computed once."""
+    shape, rates = shape_of(config), dict[str, list[float]](embedded=[], generate=[])
+    for work in works:
+        rows = [(len(prompt), n) for prompt, n in work]
+        prompts = {id(prompt): len(prompt) for prompt, _ in work}
+        spent = {
+            "embedded": gpu_predict.rollout(roofline, shape, [*prompts.values()], rows, MAX_RUNNING),
+            "generate": gpu_predict.padded_rollout(roofline, shape, rows),
+        }
+        for sampler, bound in spent.items():
+            rates[sampler].append(sum(n for _, n in rows) / bound)
+    for sampler, found in rates.items():
+        predict(report, f"rollout_tokens_per_s_{name}_{sampler}", median(found))
+    ratios = [ours / theirs for ours, theirs in zip(rates["embedded"], rates["generate"], strict=True)]
+    predict(report, f"ratio_{name}_embedded_over_generate", median(ratios))
+
+
+def measure_cell(
+    report: Report,
+    args: Any,
+    device: torch.device,
+    lm: Any,
+    engine: Any,
+    cell: tuple[str, int],
+    roofline: Roofline,
+) -> None:
+    kind, n = cell
     scale = 0.1 if args.smoke else 1.0
     took: dict[str, list[float]] = {"generate": [], "embedded": []}
     peak = dict.fromkeys(took, 0)
-    tokens = []
+    tokens, works = [], []
     for i in range(-1, args.rounds):
         work = make_requests(kind, n, 300 + i, scale)
         for sampler in list(took) if i % 2 else list(took)[::-1]:
@@ -94,6 +126,7 @@ def measure_cell(report: Report, args: Any, device: torch.device, lm: Any, engin
                 peak[sampler] = max(peak[sampler], peak_bytes(device))
         if i >= 0:
             tokens.append(sum(count for _, count in work))
+            works.append(work)
     name = f"{kind}_{n}"
     report.raw[name] = {"seconds": took, "tokens": tokens, "peak_bytes": peak}
     for sampler, spent in took.items():
@@ -102,6 +135,7 @@ def measure_cell(report: Report, args: Any, device: torch.device, lm: Any, engin
         if peak[sampler]:
             report.figure(f"rollout_peak_gib_{name}_{sampler}", peak[sampler] / 2**30)
     report.figure(f"ratio_{name}_embedded_over_generate", paired_ratio(took["generate"], took["embedded"]))
+    predict_cell(report, lm.config, roofline, name, works)
 
 
 def main() -> None:
@@ -112,12 +146,13 @@ def main() -> None:
     folder = model_folder(args.model, "smoke" if args.smoke else "0.5B", device)
     lm = load_plain(folder, device)
     cfg = ModelConfig(path=str(folder), dtype="bfloat16")
-    limit = RolloutConfig(max_context_tokens=512, max_running_requests=256)
+    limit = RolloutConfig(max_context_tokens=512, max_running_requests=MAX_RUNNING)
     engine = build_embedded_engine(cfg, limit, device, "benchmark", ())
     engine.trust_loaded_weights()
     cells = [("mixed", n) for n in ([16] if args.smoke else args.requests)]
-    for kind, n in [*cells, ("equal", cells[-1][1])]:
-        measure_cell(report, args, device, lm, engine, kind, n)
+    roofline = roofline_of(report, args.peak_tflops)
+    for cell in [*cells, ("equal", cells[-1][1])]:
+        measure_cell(report, args, device, lm, engine, cell, roofline)
     report.finish()
 
 

@@ -17,11 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import gpu_predict
 import numpy as np
 import torch
+from gpu_predict import Roofline, predict, roofline_of, shape_of
 from gpu_workload import gpu_parser, model_folder, peak_bytes, start
 from measure import Report, median
-from workload import VOCAB, gsm8k_groups
+from transformers import AutoConfig
+from workload import VOCAB, GroupLengths, gsm8k_groups
 
 from meshrl.agent.flatten import flatten
 from meshrl.algo.advantages import assign_advantages
@@ -141,7 +144,10 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
             run.spans.take()
         held = (await trainer.memory())[0][1]
     report.raw |= {"steps": steps, "syncs_s": syncs, "sync_bytes": layout.num_bytes, "trainer_bytes": held}
+    config, roofline = AutoConfig.from_pretrained(folder), roofline_of(report, args.peak_tflops)
     report_figures(report, steps[1:], peaks, layout.num_bytes, syncs)
+    works = [gsm8k_groups(run.num_groups, 8, ordinal, run.scale) for ordinal in range(1, args.rounds + 1)]
+    predict_figures(report, config, roofline, works, layout.num_bytes)
 
 
 def report_figures(
@@ -159,6 +165,35 @@ def report_figures(
     report.figure("step_trained_tokens_per_s", median([s["trained_tokens"] / s["train"] for s in steps]))
     report.figure("step_proof_logprob_abs_diff_mean", middle("proof/logprob_abs_diff_mean"))
     report.figure("sync_gb_per_s", num_bytes / median(syncs) / 1e9)
+
+
+def predict_figures(
+    report: Report, config: Any, roofline: Roofline, steps: list[list[GroupLengths]], num_bytes: int
+) -> None:
+    """Predictions of these figures. A group's prompt is computed once, by sampler and trainer."""
+    shape = shape_of(config)
+    sync = gpu_predict.sync_in_place(roofline, shape)
+    rates: dict[str, list[float]] = {"rollout": [], "train": [], "sampled": [], "trained": [], "step": []}
+    for groups in steps:
+        prompts = [group.prompt for group in groups]
+        rows = [(group.prompt, n) for group in groups for n in group.answers]
+        sampled = sum(n for _, n in rows)
+        num_pairs = gpu_predict.pairs(prompts) + sum(prompt * n + gpu_predict.pairs([n]) for prompt, n in rows)
+        rollout = gpu_predict.rollout(roofline, shape, prompts, rows, RolloutConfig().max_running_requests)
+        work = sum(prompts) + sampled, num_pairs, sampled
+        train = gpu_predict.train_step(roofline, shape, *work, TrainConfig().activation_checkpointing)
+        rates["rollout"].append(rollout)
+        rates["train"].append(train)
+        rates["step"].append(rollout + train + sync)
+        rates["sampled"].append(sampled / rollout)
+        rates["trained"].append(sum(prompt + n for prompt, n in rows) / train)
+    for name in ("rollout", "train"):
+        predict(report, f"step_{name}_s", median(rates[name]))
+    predict(report, "step_sync_s", sync)
+    predict(report, "step_s", median(rates["step"]))
+    for name in ("sampled", "trained"):
+        predict(report, f"step_{name}_tokens_per_s", median(rates[name]))
+    predict(report, "sync_gb_per_s", num_bytes / sync / 1e9)
 
 
 def main() -> None:

@@ -42,16 +42,24 @@ def read_parts(folder: Path) -> dict[str, Any]:
     return {part: json.loads(paths[-1].read_text(encoding="utf-8")) for part, paths in found.items() if paths}
 
 
-def rows(figures: dict[str, float]) -> list[str]:
-    """One line for each figure, with its interval in parentheses."""
+def rows(figures: dict[str, float], predictions: dict[str, float]) -> list[str]:
+    """One line for each figure, with its interval in parentheses, its prediction, and the share of the predicted rate
+    that was reached."""
     lines = []
     for name, value in figures.items():
         if name.endswith(("_low", "_high")):
             continue
         ends = [figures.get(f"{name}{end}") for end in ("_low", "_high")]
         interval = f" ({ends[0]:.4g} .. {ends[1]:.4g})" if None not in ends else ""
-        lines.append(f"| {name} | {value:.4g}{interval} |")
+        bound = predictions.get(name)
+        reached = "" if not bound else f"{bound:.4g} | {value / bound if is_rate(name) else bound / value:.1%}"
+        lines.append(f"| {name} | {value:.4g}{interval} | {reached or ' | '} |")
     return lines
+
+
+def is_rate(name: str) -> bool:
+    """Whether more is better: a rate, a ratio or a share, not a duration."""
+    return "per_s" in name or name.startswith(("mfu", "ratio"))
 
 
 def main() -> None:
@@ -68,13 +76,18 @@ def main() -> None:
     report.raw |= {"device": facts[0] if facts else {}, "tests": tests, **parts}
     for kind in ("passed", "failed", "skipped"):
         report.figures[f"tests_{kind}"] = float(tests[kind])
+    predictions, sheets = dict[str, float](), set[str]()
     for part in parts.values():
         report.figures |= part["figures"]
+        predictions |= part["raw"]["predictions"]
+        sheets.add(part["raw"]["data_sheet"])
         report.bars += part["bars"]
+    report.raw["predictions"] = predictions
     versions = {name: part["machine"].get(name) for part in parts.values() for name in ("torch", "transformers")}
     device = report.raw["device"].get("name", "no device")
-    report.print_line(f"\n{device}, {versions}\n\n| figure | value |\n| --- | ---: |")
-    report.print_line("\n".join(rows(report.figures)))
+    report.print_line(f"\n{device}, {versions}\npredictions: by the data sheet of {', '.join(sheets) or 'no device'}\n")
+    report.print_line("| figure | value | prediction | reached |\n| --- | ---: | ---: | ---: |")
+    report.print_line("\n".join(rows(report.figures, predictions)))
     missing = [part for part in PARTS if part not in parts]
     for name, message in tests["failures"].items():
         report.print_line(f"FAILED {name}: {message.splitlines()[0] if message else ''}")

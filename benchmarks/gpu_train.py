@@ -9,7 +9,7 @@ under FSDP2 with one rank; a model of 0.5B's shape with random weights.
     rows      packed rows of GSM8K's lengths, answers scored; the lengths differ in each round, as in a run
     ..._ckpt  activation checkpointing: backward recomputes each block; recomputed FLOP are not counted
 
-mfu: FLOP of gpu_workload.step_flop over seconds and over --peak-tflops.
+mfu: FLOP of gpu_workload.step_flop over seconds and over the device's peak.
 
 Then packed attention by itself, forward and backward, one layer: PyTorch's varlen kernel, and the buckets that replace
 it on devices without one. Lengths differ from round to round. family: groups of 8 that share their prompt.
@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import gpu_predict
 import numpy as np
 import torch
+from gpu_predict import Roofline, pairs, pairs_of_segments, predict, roofline_of, shape_of
 from gpu_workload import config_of, gpu_parser, peak_bytes, random_model, seconds, start, start_single_rank, step_flop
 from measure import Report, median
 from workload import gsm8k_groups, training_samples
@@ -64,14 +67,15 @@ def gsm8k_rows(tokens: int, seed: int) -> list[Sample]:
 ROWS: dict[str, Callable[[int, int], list[Sample]]] = {"row": one_row, "rows": gsm8k_rows}
 
 
-def measure_gemm(report: Report, device: torch.device, size: int) -> None:
+def measure_gemm(report: Report, device: torch.device, size: int, roofline: Roofline) -> None:
     """Measure the rate of a large bf16 matrix product on this device: the upper limit of all figures below."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     took = [seconds(device, lambda: [a @ b for _ in range(5)]) / 5 for _ in range(4)][1:]
     report.figure("gemm_tflop_per_s", 2 * size**3 / median(took) / 1e12)
+    predict(report, "gemm_tflop_per_s", 2 * size**3 / gpu_predict.product(roofline, size) / 1e12)
 
 
-def measure_steps(report: Report, args: Any, device: torch.device, sizes: list[int]) -> None:
+def measure_steps(report: Report, args: Any, device: torch.device, sizes: list[int], roofline: Roofline) -> None:
     shape = "smoke" if args.smoke else "0.5B"
     config = config_of(shape)
     mesh = start_single_rank(device)
@@ -87,7 +91,7 @@ def measure_steps(report: Report, args: Any, device: torch.device, sizes: list[i
         else:
             lm.gradient_checkpointing_disable()
         rounds = {i: ROWS[kind](tokens, 100 + i) for i in range(-1, args.rounds)}
-        took, flop = [], []
+        took, flop, bound = [], [], []
         for i, samples in rounds.items():
             if i == 0:
                 reset_peak_memory(device)
@@ -101,24 +105,33 @@ def measure_steps(report: Report, args: Any, device: torch.device, sizes: list[i
             if i >= 0:
                 took.append(spent)
                 scored = sum(int(s.mask.sum()) for s in samples)
-                flop.append(step_flop(config, [len(s) for s in samples], scored))
+                lengths = [len(s) for s in samples]
+                flop.append(step_flop(config, lengths, scored))
+                work = sum(lengths), pairs(lengths), scored
+                bound.append(gpu_predict.train_step(roofline, shape_of(config), *work, checkpointing))
         name = f"{kind}_{tokens}{'_ckpt' if checkpointing else ''}"
         report.raw[f"step_{name}"] = {"seconds": took, "flop": flop}
-        rates = [f / s / 1e12 for f, s in zip(flop, took, strict=True)]
-        report.figure(f"mfu_{name}", median(rates) / args.peak_tflops)
+        report.figure(f"mfu_{name}", median([f / s for f, s in zip(flop, took, strict=True)]) / roofline.flop_per_s)
+        predict(report, f"mfu_{name}", median([f / s for f, s in zip(flop, bound, strict=True)]) / roofline.flop_per_s)
         computed = [sum(len(s) for s in rounds[i]) for i in range(args.rounds)]
-        report.figure(f"train_tokens_per_s_{name}", median([n / s for n, s in zip(computed, took, strict=True)]))
+        for record, spent_s in ((report.figure, took), (partial(predict, report), bound)):
+            record(f"train_tokens_per_s_{name}", median([n / s for n, s in zip(computed, spent_s, strict=True)]))
         if peak := peak_bytes(device):
             report.figure(f"train_peak_gib_{name}", peak / 2**30)
         empty_cache(device)
     torch.distributed.destroy_process_group()
 
 
-def measure_attention(report: Report, args: Any, device: torch.device, sizes: list[int]) -> None:
+def measure_attention(report: Report, args: Any, device: torch.device, sizes: list[int], roofline: Roofline) -> None:
     """One layer of packed attention, forward and backward, with each implementation that this device has."""
     ways = ["varlen", "buckets"] if PackedAttention([0, 1], device).use_varlen else ["buckets"]
     for tokens, kind in itertools.product(sizes, ("row", "rows", "family")):
         packs = {i: pack_of(kind, tokens, 500 + i) for i in range(-1, args.rounds)}
+        bound = [
+            gpu_predict.attention(roofline, pairs_of_segments(cu, parents), cu[-1], HEADS, KV_HEADS, HEAD_SIZE)
+            for i, (cu, parents) in packs.items()
+            if i >= 0
+        ]
         for way in ways:
             took = []
             for i, (cu, parents) in packs.items():
@@ -137,6 +150,7 @@ def measure_attention(report: Report, args: Any, device: torch.device, sizes: li
                     took.append(spent)
             report.raw[f"attention_{kind}_{tokens}_{way}"] = took
             report.figure(f"attention_ms_{kind}_{tokens}_{way}", 1e3 * median(took))
+            predict(report, f"attention_ms_{kind}_{tokens}_{way}", 1e3 * median(bound))
         empty_cache(device)
 
 
@@ -151,10 +165,11 @@ def main() -> None:
     args = gpu_parser(__doc__, rounds=3).parse_args()
     report, device = start("gpu_train", args)
     sizes = [64, 256] if args.smoke else [4096, 16384, 65536]
-    report.figure("peak_tflops_of_mfu", args.peak_tflops)
-    measure_gemm(report, device, 128 if args.smoke else GEMM)
-    measure_steps(report, args, device, sizes)
-    measure_attention(report, args, device, sizes[1:])
+    roofline = roofline_of(report, args.peak_tflops)
+    report.figure("peak_tflops_of_mfu", roofline.flop_per_s / 1e12)
+    measure_gemm(report, device, 128 if args.smoke else GEMM, roofline)
+    measure_steps(report, args, device, sizes, roofline)
+    measure_attention(report, args, device, sizes[1:], roofline)
     report.finish()
 
 

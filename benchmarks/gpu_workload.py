@@ -42,7 +42,6 @@ SHAPES: dict[str, dict[str, int]] = {
         max_position_embeddings=1024,
     ),
 }
-H200_BF16_TFLOPS = 989.0  # dense, by the data sheet
 
 
 def gpu_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -51,8 +50,7 @@ def gpu_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     p.add_argument(
         "--peak-tflops",
         type=float,
-        default=H200_BF16_TFLOPS,
-        help=f"dense bf16 TFLOP/s of the device by its data sheet (default {H200_BF16_TFLOPS:g}, an H200)",
+        help="dense bf16 TFLOP/s of the device (default: of its data sheet, or of an H200's)",
     )
     return p
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # All GPU checks of meshrl in one command of at most 8 minutes: the tests of tests/gpu, training, sampling, GRPO steps,
-# weight sync; then a table, and a last line of JSON. Weights are random: nothing is downloaded.
+# weight sync; then a table of figures with their predictions (gpu_predict.py), and a last line of JSON. Weights are
+# random: nothing is downloaded.
 #
 #   benchmarks/h200.sh [--smoke] [--results FOLDER] [--peak-tflops 989]
 #
 #   --smoke        tiny sizes on the CPU, without the GPU tests, to test that the command runs
 #   --results      folder for the record h200_<date>.json (default benchmarks/results)
-#   --peak-tflops  dense bf16 TFLOP/s that MFU is a share of (default 989: an H200)
+#   --peak-tflops  dense bf16 TFLOP/s that MFU is a share of (default: of the device's data sheet, or an H200's)
 #
 # PYTHON names the interpreter (default .venv/bin/python if it exists, otherwise python3). It needs torch >= 2.11,
 # transformers, numpy, psutil, pydantic, pytest and pytest-timeout; meshrl itself need not be installed.
@@ -19,7 +20,7 @@ while [ $# -gt 0 ]; do
     --smoke) smoke=(--smoke --threads 1) limit_factor=5; shift ;;
     --results) mkdir -p "$2" && results=(--results "$(cd "$2" && pwd)"); shift 2 ;;
     --peak-tflops) peak=(--peak-tflops "$2"); shift 2 ;;
-    *) sed -n '2,10p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,11p' "$0" >&2; exit 2 ;;
   esac
 done
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2

@@ -37,8 +37,16 @@ def test_h200_sh_runs_in_smoke_mode(tmp_path: Path) -> None:
         "sync_gb_per_s",
     } <= figures.keys()
     assert f"| step_s | {figures['step_s']:.4g} |" in done.stdout
+    assert "predictions: by the data sheet of H200\n" in done.stdout
     (record,) = tmp_path.glob("h200_*.json")
     written = json.loads(record.read_text())
+    predictions = written["raw"]["predictions"]
+    measured = {name for name in figures if "_per_s" in name or name.startswith(("mfu", "ratio", "attention_ms"))}
+    measured = {name for name in measured if not name.endswith(("_low", "_high"))}
+    assert predictions.keys() == measured | {"step_s", "step_rollout_s", "step_train_s", "step_sync_s"}
+    for name, bound in predictions.items():
+        reached = figures[name] / bound if "_per_s" in name or name.startswith("mfu") else bound / figures[name]
+        assert 0 < reached < 1 or name.startswith("ratio"), f"a CPU is faster than an H200: {name}"
     assert written["figures"] == figures
     assert written["raw"]["gpu_step"]["raw"]["steps"] and written["raw"]["device"]["type"] == "cpu"
 
@@ -60,6 +68,46 @@ def test_a_part_without_a_record_is_named(tmp_path: Path) -> None:
     assert "FAILED a::bad: off by one" in done.stdout and "MISSING gpu_step" in done.stdout
 
 
+def _in_benchmarks(code: str) -> list[float]:
+    """The numbers that this code prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr
+    return [float(number) for number in done.stdout.split()]
+
+
+def test_predictions_follow_from_shapes_and_data_sheets() -> None:
+    """Of an H100, by hand: a large product and a training step are bound by FLOP, decode by the bytes of its memory."""
+    code = """
+import types
+import torch, gpu_predict, gpu_workload
+from transformers import Qwen2ForCausalLM
+config = gpu_workload.config_of("smoke")
+shape = gpu_predict.shape_of(config)
+lm = Qwen2ForCausalLM(config)
+print(shape.total, sum(p.numel() for p in lm.parameters()), shape.head, lm.lm_head.weight.numel(), shape.block)
+sheet = gpu_predict.roofline_of(types.SimpleNamespace(raw={"device": {"name": "NVIDIA H100 80GB HBM3"}}))
+print(gpu_predict.product(sheet, 8192), gpu_predict.product(sheet, 16))
+print(gpu_predict.rollout(sheet, shape, [5], [(5, 3), (5, 1)], 8))
+print(gpu_predict.rollout(sheet, shape, [5], [(5, 3), (5, 3)], 1))
+print(gpu_predict.pairs_of_segments([0, 3, 5, 6], [-1, 0, 1]))
+big = gpu_predict.shape_of(gpu_workload.config_of("0.5B"))
+print(big.total, gpu_predict.train_step(sheet, big, 4096, 0, 4096, False), gpu_predict.sync_in_place(sheet, big))
+"""
+    total, counted, head, head_counted, block, large, small, *others = _in_benchmarks(code)
+    assert (total, head) == (counted, head_counted) and block == total - head - 2 * (64 + 64 + 2 * 64) - 64
+    assert large == pytest.approx(2 * 8192**3 / 989e12) and small == pytest.approx(3 * 256 * 2 / 3.35e12)
+    decode, one_by_one, pairs, big, step, sync = others
+    token = 2 * 2 * 32 * 2  # bytes: layers, keys and values, 2 heads of 16, bf16
+    prefill, steps = 2 * total + 5 * token, (2 * total + 6 * token) + (2 * total + 7 * token)
+    assert decode * 3.35e12 == pytest.approx(prefill + steps)
+    assert one_by_one * 3.35e12 == pytest.approx(prefill + 2 * steps)
+    assert pairs == 6 + (2 * 3 + 3) + (5 + 1)
+    assert big == 494_032_768  # of Qwen2.5-0.5B
+    products = 6 * 4096 * (big - 24 * (3 * 896 + 2 * 128) - 896)
+    assert step == pytest.approx(products / 989e12 + 30 * big / 3.35e12)
+    assert sync == pytest.approx(10 * big / 3.35e12)
+
+
 def test_step_flop_equals_the_flop_that_pytorch_counts() -> None:
     """PyTorch counts while a model runs forward and backward. Matrix products agree exactly; attention counts half of
     PyTorch's number, because it is causal."""
@@ -74,8 +122,6 @@ with FlopCounterMode(display=False) as counter:
     lm(rows).logits.sum().backward()
 print(counter.get_total_flops(), gpu_workload.step_flop(config, [30, 30], 60))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=BENCHMARKS)
-    assert done.returncode == 0, done.stderr
-    counted, ours = map(float, done.stdout.split())
+    counted, ours = _in_benchmarks(code)
     layers, width = 2, 64
     assert ours + 6 * layers * width * 2 * 30**2 == pytest.approx(counted, rel=1e-9)
