@@ -68,7 +68,8 @@ def fsdp_bytes(shape: Shape, num_batches: int, shards: int, width: int) -> Count
 def tp_bytes(shape: Shape, work: Sequence[Work], ulysses: int, tp: int, width: int, recompute: bool) -> Counter[str]:
     """x: the hidden states of a rank's chunk. Attention and MLP gather x and scatter a sum of x, the other way round in
     the backward pass. Recomputation ends before the scatter of a block's MLP, whose result nothing needs. The embedding
-    scatters x, and the head gathers it. Its statistics are two numbers, and the entropy, of each scored token."""
+    scatters x, and the head gathers it. Its statistics are two numbers, and the entropy, of each scored token.
+    Gradients are summed in fp32."""
     total: Counter[str] = Counter()
     for batch in work:
         x = ceil(batch.tokens / (ulysses * tp)) * tp * shape.hidden * width
@@ -76,7 +77,7 @@ def tp_bytes(shape: Shape, work: Sequence[Work], ulysses: int, tp: int, width: i
         again = (2 * shape.num_layers, shape.num_layers) if recompute else (0, 0)
         total["all_gather"] += x * (gathers + again[0] + scatters + 1 + 1) + tp * 3 * batch.scored * 4
         total["reduce_scatter"] += x * (scatters + again[1] + gathers + 1 + 1)
-        total["all_reduce"] += sum(map(prod, shape.replicated)) * width
+        total["all_reduce"] += sum(map(prod, shape.replicated)) * max(width, 4)
     return total
 
 

@@ -24,7 +24,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.facts import ModelFacts, as_config_error, meta_copy, model_facts
 from meshrl.model.hub_names import tied_names
 from meshrl.model.lora import add_adapters, init_adapters
-from meshrl.model.tensor_parallel import cut_model
+from meshrl.model.tensor_parallel import cut_model, uncut_layers
 from meshrl.model.verify import ComparedModel, in_fp32, require_same
 from meshrl.parallel.checkpointing import checkpoint_blocks
 from meshrl.parallel.fsdp import reshard, shard_model
@@ -170,11 +170,13 @@ def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
         module._buffers.update(same._buffers)
     with as_config_error(facts.path), in_fp32(compared) if recipe.mesh is None else nullcontext():
         differences = compared()
+    peers = compared.peers
+    uncut = None if peers is None or peers.tp is None else uncut_layers(compared, peers.tp)
     reshard(compared)
     name = type(model.lm).__name__
     del compared
     gc.collect()  # sharded modules are reference cycles: their padded shards would stay in memory
-    require_same(differences, name, facts.path)
+    require_same(differences, name, facts.path, uncut)
 
 
 def cast_parameters(model: M, dtype: torch.dtype) -> M:

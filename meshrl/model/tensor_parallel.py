@@ -119,6 +119,17 @@ def _cut_root(
         tp.use_local(module, [module])
 
 
+def uncut_layers(model: CausalModel, tp: TensorParallel) -> list[str]:
+    """The layers with a matrix that no plan cuts; * = the number of a block or an expert."""
+    named = [
+        (name, module)
+        for name, module in model.lm.named_modules()
+        for leaf, p in module._parameters.items()
+        if p is not None and p.ndim > 1 and "lora_" not in name and tp.is_uncut(module, leaf)
+    ]
+    return sorted({re.sub(r"\.\d+\b", ".*", name) for name, _ in named})
+
+
 @dataclass(frozen=True)
 class _Styles:
     by_end: dict[str, str]  # by the end of a layer's path in its block, of which the first one that fits counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -125,8 +125,11 @@ class ComparedModel(CausalModel):
         return cu_seqlens if self.peers is None else self.peers.padded(cu_seqlens)
 
 
-def require_same(compared: ScoreDifferences, model: str, path: str) -> None:
-    """model: its class. Raises: ConfigError."""
+def require_same(compared: ScoreDifferences, model: str, path: str, uncut: Sequence[str] | None) -> None:
+    """model: its class. uncut: the layers that no plan of tensor parallelism cuts; None without it.
+
+    Raises: ConfigError.
+    """
     name, alone, packed = f"{model} of {path!r}", float(compared.alone), float(compared.packed)
     if math.isnan(alone) or math.isnan(packed):
         raise ConfigError(
@@ -142,7 +145,7 @@ def require_same(compared: ScoreDifferences, model: str, path: str) -> None:
         raise ConfigError(
             f"{name} gives a single row logprobs that differ by {alone:.2g} nats from Transformers' own forward "
             f"(allowed: {TOLERANCE_NATS:g}): its attention or its head computes something that meshrl does not, such "
-            "as attention to later tokens or a position bias. Choose another model"
+            f"as attention to later tokens or a position bias{_of_plan(uncut)}. Choose another model"
         )
     if not packed <= TOLERANCE_NATS:
         raise ConfigError(
@@ -150,3 +153,11 @@ def require_same(compared: ScoreDifferences, model: str, path: str) -> None:
             f"(allowed: {TOLERANCE_NATS:g}), but not a single row: its rows affect each other, or it counts positions "
             "by itself. Choose another model"
         )
+
+
+def _of_plan(uncut: Sequence[str] | None) -> str:
+    """What else may differ under tensor parallelism."""
+    if uncut is None:
+        return ""
+    layers = f"; it does not cut {', '.join(uncut)}" if uncut else ""
+    return f"; or meshrl's plan of tensor parallelism for this family is wrong (then train.mesh.tp=1 is right{layers})"

@@ -6,7 +6,7 @@ splits it holds several: of 8 rows, gate (0 to 3) and up (4 to 7), rank 0 of 2 h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -33,14 +33,17 @@ class LocalBox(NamedTuple):
         return self.offsets, tuple(self.tensor.shape)
 
 
-def boxes(tensor: torch.Tensor) -> list[LocalBox]:
+Values = Callable[[torch.Tensor], torch.Tensor]
+
+
+def boxes(tensor: torch.Tensor, readable: Values = torch.Tensor.detach) -> list[LocalBox]:
     """What this rank holds of a tensor, in as few boxes as possible, ordered by offsets. A tensor that is not sharded
-    is one box; an empty shard has no box.
+    is one box; an empty shard has no box. readable: from a shard to one with its values, if it may be released.
 
     Raises: ValueError for placements that FSDP2, HSDP and TP never make, or that disagree with the shard.
     """
     if not isinstance(tensor, DTensor):
-        return [LocalBox((0,) * tensor.dim(), tensor.detach())] if tensor.numel() else []
+        return [LocalBox((0,) * tensor.dim(), readable(tensor.detach()))] if tensor.numel() else []
     local = tensor.to_local().detach()
     mesh = tensor.device_mesh
     shape, held = _cuts_of_shard(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), tuple(_coordinate(mesh)))
@@ -49,6 +52,7 @@ def boxes(tensor: torch.Tensor) -> list[LocalBox]:
             f"a tensor of shape {tuple(tensor.shape)}, placed as {tensor.placements} on {mesh}, "
             f"has a shard of shape {tuple(local.shape)}, but its placements mean {shape}"
         )
+    local = readable(local)
     return [LocalBox(offsets, local if index is None else local[index]) for offsets, index in held]
 
 

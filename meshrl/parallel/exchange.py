@@ -93,7 +93,8 @@ def summed_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def sum_gradients(tensors: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
-    """The same tensors, of whose gradients each rank computes a part: they get the sums, by one all-reduce."""
+    """The same tensors, of whose gradients each rank computes a part: they get the sums, by one all-reduce,
+    in fp32 as FSDP2's."""
     return list(_SummedGradients.apply(axis, *tensors)) if tensors else []
 
 
@@ -124,6 +125,7 @@ class _SummedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[override]
-        total = ctx.axis.sum(torch.cat([grad.flatten() for grad in grads]))
+        own = torch.cat([grad.flatten() for grad in grads])
+        total = ctx.axis.sum(own.to(torch.promote_types(own.dtype, torch.float32)))
         parts = total.split([grad.numel() for grad in grads])
         return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True))

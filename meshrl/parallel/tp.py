@@ -84,6 +84,10 @@ class TensorParallel:
         module._parameters[name] = placed[id(p)]
         self._cut_of[module, name] = cut
 
+    def is_uncut(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether each rank computes with all of this parameter."""
+        return self._cut_of.get((module, name)) is EACH
+
     def use_local(self, root: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> None:
         """Let root's forward compute with the local tensors of these modules."""
         named = [(m, name) for m in modules for name, p in m._parameters.items() if p is not None]

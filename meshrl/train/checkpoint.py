@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from meshrl.core.errors import CheckpointError
 from meshrl.core.files import Unreadable
 from meshrl.model.finite import not_finite
 from meshrl.model.weight_files import KINDS, opened
-from meshrl.parallel.boxes import Box, boxes, index_of, overlap, replica
+from meshrl.parallel.boxes import Box, Values, boxes, index_of, overlap, replica
 from meshrl.parallel.gather import all_gather_json
 from meshrl.train.checkpoint_files import FileFact, faults, read_manifest, write_file
 
@@ -52,18 +52,16 @@ class StoredSlice:
     data: torch.Tensor
 
 
-def stage(
-    tensors: Tensors, readable: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
-) -> list[StoredSlice]:
+def stage(tensors: Tensors, readable: Values = torch.Tensor.detach) -> list[StoredSlice]:
     """This rank's share of the tensors, copied to the host (a collective: all ranks need the same names, except plain
-    tensors that only one rank has). readable: from a tensor to one with its values, if it may be released."""
+    tensors that only one rank has). readable: as in `boxes`."""
     saves = _saves_plain(tensors)
     slices = []
     for number, (name, tensor) in enumerate(tensors.items()):
         index, count = replica(tensor)
         if saves[name] if name in saves else number % count == index:
-            for offsets, values in boxes(tensor):
-                data = readable(values).contiguous().to("cpu", copy=True)
+            for offsets, values in boxes(tensor, readable):
+                data = values.contiguous().to("cpu", copy=True)
                 slices.append(StoredSlice(name, offsets, tuple(tensor.shape), data))
     return slices
 

@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import check, engine_over, partitioned, random_partition, unsharded
+from harness import check, engine_over, norm_of, partitioned, random_partition, unsharded
 from test_lora import with_adapters
 from tiny_models import tiny_lm, tiny_qwen2
 from tiny_samples import random_groups, random_samples, weigh
 
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig, CorrectionConfig, KlConfig
+from meshrl.parallel.exchange import Axis, sum_gradients
+from meshrl.parallel.fsdp import full_tensor
 
 LENGTHS = [12, 3, 40, -6, 7, 7, 21, 2, 64, -2, 12, 13]
 LOSS = AlgoConfig(entropy_coef=0.01, kl=KlConfig(coef=0.1, estimator="k3"))
@@ -111,6 +113,38 @@ def _curve(rank: int, world: int, train: dict[str, Any]) -> list[float]:
 def test_twenty_steps_are_the_same_on_every_mesh(pool: Any):
     (want,) = pool.run(_curve, 1, mesh())
     assert want[-1] < 0.9 * want[0]
-    for train in (mesh(dp_shard=2, tp=2), mesh(ulysses=2, tp=2)):
+    kept = {**mesh(dp_shard=2, tp=2), "sharding_strategy": "SHARD_GRAD_OP"}
+    for train in (mesh(dp_shard=2, tp=2), kept, mesh(ulysses=2, tp=2)):
         for norms in pool.run(_curve, 4, train):
             assert norms == pytest.approx(want, rel=1e-5)
+
+
+def _summed(rank: int, world: int) -> bool:
+    parts = torch.randn(world, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.zeros(512, dtype=torch.bfloat16, requires_grad=True)
+    sum_gradients([weight], Axis(world, rank, None))[0].backward(parts[rank])
+    assert weight.grad is not None
+    return torch.equal(weight.grad, parts.float().sum(0).bfloat16())
+
+
+def test_parts_of_a_bf16_gradient_are_rounded_once(pool: Any):
+    """A sum in bf16 rounds after each of its ranks, so the gradients of norms get worse with their number."""
+    assert pool.run(_summed, 4) == [True] * 4
+
+
+def _distances_in_bf16(rank: int, world: int, train: dict[str, Any], samples: list[Any], want: list[Any]) -> float:
+    """Of the gradients of several models to those in fp32, relative to their norms."""
+    squares = 0.0
+    for seed, grads in enumerate(want):
+        engine = engine_over(tiny_lm("qwen3", seed=seed), world, train, torch.bfloat16)
+        engine.forward_backward([engine.pack(samples, range(len(samples)))], make_policy_loss(LOSS))
+        got = {n: full_tensor(p.grad).numpy() for n, p in engine.model.lm.named_parameters()}
+        squares += (norm_of({n: got[n] - grads[n] for n in grads}) / norm_of(grads)) ** 2
+    return squares**0.5
+
+
+def test_bf16_under_tp_is_as_near_to_fp32_as_on_one_rank(pool: Any):
+    samples = weigh(random_samples(1, [12, 3, 20, -6, 7])) + random_groups(6, [9], [1, 12, 5])
+    want = [unsharded(tiny_lm("qwen3", seed=seed), samples, make_policy_loss(LOSS))["grads"] for seed in range(4)]
+    (one,), tp = (pool.run(_distances_in_bf16, size(train), train, samples, want) for train in (mesh(), mesh(tp=2)))
+    assert 0 < tp[0] < 1.25 * one and tp[0] == tp[1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.errors import ConfigError
 from meshrl.model.lora import add_adapters, init_adapters, named_weights
 from meshrl.model.recipe import load_causal_lm
+from meshrl.model.tensor_parallel import PLANS
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.checkpoint_files import state_folder
@@ -59,6 +62,9 @@ def _steps(
             logprobs = engine.forward_backward(batches, make_policy_loss(AlgoConfig())).logprobs
             results["logprobs"].append(logprobs)
             results["norms"].append(engine.optim_step(0.01).grad_norm)
+            engine.release({"params", "optimizer"})
+            assert {part: engine.memory()[part] for part in ("params", "optimizer")} == {"params": 0, "optimizer": 0}
+            engine.restore({"params"})  # the optimizer's state is restored by its step
         save(engine, state_folder(out, number))
     results["weights"] = {name: full_tensor(p.detach()).clone() for name, p in named_weights(engine.model.lm)}
     if sync:
@@ -101,3 +107,17 @@ def test_state_moves_from_mesh_to_mesh_and_to_samplers(pool: Any, tmp_path: Path
     exported = [dict(load_causal_lm(tmp_path / name / "model").named_parameters()) for name in ("one", "mesh")]
     for name, tensor in exported[0].items():
         torch.testing.assert_close(exported[1][name], tensor, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def _start_error(rank: int, world: int, folder: Path) -> str:
+    missed = {f"shared_expert.{name}_proj": "" for name in ("gate", "up", "down")}
+    with patch.dict(PLANS, {"qwen2_moe": missed}), pytest.raises(ConfigError) as error:
+        _engine(folder, mesh(tp=2), LoraConfig(), world)
+    return str(error.value)
+
+
+def test_a_plan_that_misses_layers_is_named_with_them(pool: Any, tmp_path: Path):
+    tiny_lm("qwen2_moe").save_pretrained(tmp_path)
+    for error in pool.run(_start_error, 2, tmp_path):
+        assert "meshrl's plan of tensor parallelism for this family is wrong (then train.mesh.tp=1 is right" in error
+        assert "does not cut model.layers.*.mlp.gate, model.layers.*.mlp.shared_expert.down_proj" in error

@@ -12,8 +12,20 @@ FAULTS = [
     Fault(
         "the gradients of norms are not summed over tp",
         "meshrl/parallel/exchange.py::_SummedGradients.backward",
-        "ctx.axis.sum(torch.cat([grad.flatten() for grad in grads])) => torch.cat([grad.flatten() for grad in grads])",
+        "ctx.axis.sum(own.to(torch.promote_types(own.dtype, torch.float32))) => own",
         _FAMILY + "[norms of heads]",
+    ),
+    Fault(
+        "the gradients of norms are summed in the compute dtype",
+        "meshrl/parallel/exchange.py::_SummedGradients.backward",
+        "own.to(torch.promote_types(own.dtype, torch.float32)) => own",
+        "tests/dist/test_mesh_equal.py::test_parts_of_a_bf16_gradient_are_rounded_once",
+    ),
+    Fault(
+        "a released shard is cut before its values are on the host",
+        "meshrl/parallel/boxes.py::boxes",
+        "local = readable(local) => pass",
+        _STATE + "[fused experts]",
     ),
     Fault(
         "the gradient of gathered tokens has only this rank's part",
