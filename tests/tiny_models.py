@@ -58,6 +58,24 @@ def widen(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def tiny_mixture(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> torch.nn.Module:
+    """A Qwen3 mixture of 4 experts, of which 2 compute each token. In fp64 its routers compute in fp64, too."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    class WideRouter(Qwen3MoeTopKRouter):
+        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+            scores, index = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+            return logits, scores / scores.sum(-1, keepdim=True), index
+
+    lm = tiny_lm("qwen3_moe", dtype, seed, **{"num_experts": 4, "norm_topk_prob": True, **changes})
+    for module in lm.modules():
+        if dtype == torch.float64 and isinstance(module, Qwen3MoeTopKRouter):
+            module.__class__ = WideRouter
+            lm.set_experts_implementation("eager")  # the other ones have no fp64
+    return widen(lm) if dtype == torch.float64 else lm
+
+
 # Families that differ in their attention or their head. tests/contract/test_model_families.py has all families.
 FAMILIES = ("qwen2", "llama", "qwen3", "mistral", "gemma2", "cohere", "granite")
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshrl.agent.flatten import flatten
 from meshrl.core.batch import Batch
-from meshrl.core.types import Sample
+from meshrl.core.types import Prompt, Sample, Trajectory, Turn
 
 
 def random_samples(seed: int, lengths: Sequence[int], vocab: int = 64, groups: int = 3) -> list[Sample]:
@@ -72,6 +73,14 @@ def random_groups(seed: int, prompts: Sequence[int], answers: Sequence[int]) -> 
             s.group_id, s.trajectory_id, s.prefix_len = f"g{g}", f"g{g}/{i}", prompt
         out += rows
     return weigh(out)
+
+
+def turn_sample(turn: Turn, advantage: float) -> Sample:
+    """The row of a trajectory of one turn, with weights and this advantage."""
+    prompt = Prompt(id="p", ordinal=0, ids=turn.context_ids)
+    (sample,) = weigh(flatten([Trajectory(prompt=prompt, group_id="p", index=0, turns=[turn], reward=0.0)])[0])
+    sample.advantages = np.where(sample.mask, advantage, 0).astype(np.float32)
+    return sample
 
 
 def sampled_row(logprobs: Sequence[float], mask: Sequence[bool] | None = None, engine_id: str = "sampler") -> Sample:

@@ -42,6 +42,10 @@ class ModelConfig(Slice):
     auto = flash where the device and the model permit it, else sdpa, and matrix products for short rows on a CPU. The
     run reports what it uses, and why where it can't be the one that is set: then it is as auto. Embedded samplers
     compute prompts in this way, and new tokens by matrix products over their KV cache; servers have their own"""
+    router_dtype: Literal["auto", "float32"] = "auto"
+    """dtype in which the routers of a mixture of experts compute, in trainer and embedded sampler (Megatron's
+    moe_router_dtype): float32 = their parameters, of model.dtype, their logits and scores are widened to fp32; auto =
+    as the model's class in Transformers does. Servers have their own"""
     lora: LoraConfig = LoraConfig()
     """low-rank adapters"""
     vision: Literal["shard", "replicate", "freeze"] = "shard"

@@ -85,6 +85,10 @@ class TrainConfig(Slice):
     """the optimizer"""
     scheduler: SchedulerConfig = SchedulerConfig()
     """the learning rate over the run, counted in optimizer steps"""
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """weight of the load-balance loss of a mixture of experts, as in Switch Transformers; its counts are those of all
+    tokens of the optimizer step, so that it does not depend on micro-batches and ranks; they need a second forward
+    pass, about a third more compute; 0 = off, also where the model's config.json has a value"""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
     """tokens whose logits exist at one time; a lower value needs less memory and gives the same results; null = as many
     as have 2^25 logits on a CPU, 2^28 on a GPU; about three fp32 copies of them exist"""

@@ -56,6 +56,11 @@ class Batch:
     def num_tokens(self) -> int:
         return int(self.tokens.shape[0])
 
+    def rows_of_tokens(self) -> torch.Tensor:
+        """int64[T]: how many rows each token is a part of, on its device."""
+        of_segment = [(row >= 0) + self.parents.count(s) for s, row in enumerate(self.rows)]
+        return torch.tensor(of_segment).repeat_interleave(self.cu_seqlens.diff()).to(self.tokens.device)
+
 
 @dataclass(kw_only=True, slots=True)
 class Outputs:

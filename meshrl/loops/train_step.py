@@ -121,7 +121,8 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
                 )
             job.run.note(f"step {job.step + 1}: {reason}; this optimizer step is skipped")
             continue
-        scored = rows_without_gradient(cfg.algo, part.samples)
+        balances = cfg.train.router_aux_loss_coef > 0  # a loss of all tokens
+        scored = set[int]() if balances else rows_without_gradient(cfg.algo, part.samples)
         rows = job.trainer.plan_rows(part.samples, scored) if scored else part
         report = await job.trainer.forward_backward(rows, "policy", loss, job.token_values is not None)
         job.trainer.drop_rows(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from meshrl.model.attention import ONLY_CACHE, AttentionContext, ContextCache, UlyssesAttention
 from meshrl.model.families import head_scale
 from meshrl.model.logprob import Head, Vocabulary, token_logprobs
+from meshrl.model.routing import Routing
 from meshrl.parallel.peers import Peers
 
 if TYPE_CHECKING:
@@ -36,6 +38,11 @@ class CausalModel(torch.nn.Module):
         self._only_cache = text.model_type in ONLY_CACHE
         self._scale = head_scale(text)
         self._softcap = getattr(text, "final_logit_softcapping", None)
+
+    @cached_property
+    def routing(self) -> Routing | None:
+        """The routers of a mixture of experts."""
+        return Routing.of(self.lm)
 
     @property
     def layers(self) -> torch.nn.ModuleList:

@@ -19,6 +19,10 @@ HEAD_SCALES: dict[str, Callable[[float], float]] = {  # a key of configs -> from
     "logits_scaling": lambda value: 1.0 / value,  # Granite
 }
 
+# Model types of mixtures whose routers' output is not (logits, scores, selected experts), or its reverse: DBRX returns
+# logits alone, and Gemma 4 probabilities in their place.
+OTHER_ROUTERS = ("dbrx", "gemma4_text")
+
 
 def head_scale(config: Any) -> float:
     """The factor of the logits. A key that a config does not have, or whose value is None or 0, has no effect."""

@@ -60,6 +60,17 @@ def has_experts(path: str) -> bool:
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
+def note_on_balance_loss(model: ModelConfig, train: TrainConfig) -> str | None:
+    """Of a model whose config.json has a load-balance loss that is not used. Raises: ConfigError."""
+    coef = getattr(text_config(model.path), "router_aux_loss_coef", None)
+    if not coef or train.router_aux_loss_coef > 0:
+        return None
+    return (
+        f"the model's config.json has router_aux_loss_coef {coef}, which is not used: train.router_aux_loss_coef is 0, "
+        "so no loss balances the experts' loads"
+    )
+
+
 def text_config(path: str) -> Any:
     """Transformers' config of the language model. Raises: ConfigError, or DataError for a hub that can't be reached."""
     require_reachable(path)

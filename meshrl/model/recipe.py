@@ -24,6 +24,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.facts import ModelFacts, as_config_error, meta_copy, model_facts
 from meshrl.model.hub_names import tied_names
 from meshrl.model.lora import add_adapters, init_adapters
+from meshrl.model.routing import require_routing
 from meshrl.model.tensor_parallel import cut_model, uncut_layers
 from meshrl.model.verify import ComparedModel, in_fp32, require_same
 from meshrl.parallel.checkpointing import checkpoint_blocks
@@ -46,7 +47,7 @@ class Recipe:
 
     dtype: of the parameters, except adapters, which have adapter_dtype. compute_dtype: of a sharded model's forward.
     mesh: None = not sharded, and then no checkpointing. keep_unsharded: after the forward, for the backward pass.
-    attention: one of attention.NAMES.
+    attention: one of attention.NAMES. router_dtype: in which routers compute at least; None = as Transformers does.
     synced: the values come by a weight sync from train ranks, which verify them; until then they are random.
     """
 
@@ -61,6 +62,7 @@ class Recipe:
     synced: bool = False
     device: torch.device = CPU
     attention: str = "auto"
+    router_dtype: torch.dtype | None = None
 
 
 def build_model(path: str | Path, recipe: Recipe, facts: ModelFacts | None = None) -> CausalModel:
@@ -96,7 +98,10 @@ def skeleton(facts: ModelFacts, recipe: Recipe) -> CausalModel:
     """The modules in eval mode; for training too, since in train mode some families sample experts, jitter routers or
     skip layers."""
     lm = cast_parameters(meta_copy(facts.lm), recipe.dtype)
-    return CausalModel(lm.eval())
+    model = CausalModel(lm.eval())
+    if recipe.router_dtype is not None:
+        require_routing(model.routing, facts.path, "model.router_dtype=auto").dtype = recipe.router_dtype
+    return model
 
 
 def adapt(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:

@@ -13,6 +13,7 @@ import torch
 from meshrl.core.errors import ConfigError
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
+from meshrl.model.routing import require_routing
 
 T = TypeVar("T")
 
@@ -123,6 +124,40 @@ class ComparedModel(CausalModel):
 
     def _padded(self, cu_seqlens: list[int]) -> list[int]:
         return cu_seqlens if self.peers is None else self.peers.padded(cu_seqlens)
+
+
+@torch.no_grad()
+def require_replay(model: CausalModel, path: str) -> None:
+    """Check that routers compute with the experts that they are to select: with their own ones as without, and with
+    others by scores that are not 0. Raises: ConfigError."""
+    routing = require_routing(model.routing, path, "rollout.router_replay=false")
+    device = model.head().weight.device
+    tokens = torch.arange(11, device=device) * 5 % (model.vocab_size - 1) + 1
+    outputs: list[tuple[torch.Tensor, ...]] = []
+    hooks = [r.register_forward_hook(lambda _, args, out: outputs.append(out)) for r in routing.routers]
+
+    def hidden(routes: torch.Tensor | None) -> torch.Tensor:
+        outputs.clear()
+        routing.begin(None, routes)
+        context = attention.PackedAttention([0, len(tokens)], device)
+        return model.hidden(tokens, torch.arange(len(tokens), device=device), context)
+
+    before, routing.records = routing.records, True
+    unchanged, own = hidden(None), routing.recorded()
+    difference = (hidden(own) - unchanged).abs().max() / unchanged.abs().max()
+    others = (own + 1) % outputs[0][routing.logits_at].shape[-1]
+    hidden(others)
+    is_replayed = torch.equal(routing.recorded(), others) and all(bool((out[1] != 0).all()) for out in outputs)
+    routing.begin(None, None)
+    routing.records = before
+    for hook in hooks:
+        hook.remove()
+    if difference > 1e-2 or not is_replayed:
+        raise ConfigError(
+            f"rollout.router_replay is true, but the routers of {type(model.lm).__name__} can't be made to select the "
+            f"experts that a sampler has selected: they do not choose by torch.topk of all experts' scores. Set it to "
+            "false"
+        )
 
 
 def require_same(compared: ScoreDifferences, model: str, path: str, uncut: Sequence[str] | None) -> None:

@@ -31,6 +31,7 @@ from meshrl.loops.one_step_off import one_step_off
 from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
 from meshrl.loops.step_notes import note_run_without_signal
+from meshrl.model.limits import note_on_balance_loss
 from meshrl.monitor.curve import save_curve
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.memory import memory_metrics
@@ -233,6 +234,8 @@ async def _note_ready(
 ) -> None:
     run.note(f"ready after {run.seconds:.1f} s")
     run.note(await trainer.attention())
+    if unused := note_on_balance_loss(run.loaded.config.model, run.loaded.config.train):
+        run.note(unused)
     sizes = WrittenSizes(
         state_bytes=await trainer.state_bytes(),
         model_bytes=await trainer.model_bytes(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,11 +39,12 @@ from meshrl.model.lora import (
     without_adapters,
 )
 from meshrl.model.recipe import DTYPES, Recipe, build_model, parallelize
+from meshrl.model.routing import RouterSums, Routing, require_routing
 from meshrl.model.save import save_pretrained
 from meshrl.monitor.recorder import recorder
 from meshrl.parallel.fsdp import full_tensor, local_shard, reshard
 from meshrl.parallel.mesh import coordinates, replica_group
-from meshrl.parallel.timing import timed
+from meshrl.parallel.timing import timed, timed_collective
 from meshrl.train.checkpoint import stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.offload import HostMemory
@@ -118,8 +119,14 @@ class TrainEngine:
         """
         lora = model_cfg.lora if role in TRAINED and model_cfg.lora.enabled else None
         compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
-        recipe = _recipe(train_cfg, mesh, role, compute, masters, lora, model_cfg.attn_implementation)
+        recipe = replace(
+            _recipe(train_cfg, mesh, role, compute, masters, lora),
+            attention=model_cfg.attn_implementation,
+            router_dtype=DTYPES.get(model_cfg.router_dtype),
+        )
         engine = cls(build_model(model_cfg.path, recipe, facts), mesh, train_cfg, role, recipe)
+        if train_cfg.router_aux_loss_coef > 0:
+            require_routing(engine.model.routing, model_cfg.path, "train.router_aux_loss_coef=0")
         engine.require_independent_rows()
         return engine
 
@@ -177,14 +184,14 @@ class TrainEngine:
     ) -> tuple[RowArrays, RowArrays]:
         """Logprobs (and entropies, if requested) of the masked tokens by row, 0 elsewhere. No gradient.
 
-        adapter: with the LoRA adapters; without them this is the reference model.
+        adapter: with the LoRA adapters; without them this is the reference model. A reference selects its own experts.
         """
         logprobs: RowArrays = {}
         entropies: RowArrays = {}
         with nullcontext() if adapter else without_adapters(self.model.lm):
             for batch in batches:
                 with timed("forward", "compute", self.device, tokens=batch.num_tokens):
-                    out = self._outputs(batch, entropy)
+                    out = self._outputs(batch, entropy, replays=adapter and self.role in TRAINED)
                 _collect_rows(logprobs, batch, out.logprobs)
                 if out.entropy is not None:
                     _collect_rows(entropies, batch, out.entropy)
@@ -203,9 +210,12 @@ class TrainEngine:
         entropies: whether those of each token are returned. num_scored: the loss of this many leading batches has no
         gradient, in all ranks; they get no backward pass.
 
-        FSDP averages gradients over ranks, so each local sum is multiplied by their number.
+        FSDP averages gradients over ranks, so each local sum is multiplied by their number. The batches of all ranks
+        are those of one optimizer step if train.router_aux_loss_coef is not 0.
         """
-        metrics: list[Metric] = []
+        routing, metrics = self.model.routing, list[Metric]()
+        if routing is not None:
+            self._balance_experts(routing, batches)
         logprobs: RowArrays = {}
         by_row: RowArrays = {}
         for at, batch in enumerate(batches):
@@ -214,7 +224,7 @@ class TrainEngine:
                 reshard(self.model)  # after forward passes without backward passes
             timing = timed("forward", "compute", self.device, tokens=batch.num_tokens)
             with timing, torch.set_grad_enabled(trains):
-                out = self._outputs(batch, entropy)
+                out = self._outputs(batch, entropy, counts=True)
                 if batch.is_dummy:
                     total = out.logprobs.sum() * 0.0
                 else:
@@ -226,6 +236,9 @@ class TrainEngine:
             if trains:
                 with timed("backward", "compute", self.device, tokens=batch.num_tokens):
                     (total * self.coordinates.loss_scale).backward()
+        if routing is not None:
+            of_all_ranks = self._router_sums(routing).metrics()  # in every rank, and reported once
+            metrics += of_all_ranks if self.mesh.get_rank() == 0 else []
         return ForwardBackward(metrics=metrics, logprobs=logprobs, entropies=by_row)
 
     def optim_step(self, lr: float) -> StepReport:
@@ -260,9 +273,34 @@ class TrainEngine:
             not_finite=bad[0] if bad else "",
         )
 
-    def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
+    def _balance_experts(self, routing: Routing, batches: Sequence[Batch]) -> None:
+        """Start the counts of a step. The loss that balances the experts needs them before any gradient: with it, they
+        are made by a forward pass."""
+        routing.sums = None
+        routing.balance(None)
+        if self.cfg.router_aux_loss_coef == 0:
+            return
+        with torch.no_grad():
+            for batch in batches:
+                self._outputs(batch, entropy=False, counts=True)
+        reshard(self.model)
+        at = self.coordinates
+        routing.balance(self._router_sums(routing), self.cfg.router_aux_loss_coef * at.loss_scale / at.num_tp)
+
+    def _router_sums(self, routing: Routing) -> RouterSums:
+        """The sums of all ranks (a collective), which start again at 0. Ranks of tp have counted the same tokens."""
+        sums, routing.sums = routing.sums, None
+        assert sums is not None, "each rank computes a batch"
+        for total in (sums.selected, sums.probabilities, sums.entropy):
+            if self.coordinates.tp > 0:
+                total.zero_()
+            with timed_collective("all_reduce", total, self.mesh.size()):
+                dist.all_reduce(total)
+        return sums
+
+    def _outputs(self, batch: Batch, entropy: bool, replays: bool = True, counts: bool = False) -> Outputs:
         """Model outputs scattered to [T]; 0 outside the mask. Each rank of ulysses scores the tokens whose previous
-        ones are in its chunk."""
+        ones are in its chunk. replays: the sampler's choices of experts. counts: the experts' loads."""
         cu_seqlens, parents, peers = batch.cu_seqlens.tolist(), batch.parents, self.model.peers
         scored = batch.scored
         if peers is not None:
@@ -273,6 +311,7 @@ class TrainEngine:
         if peers is not None:
             previous = previous - peers.first(batch.num_tokens)
         context = PackedAttention(cu_seqlens, self.device, parents)
+        self._begin_routing(batch, replays, counts)
         logp, ent = self.model(
             batch.tokens,
             batch.position_ids,
@@ -284,6 +323,8 @@ class TrainEngine:
             entropy,
             self._model_kwargs(batch),
         )
+        if self.model.routing is not None:
+            self.model.routing.end()
         self.attention = context.used
         zeros = torch.zeros(batch.num_tokens, dtype=logp.dtype, device=logp.device)
         outputs = [None if values is None else zeros.index_copy(0, scored, values) for values in (logp, ent)]
@@ -293,16 +334,26 @@ class TrainEngine:
         assert logprobs is not None
         return Outputs(logprobs=logprobs, entropy=entropies)
 
+    def _begin_routing(self, batch: Batch, replays: bool, counts: bool) -> None:
+        routing, peers = self.model.routing, self.model.peers
+        routes = batch.routed_experts if replays else None
+        if routing is None:
+            if routes is not None and not self.model.replays_routing:
+                raise ValueError(
+                    f"samples carry routed_experts, but {type(self.model.lm).__name__} can't replay them; turn off "
+                    "their recording in the sampler"
+                )
+            return
+        rows = batch.rows_of_tokens()
+        if peers is not None:
+            rows = peers.own_tokens(rows)
+            routes = None if routes is None else peers.own_tokens(routes.movedim(0, -1)).movedim(-1, 0)
+        routing.begin(rows, routes, counts)
+
     def _model_kwargs(self, batch: Batch) -> dict[str, Any]:
-        """The model's inputs other than tokens: processed media, and the sampler's expert choices to be replayed."""
-        if batch.routed_experts is None:
-            return batch.model_kwargs
-        if not self.model.replays_routing:
-            raise ValueError(
-                f"samples carry routed_experts, but {type(self.model.lm).__name__} can't replay them; turn off "
-                "their recording in the sampler"
-            )
-        return {**batch.model_kwargs, "routed_experts": batch.routed_experts}
+        """The model's inputs other than tokens: processed media, and choices of experts if it takes them."""
+        routes = {"routed_experts": batch.routed_experts} if self.model.replays_routing else {}
+        return {**batch.model_kwargs, **routes}
 
     # ---- weights for samplers and files
 
@@ -404,7 +455,6 @@ def _recipe(
     compute: torch.dtype,
     masters: torch.dtype,
     lora: LoraConfig | None,
-    attention: str = "auto",
 ) -> Recipe:
     trains = role in TRAINED
     return Recipe(
@@ -417,7 +467,6 @@ def _recipe(
         activation_checkpointing=trains and cfg.activation_checkpointing,
         keep_unsharded=cfg.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
         device=current_device(mesh.device_type),
-        attention=attention,
     )
 
 

@@ -13,25 +13,16 @@ from harness import engine_over
 from synced_ranks import SyncedRank
 from tiny_engines import ask, tiny_engine
 from tiny_models import tiny_lm
-from tiny_samples import weigh
+from tiny_samples import turn_sample
 
-from meshrl.agent.flatten import flatten
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
-from meshrl.core.types import Prompt, Sample, Trajectory, Turn
 from meshrl.model.lora import named_weights
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.train.packing import pack
 
 MIXTURE: dict[str, Any] = dict(hidden_size=64, num_experts=4)
 NUM_STEPS = 3
-
-
-def _sample_of(turn: Turn, advantage: float) -> Sample:
-    prompt = Prompt(id="p", ordinal=0, ids=turn.context_ids)
-    (sample,) = weigh(flatten([Trajectory(prompt=prompt, group_id="p", index=0, turns=[turn], reward=0.0)])[0])
-    sample.advantages = np.where(sample.mask, advantage, 0).astype(np.float32)
-    return sample
 
 
 def _trained(rank: int, world: int, way: str) -> dict[str, Any]:
@@ -53,7 +44,7 @@ def _trained(rank: int, world: int, way: str) -> dict[str, Any]:
             found["equal"].append(held.keys() == full.keys() and all(torch.equal(held[n], full[n]) for n in full))
             found["moved"].append(sum(not torch.equal(p, before[name]) for name, p in held.items()) / len(held))
             turn = await sampler.generate(ask("a", range(5, 25), seed=NUM_STEPS * rank + version, ignore_eos=True))
-            sample = _sample_of(turn, advantage=1.0 - 2 * rank)
+            sample = turn_sample(turn, advantage=1.0 - 2 * rank)
             scored = trainer.forward_backward([pack([sample], [0])], loss).logprobs[0]
             found["nats"].append(float(np.abs(scored - sample.rollout_logprobs)[sample.mask].max()))
             trainer.optim_step(0.01)

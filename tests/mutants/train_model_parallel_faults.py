@@ -23,7 +23,101 @@ _READS_ONCE = "tests/dist/test_reads_once.py::test_a_start_reads_each_byte_once"
 _WEIGHT_NAMES = "tests/unit/model/test_weight_names.py::"
 _PACKING = "tests/unit/train/test_packing.py::"
 
+_ROUTERS = "tests/dist/test_routers.py::"
+_BALANCED = _ROUTERS + "test_the_loss_that_balances_experts_does_not_depend_on_micro_batches_and_ranks"
+_REPLAYED = _ROUTERS + "test_replayed_experts_compute_with_the_scores_of_the_trainers_router"
+_ROUTING = "tests/unit/model/test_routing.py::"
+
 FAULTS = [
+    Fault(
+        "experts are balanced by the counts of the first micro-batch only",
+        "meshrl/train/engine.py::TrainEngine._balance_experts",
+        "for batch in batches: self._outputs(batch, entropy=False, counts=True)"
+        " => for batch in batches[:1]: self._outputs(batch, entropy=False, counts=True)",
+        _BALANCED + "[one rank-one by one]",
+    ),
+    Fault(
+        "experts are balanced by the counts of each rank",
+        "meshrl/train/engine.py::TrainEngine._router_sums",
+        "dist.all_reduce(total) => None",
+        _BALANCED + "[two ranks-one by one]",
+    ),
+    Fault(
+        "a recomputed forward counts again",
+        "meshrl/model/routing.py::Routing.end",
+        "self._is_counting = False => pass",
+        _BALANCED + "[one rank-one by one]",
+    ),
+    Fault(
+        "a shared prompt counts once for all its answers",
+        "meshrl/core/batch.py::Batch.rows_of_tokens",
+        "(row >= 0) + self.parents.count(s) => 1",
+        _BALANCED + "[one rank-shared prompts]",
+    ),
+    Fault(
+        "each rank of tp adds the full gradient of the loss that balances experts",
+        "meshrl/train/engine.py::TrainEngine._balance_experts",
+        "self.cfg.router_aux_loss_coef * at.loss_scale / at.num_tp => self.cfg.router_aux_loss_coef * at.loss_scale",
+        _BALANCED + "[tp-one by one]",
+    ),
+    Fault(
+        "replayed experts keep the scores of the router's own choice",
+        "meshrl/model/routing.py::_Selection.__torch_function__",
+        "args[0].gather(-1, index) => out.values",
+        _REPLAYED + "[one rank]",
+    ),
+    Fault(
+        "the experts of the first micro-batch are replayed in all",
+        "meshrl/model/routing.py::Routing.begin",
+        "self._rows, self._replayed, self._is_counting = rows, replayed, counts"
+        " => self._rows, self._is_counting = rows, counts; self._replayed = "
+        "replayed if self._replayed is None else self._replayed",
+        _REPLAYED + "[one rank]",
+    ),
+    Fault(
+        "every rank of ulysses replays the experts of the first tokens",
+        "meshrl/train/engine.py::TrainEngine._begin_routing",
+        "peers.own_tokens(routes.movedim(0, -1)).movedim(-1, 0) => routes[: peers.chunk(batch.num_tokens)]",
+        _REPLAYED + "[ulysses]",
+    ),
+    Fault(
+        "routers that can't replay are accepted",
+        "meshrl/model/verify.py::require_replay",
+        "difference > 1e-2 or not is_replayed => difference > 1e-2",
+        _ROUTING + "test_routers_that_can_not_replay_are_refused",
+    ),
+    Fault(
+        "scores of 0 are accepted as replayed",
+        "meshrl/model/verify.py::require_replay",
+        "all(bool((out[1] != 0).all()) for out in outputs) => True",
+        _ROUTING + "test_group_limited_scores_can_not_be_replayed",
+    ),
+    Fault(
+        "a trainer ignores model.router_dtype",
+        "meshrl/train/engine.py::TrainEngine.build",
+        "DTYPES.get(model_cfg.router_dtype) => None",
+        _ROUTERS + "test_routers_in_fp32_are_the_same_in_trainer_and_sampler",
+    ),
+    Fault(
+        "a router in fp32 computes with the parameters of the compute dtype",
+        "meshrl/model/routing.py::Routing._computing",
+        "p if p is None else self._widened(p) => p",
+        _ROUTING + "test_a_router_in_fp32_computes_with_fp32_logits_and_leaves_its_parameters",
+    ),
+    Fault(
+        "two experts have each other's names",
+        "meshrl/model/hub_names.py::HubNames._reverted",
+        "_view(hub_name, tensor, shapes[source])"
+        ' => _view(hub_name.replace("experts.0.", "?").replace("experts.1.", "experts.0.").replace("?", "experts.1."), '
+        "tensor, shapes[source])",
+        _HUB_NAMES + "test_boxes_of_hub_tensors_are_the_files_that_transformers_writes",
+    ),
+    Fault(
+        "the last expert of a joint tensor is not sent",
+        "meshrl/model/hub_names.py::HubNames.split",
+        "self._blocks[key] => self._blocks[key][:-1]",
+        "tests/dist/test_mixture_out.py::test_all_proofs_hold_while_a_mixture_is_trained[shared memory]",
+    ),
     Fault(
         "the memory of the largest shards is that of the mean",
         "meshrl/model/memory.py::_num_bytes",

@@ -66,6 +66,7 @@ def build_embedded_engine(
         device=device,
         synced=synced,
         attention=model_cfg.attn_implementation,
+        router_dtype=DTYPES.get(model_cfg.router_dtype),
     )
     model = build_model(model_cfg.path, recipe, facts)
     model.requires_grad_(False)

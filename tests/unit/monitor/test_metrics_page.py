@@ -9,8 +9,8 @@ from pathlib import Path
 from meshrl.monitor.glossary import SECTIONS, meaning_of
 
 ROOT = Path(__file__).parents[3]
-AREAS = "run|reward|eval|rollout|loss|correction|train|proof|sync|first_sync|time|memory|checkpoint|group|monitor|perf"
-NAME = re.compile(rf"({AREAS})/[a-z0-9_/]*")
+AREAS = "run|reward|eval|rollout|loss|correction|train|router|proof|sync|first_sync|time|memory|checkpoint|group"
+NAME = re.compile(rf"({AREAS}|monitor|perf)/[a-z0-9_/]*")
 EXPLAINED = [name for _, _, entries in SECTIONS for entry in entries for name in entry.names]
 
 
