@@ -163,6 +163,9 @@ class RolloutConfig(Slice):
     """sampling parameters"""
     eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
     """sampling parameters of evaluations, where they differ"""
+    router_replay: bool = False
+    """for mixtures of experts with the embedded engine (R3, rollout routing replay): it records the experts that it
+    selects for each token, and the trainer selects the same, with the scores of its own routers"""
     max_running_requests: int = Field(256, ge=1)
     """rows that one replica decodes together; more is faster until memory runs out"""
     max_context_tokens: int | None = Field(None, ge=1)
@@ -228,6 +231,10 @@ def engine_problems(case: Case) -> Iterator[Problem]:
         keys = ("rollout.release_memory", "rollout.sync_mode")
         reason = "a sampler that released its weights has none to which a delta could be applied"
         yield Problem(keys, f"{reason}. Use one of the two.", void=keys, reason=reason)
+    if rollout.router_replay and rollout.engine != "embedded":
+        reason = f"engine {rollout.engine} does not return the experts that it selects"
+        keys = ("rollout.router_replay", "rollout.engine")
+        yield Problem(keys, f"{reason}. Leave it out, or use embedded.", void=keys[:1], reason=reason)
     if rollout.engine == "vllm":
         yield from _own_server(case, "vllm", rollout.vllm)
     if rollout.engine == "sglang" and rollout.sglang.url is None:

@@ -11,7 +11,39 @@ _SGLANG_ENGINE = "tests/unit/rollout/test_sglang_engine.py::"
 _STOP_STRINGS = "tests/unit/rollout/test_stop_strings.py::"
 _VLLM_MEMORY = "tests/unit/rollout/test_vllm_memory.py::"
 
+_ROUTES = "tests/unit/rollout/test_recorded_routes.py::"
+
 FAULTS = [
+    Fault(
+        "recorded experts do not move with their row",
+        "meshrl/rollout/embedded/kv_cache.py::KVStore.copy_rows",
+        "source.layers.items() => [item for item in source.layers.items() if item[0] >= 0]",
+        _ROUTES + "test_each_token_has_the_experts_that_computed_it",
+    ),
+    Fault(
+        "an aborted turn has the experts of the row that moved to its place",
+        "meshrl/rollout/embedded/engine.py::EmbeddedEngine._routes_of",
+        "self._scheduler.running.index(s) => len(self._scheduler.running) - 1",
+        _ROUTES + "test_an_aborted_and_continued_turn_has_them_except_at_the_last_token_of_each_part",
+    ),
+    Fault(
+        "a continued turn has the experts of its prefix as those of its output",
+        "meshrl/rollout/embedded/engine.py::EmbeddedEngine._routes_of",
+        "np.delete(padded, slice(first, first + s.first_position), axis=0) => padded[: len(padded) - s.first_position]",
+        _ROUTES + "test_an_aborted_and_continued_turn_has_them_except_at_the_last_token_of_each_part",
+    ),
+    Fault(
+        "experts are recorded in 8 bits",
+        "meshrl/model/routing.py::Routing._route",
+        "selected.to(torch.int16) => selected.to(torch.uint8).to(torch.int16)",
+        _ROUTES + "test_each_token_has_the_experts_that_computed_it",
+    ),
+    Fault(
+        "an embedded engine ignores model.router_dtype",
+        "meshrl/rollout/embedded/engine.py::build_embedded_engine",
+        "DTYPES.get(model_cfg.router_dtype) => None",
+        "tests/dist/test_routers.py::test_routers_in_fp32_are_the_same_in_trainer_and_sampler",
+    ),
     Fault(
         "a continued turn of an endpoint repeats its random numbers",
         "meshrl/rollout/completions.py::CompletionsDialect._events",

@@ -28,9 +28,12 @@ class PrefillAttention(PackedAttention):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
+        self.write(layer, k, v)
+        return super().attend(layer, q, k, v, spec)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         for store, writes in self.writes:
             store.write(layer, k, v, writes)
-        return super().attend(layer, q, k, v, spec)
 
 
 class DecodeAttention:
@@ -56,7 +59,7 @@ class DecodeAttention:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        self.store.write(layer, k, v, self.writes)
+        self.write(layer, k, v)
         num_rows, heads, size = q.shape
         kv_heads = k.shape[1]
         tiles = [self.store.read(layer, t, rows) for t, (rows, _) in enumerate(self.tiles)]
@@ -69,6 +72,9 @@ class DecodeAttention:
             part = slice(rows * kv_heads)
             out[part] = wide_product(probs[part, :, columns], values, out[part])
         return out.to(v.dtype).view(num_rows, heads, -1)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.store.write(layer, k, v, self.writes)
 
     def _scores(self, q: torch.Tensor, tiles: list[torch.Tensor], kv_heads: int, spec: AttentionSpec) -> torch.Tensor:
         """Attention scores [N * K, H / K, C] of each row over the positions of the tiles, in fp32 (fp64 stays), -inf
@@ -123,3 +129,8 @@ class StepAttention:
                 self.decode.attend(layer, q[n:], k[n:], v[n:], spec),
             ]
         )
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        n = self.prefill.num_tokens
+        self.prefill.write(layer, k[:n], v[:n])
+        self.decode.write(layer, k[n:], v[n:])

@@ -28,6 +28,7 @@ from meshrl.model.fast_decoder import FastDecoder, fast_decoder
 from meshrl.model.limits import limits_of
 from meshrl.model.lora import init_adapters, randomize_adapters
 from meshrl.model.recipe import DTYPES, Recipe, build_model
+from meshrl.model.verify import require_replay
 from meshrl.rollout.admission import bounds_of, check_admission, check_scorable, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, check_parts
 from meshrl.rollout.embedded.runner import Runner
@@ -71,6 +72,8 @@ def build_embedded_engine(
     model = build_model(model_cfg.path, recipe, facts)
     model.requires_grad_(False)
     randomize_adapters(model.lm)  # so that the fast decoder is compared with adapters that do something
+    if rollout_cfg.router_replay:
+        require_replay(model, model_cfg.path)
     fast = fast_decoder(model)
     init_adapters(model.lm)
     engine = EmbeddedEngine(
@@ -83,6 +86,7 @@ def build_embedded_engine(
         engine_id=engine_id,
         device=device,
         stop_strings=stop_strings_of(model_cfg, rollout_cfg),
+        records_routes=rollout_cfg.router_replay,
     )
     if synced:
         engine._state.end("invalid")
@@ -110,6 +114,7 @@ class EmbeddedEngine:
         prefill_tokens_per_step: int = PREFILL_TOKENS,
         stop_strings: StopStrings | None = None,
         kv_cache_bytes: int | None = None,
+        records_routes: bool = False,
     ):
         if fast is not None:
             fast.fuse()
@@ -119,7 +124,7 @@ class EmbeddedEngine:
         self._stop_strings = stop_strings or StopStrings()
         self._weights = EngineWeights(model.lm, engine_id, fast)
         self._state = self._weights.state
-        self._runner = Runner(model, device, fast, kv_cache_bytes)
+        self._runner = Runner(model, device, fast, kv_cache_bytes, model.routing if records_routes else None)
         self._scheduler = Scheduler(max_running, prefill_tokens_per_step, self._runner.bound)
         self._sampling: RowSampling | None = None  # None when the rows have changed
         self._totals = EngineStats()
@@ -223,12 +228,24 @@ class EmbeddedEngine:
             logprobs=np.array(s.logprobs, np.float32),
             versions=np.array(s.versions, np.int32),
             stop_reason=reason,
+            routed_experts=self._routes_of(s),
             extras={name: np.stack([e[name] for e in s.extras]) for name in (s.extras[0] if s.extras else ())},
             sampling=s.request.sampling,
             seed=s.request.seed,
             engine_id=self.engine_id,
             times=s.times,
         )
+
+    def _routes_of(self, s: Sequence) -> np.ndarray | None:
+        """int16[C+R, L, K], -1 for the last token, which no forward has computed; without those of prefix_output, which
+        the turn does not have. None for a request without a cache."""
+        routes = self._runner.routes_of(self._scheduler.running.index(s), s.cached) if s.cached else None
+        if routes is None:
+            return None
+        padded = np.full((len(s.ids()), *routes.shape[1:]), -1, np.int16)
+        padded[: s.cached] = routes
+        first = len(s.request.context_ids)
+        return np.delete(padded, slice(first, first + s.first_position), axis=0)
 
     def _compact(self, gone: Collection[int]) -> None:
         self._runner.move_rows(*self._scheduler.compact(gone))
@@ -238,9 +255,10 @@ class EmbeddedEngine:
         """End these requests (None = all) with their tokens so far."""
         left, rows = self._scheduler.withdraw(ids)
         withdrawn = left + [self._scheduler.running[row] for row in rows]
+        turns = [(s.request.id, self._turn(s, "abort")) for s in withdrawn]
         if withdrawn:
             self._compact(set(rows))
-        return [(s.request.id, self._turn(s, "abort")) for s in withdrawn]
+        return turns
 
     def _flush(self) -> None:
         """Drop all keys and values; running requests wait at the head of the queue with their tokens."""

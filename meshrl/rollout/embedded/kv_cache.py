@@ -158,6 +158,11 @@ class KVStore:
             self._reads[layer, tile] = cached
         return cached[1], cached[2]
 
+    def keys_of_row(self, layer: int, row: int, length: int) -> torch.Tensor:
+        """The keys of a row's first tokens, [length, heads, D]."""
+        tiles = [keys[row] for keys, _ in self.layers[layer] if keys.shape[0] > row]
+        return torch.cat(tiles, dim=1)[:, :length].transpose(0, 1)
+
     def copy_rows(self, source: KVStore, copies: Sequence[RowCopy], device: torch.device) -> None:
         """Copy rows of `source`, all at once, so that rows of this store may move."""
         for t, start in enumerate(STARTS):

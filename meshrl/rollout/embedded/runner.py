@@ -8,24 +8,37 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from meshrl.model.attention import AttentionContext, PackedAttention
+from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder
 from meshrl.model.logprob import Head, token_logprobs
 from meshrl.model.memory import token_bytes
 from meshrl.rollout.embedded.cache_bound import CacheBound
+from meshrl.model.routing import Routing
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, PrefillAttention, StepAttention
 from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, plan_writes, tile_dtype
 from meshrl.rollout.embedded.scheduler import Admission, Prefill, Sequence
 from meshrl.rollout.embedded.step_arrays import StepArrays
 
+_ROUTES = -1  # the layer of the KV cache whose keys are the experts that the routers selected
+
 
 class Runner:
-    """Owns the KV cache: `running` has a row for each running sequence, `prompts` one for each shared prompt."""
+    """Owns the KV cache: `running` has a row for each running sequence, `prompts` one for each shared prompt.
+
+    routing: whose selections are recorded for each token, next to its keys and values; None = none are."""
 
     def __init__(
-        self, model: CausalModel, device: torch.device, fast: FastDecoder | None, kv_cache_bytes: int | None = None
+        self,
+        model: CausalModel,
+        device: torch.device,
+        fast: FastDecoder | None,
+        kv_cache_bytes: int | None = None,
+        routing: Routing | None = None,
     ):
+        self._routing = routing
+        if routing is not None:
+            routing.records = True
         self.model, self.device = model, device
         self._fast, self._hidden = fast, model.hidden if fast is None else fast.hidden
         self._head: Head | None = None  # prepared for these weights, like the fast decoder
@@ -58,7 +71,18 @@ class Runner:
         ]
         ids, places = arrays.add(np.concatenate(tokens)), arrays.add(np.concatenate(positions))
         context = self._context(rows, prefills, arrays)
-        return self._hidden(ids(), places(), context)
+        hidden = self._hidden(ids(), places(), context)
+        if self._routing is not None:
+            routes = self._routing.recorded().flatten(1)[:, None]  # [T, 1, L * K]
+            context.write(_ROUTES, routes, routes[..., :1])
+        return hidden
+
+    def routes_of(self, row: int, length: int) -> np.ndarray | None:
+        """int16[length, L, K]: the experts that were selected for the tokens in a running row's cache."""
+        if self._routing is None or length == 0:
+            return None
+        routes = self.running.keys_of_row(_ROUTES, row, length).to("cpu", torch.int16).numpy()
+        return routes.reshape(length, len(self._routing.routers), -1)
 
     def _last_states(self, hidden: torch.Tensor, num_rows: int, admission: Admission) -> torch.Tensor:
         """The state from which each running row samples: of its newest token, or of its last context token when it
@@ -78,7 +102,9 @@ class Runner:
         self.running.copy_rows(self.prompts, copies, self.device)
         return torch.cat([hidden[end:], torch.stack(states)])
 
-    def _context(self, rows: list[Sequence], prefills: list[Prefill], arrays: StepArrays) -> AttentionContext:
+    def _context(
+        self, rows: list[Sequence], prefills: list[Prefill], arrays: StepArrays
+    ) -> PrefillAttention | DecodeAttention | StepAttention:
         if not rows:
             return self._prefill(prefills, arrays)
         decode = DecodeAttention(self.running, np.array([s.cached + 1 for s in rows], np.int64), arrays)
