@@ -13,6 +13,11 @@ def ascii_share(completion: str, answer: str) -> float:
     return sum(c.isascii() for c in completion) / max(1, len(completion))
 
 
+def no_reward(completion: str, answer: str) -> float:
+    """A reward without a signal."""
+    return 0.0
+
+
 def write_run(folder: Path) -> Path:
     """A model, rows and a config.yaml in `folder`; returns the config's path."""
     from tiny_models import tiny_qwen2

@@ -189,9 +189,11 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:
     unused = [target for target, names in meant.items() if not names]
     if unused or not meant:
         linear_names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        has_experts = any(p.ndim == 3 for p in lm.parameters())
+        experts = "; its experts are joint tensors of three dims, which get no adapters" if has_experts else ""
         raise ConfigError(
             f"model.lora.targets has {', '.join(unused) or 'no name'}, but the linear layers of {str(path)!r}, except "
-            f"its head, are {linear_names}. Give some of these names, or only all-linear"
+            f"its head, are {linear_names}{experts}. Give some of these names, or only all-linear"
         )
     return [name for name in linear if any(name in names for names in meant.values())]
 

@@ -275,3 +275,5 @@ def test_experts_and_routers_get_no_adapters():
     add_adapters(lm, LoraConfig(enabled=True, rank=2), torch.float32, "tiny")
     adapted_layers = {name.split(".")[-3] for name, _ in named_weights(lm) if name.endswith("lora_A.weight")}
     assert adapted_layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ConfigError, match="experts are joint tensors of three dims, which get no adapters"):
+        add_adapters(Qwen3MoeForCausalLM(config), LoraConfig(enabled=True, targets=["gate_up_proj"]), torch.float32, "")

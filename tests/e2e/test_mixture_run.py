@@ -23,14 +23,19 @@ def test_a_run_replays_and_balances_its_routers_and_samples_from_the_trainers_we
     config = write_run(tmp_path)
     vocabulary = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
     tiny_mixture(vocab_size=vocabulary, initializer_range=0.1).save_pretrained(tmp_path / "model")
-    folder = train(config, "mixture", *ROUTERS, "cluster.executor=inline", "model.dtype=bfloat16")
+    usual = ("cluster.executor=inline", "reward.terms.ascii.kind=tiny_run:no_reward")
+    folder = train(config, "mixture", *ROUTERS, *usual, "model.dtype=bfloat16")
     for step in steps_of(folder, ()):
+        assert step["train/no_gradient_fraction"] == 0 and step["train/grad_norm"] > 0, (
+            "experts of all rows are balanced"
+        )
         assert step["proof/logprob_abs_diff_mean"] < 0.01
         assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
         assert 0 < step["router/entropy"] <= 1.3863 and 1 <= step["router/max_load"] <= 4
     note = "the model's config.json has router_aux_loss_coef 0.001"
     assert note not in (folder / "run_notes.txt").read_text()
-    again = train(config, "default", "cluster.executor=inline", "loop.num_steps=1")
+    again = train(config, "default", *usual, "loop.num_steps=1")
+    assert [step["train/grad_norm"] for step in steps_of(again)] == [0.0]
     assert f"{note}, which is not used" in (again / "run_notes.txt").read_text()
 
 
