@@ -86,7 +86,8 @@ def test_a_mixture_learns_the_quickstarts_task(tmp_path: Path, monkeypatch: pyte
     assert main(["train", str(QUICKSTART / "grpo.yaml"), into, f"model.path={warm}", *data, *ROUTERS]) == 0
     result = json.loads((tmp_path / "grpo" / "result.json").read_text())
     before, after = result["evals"][0]["mean_at_k"], result["evals"][-1]["mean_at_k"]
-    assert before <= 0.5 and after >= 0.9, (before, after)
-    steps = steps_of(tmp_path / "grpo")
+    assert before <= 0.35 and after >= 0.9, (before, after)
+    steps = [step for step in steps_of(tmp_path / "grpo") if "train/grad_norm" in step]
+    assert len(steps) == 60
     assert max(step["proof/logprob_abs_diff_mean"] for step in steps) < 1e-4
     assert max(step["router/dead_experts"] for step in steps) == 0

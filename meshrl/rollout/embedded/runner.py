@@ -13,8 +13,8 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder
 from meshrl.model.logprob import Head, token_logprobs
 from meshrl.model.memory import token_bytes
-from meshrl.rollout.embedded.cache_bound import CacheBound
 from meshrl.model.routing import Routing
+from meshrl.rollout.embedded.cache_bound import CacheBound
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, PrefillAttention, StepAttention
 from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, plan_writes, tile_dtype
 from meshrl.rollout.embedded.scheduler import Admission, Prefill, Sequence

@@ -107,7 +107,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("algo.correction.rejection.high=1", ["no effect", "algo.correction.rejection.measure is off"]),
     ("algo.constant_length=0 algo.aggregation=constant_length", ["integer >= 1 or null"]),
     ("rollout.sampling.top_p=0", ["> 0 and <= 1"]),
-    ("rollout.router_replay=true rollout.engine=sglang", ["sglang does not return the experts", "use embedded"]),
+    (f"rollout.router_replay=true {VLLM}", ["engine vllm does not return the experts", "use embedded"]),
     ("model.router_dtype=float16", ["auto or float32"]),
     ("rollout.sampling.stop_token_ids=[a]", ["list of integers"]),
     ("rollout.sampling.stop_token_ids=[-1]", ["0 or more"]),
