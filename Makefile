@@ -1,6 +1,6 @@
 # make setup | fix | check | test | test-all | mutants | quickstart | smollm [SEED=0]; WORKERS=N: processes that run tests
-# Everything is installed once, into .venv; nothing is compiled. vLLM has a separate environment, .venv-vllm:
-# make setup-vllm | test-vllm
+# Everything is installed once, into .venv; nothing is compiled. vLLM and SGLang have separate environments, .venv-vllm
+# and .venv-sglang: make setup-vllm | test-vllm | setup-sglang | test-sglang
 
 PYTHON ?= python3
 SEED ?= 0
@@ -9,16 +9,21 @@ PY := .venv/bin/python
 STAMP := .venv/setup-done
 VLLM_PY := .venv-vllm/bin/python
 VLLM_STAMP := .venv-vllm/setup-done
+SGLANG_PY := .venv-sglang/bin/python
+SGLANG_STAMP := .venv-sglang/setup-done
 KERNEL_TESTS := tests/unit/model/test_head_kernels.py tests/unit/sync/test_sync_kernels.py \
   tests/e2e/test_compiled_kernels.py
 VLLM_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_sync.py \
   tests/unit/rollout/test_vllm_*.py tests/e2e/test_vllm_run.py
+# The files of one server follow each other.
+SGLANG_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_sync.py \
+  tests/unit/rollout/test_sglang_engine.py tests/unit/rollout/test_endpoint_engine.py tests/e2e/test_sglang_run.py
 
-.PHONY: help setup fix check test test-all mutants quickstart smollm setup-vllm test-vllm
+.PHONY: help setup fix check test test-all mutants quickstart smollm setup-vllm test-vllm setup-sglang test-sglang
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv and install the pinned dependencies and meshrl itself
 
@@ -48,7 +53,7 @@ check: setup  ## run ruff and mypy, and compare the generated pages
 test: setup  ## run the CPU suite without the slow tests
 	$(PY) -m pytest -n $(WORKERS) -m "not slow and not gpu"
 
-test-all: setup setup-vllm  ## run all tests that need no GPU, with the slow ones and those of the vLLM engine
+test-all: setup setup-vllm test-sglang  ## run all tests that need no GPU, with the slow ones and those of vLLM and SGLang
 	$(VLLM_PY) -m pytest -k vllm $(VLLM_TESTS)
 	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest $(KERNEL_TESTS)
 	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
@@ -75,3 +80,12 @@ $(VLLM_STAMP): constraints.txt requirements-vllm.txt pyproject.toml
 test-vllm: setup-vllm  ## run the tests of the vLLM engine with the real vLLM, and those of the Triton kernels
 	$(VLLM_PY) -m pytest -k vllm -m "not slow" $(VLLM_TESTS)
 	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest $(KERNEL_TESTS)
+
+setup-sglang: $(SGLANG_STAMP)  ## make .venv-sglang with SGLang, stand-ins for its packages that need a GPU, and meshrl
+
+$(SGLANG_STAMP): constraints.txt requirements-sglang.txt pyproject.toml
+	VENV=.venv-sglang PYTHON=$(PYTHON) scripts/install.sh --cpu --sglang
+	@touch $(SGLANG_STAMP)
+
+test-sglang: setup-sglang  ## run the tests of the SGLang engine and of endpoints with real SGLang servers
+	$(SGLANG_PY) -m pytest -k "sglang or endpoint" $(SGLANG_TESTS)

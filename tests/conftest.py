@@ -65,6 +65,41 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
         yield server
 
 
+def _sglang(folder: Path, tp_size: int) -> Iterator[str]:
+    from sglang_servers import MISSING, serving
+    from vllm_servers import tiny_vllm_lm
+
+    if MISSING:
+        pytest.skip(MISSING)
+    with serving(tiny_vllm_lm(), folder, tp_size) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an SGLang server, which all tests share; each has its own client."""
+    yield from _sglang(tmp_path_factory.mktemp("sglang"), 1)
+
+
+@pytest.fixture(scope="session")
+def sglang_tp2_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an SGLang server with two tensor-parallel ranks."""
+    yield from _sglang(tmp_path_factory.mktemp("sglang_tp2"), 2)
+
+
+@pytest.fixture(scope="session")
+def endpoint_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The address and the model's folder of an SGLang server with /v1/completions."""
+    from sglang_servers import MISSING, save_with_tokenizer, serving_text
+    from vllm_servers import tiny_vllm_lm
+
+    if MISSING:
+        pytest.skip(MISSING)
+    folder = save_with_tokenizer(tiny_vllm_lm(), tmp_path_factory.mktemp("endpoint"))
+    with serving_text(folder) as url:
+        yield url, folder
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Up to four gloo ranks with torch loaded; a rank is started when a test first needs it."""

@@ -1,8 +1,11 @@
-"""Stand-ins for SGLang's server (sglang_server.py) as processes, and engines that are connected to them."""
+"""Real SGLang servers of tiny models on a CPU. A server takes half a minute to start, so tests share servers."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,99 +14,110 @@ from unittest import mock
 
 import httpx2
 import torch
+from tiny_tokenizers import numbered_tokenizer
 
 from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import RolloutConfig
+from meshrl.config.rollout import RolloutConfig, SglangConfig
 from meshrl.rollout.completions import RELOAD_PATH, CompletionsDialect, only_model
 from meshrl.rollout.server.engine import ServerEngine
-from meshrl.rollout.server.http import HttpClient, fetch
-from meshrl.rollout.sglang.dialect import SglangDialect, start_server
+from meshrl.rollout.server.http import HttpClient, fetch, is_up
+from meshrl.rollout.server.process import ServerProcess
+from meshrl.rollout.sglang.dialect import LOADER, SglangDialect, start_server
 
-MAX_CONTEXT_TOKENS = 256
+MISSING = "" if importlib.util.find_spec("sglang") else "SGLang is not installed here: make test-sglang"
+MAX_CONTEXT_TOKENS = 1024
 KEY = "the key of this server"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-CPU = torch.device("cpu")
-_LAUNCHER = """import runpy, sys
-sys.path.insert(0, {tests!r})
-sys.argv += {extra!r}
-runpy.run_path({server!r}, run_name="__main__")
-"""
+DROPPING_LOADER = "sglang_dropping_loader.load"
+START_S = 300.0  # on a busy machine
+ON_CPU = [  # arguments for rollout.sglang.args on a machine without a GPU
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--max-total-tokens", "8192", "--sleep-on-idle"),
+]
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def config_of(*args: str, tp_size: int = 1) -> RolloutConfig:
+    sglang = SglangConfig(mem_fraction_static=0.1, args=[*ON_CPU, *args], start_deadline_s=START_S)
+    return RolloutConfig(engine="sglang", max_running_requests=4, tensor_model_parallel_size=tp_size, sglang=sglang)
 
 
 @contextmanager
-def launcher_in(folder: Path, *extra: str) -> Iterator[None]:
-    """Let `python -m sglang.launch_server` start the stand-in, with `extra` as additional arguments."""
-    package, tests = folder / "sglang", Path(__file__).parent
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    text = _LAUNCHER.format(tests=str(tests), extra=list(extra), server=str(tests / "sglang_server.py"))
-    (package / "launch_server.py").write_text(text)
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
-        yield
-
-
-def model_of(lm: torch.nn.Module, folder: Path) -> ModelConfig:
-    """Save the model in `folder`; the config section that names it."""
+def serving(lm: torch.nn.Module, folder: Path, tp_size: int = 1) -> Iterator[str]:
+    """The address of a server of a model, started as meshrl starts SGLang, and with two options more: it can release
+    its memory, as on a GPU, and has a loader that drops a weight."""
     lm.save_pretrained(folder)
-    return ModelConfig(path=str(folder), dtype=str(lm.dtype).removeprefix("torch."))
-
-
-@contextmanager
-def serving(
-    lm: torch.nn.Module, folder: Path, *extra: str, tp_size: int = 1, tokens: int = MAX_CONTEXT_TOKENS
-) -> Iterator[str]:
-    """The address of a stand-in that serves a model, started as meshrl starts SGLang."""
-    cfg = RolloutConfig(engine="sglang", max_running_requests=4, tensor_model_parallel_size=tp_size)
-    with launcher_in(folder / "launcher", *extra):
-        server, url = start_server(model_of(lm, folder / "model"), cfg, CPU, "sglang-0", tokens, KEY)
+    model = ModelConfig(path=str(folder), dtype=str(lm.dtype).removeprefix("torch."))
+    cfg = config_of("--enable-memory-saver", "--custom-weight-loader", LOADER, DROPPING_LOADER, tp_size=tp_size)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}):
+        server, url = start_server(model, cfg, torch.device("cpu"), "sglang-0", MAX_CONTEXT_TOKENS, KEY)
     try:
         yield url
     finally:
         server.close()
 
 
-ENGINE: dict[str, Any] = {
-    "stop_token_ids": (2,),
-    "max_context_tokens": MAX_CONTEXT_TOKENS,
-    "vocab_size": 64,
-}
+@contextmanager
+def serving_text(folder: Path, *args: str) -> Iterator[str]:
+    """The address of a server of the model and the tokenizer in a folder, as its user may start it. Only a server with
+    a tokenizer has /v1/completions."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--port", str(port)]
+    command += [
+        "--api-key",
+        KEY,
+        "--dtype",
+        "float32",
+        "--mem-fraction-static",
+        "0.1",
+        "--custom-weight-loader",
+        LOADER,
+    ]
+    command += ["--enable-deterministic-inference", "--max-running-requests", "4", *ON_CPU, *args]
+    command += ["--skip-server-warmup"]  # its English prompt has no tokens in numbered_tokenizer, which ends the server
+    server, url = ServerProcess("sglang", lambda _: command, ENVIRONMENT), f"http://127.0.0.1:{port}"
+    try:
+        server.wait_until(lambda: is_up("/health", url), START_S)
+        yield url
+    finally:
+        server.close()
+
+
+def save_with_tokenizer(lm: torch.nn.Module, folder: Path) -> Path:
+    lm.save_pretrained(folder)
+    numbered_tokenizer(lm.config.vocab_size).save_pretrained(folder)
+    return folder
+
+
+def post(url: str, path: str, body: Any) -> httpx2.Response:
+    """Send a request as another client of the server."""
+    return httpx2.post(url + path, json=body, headers=HEADERS, trust_env=False, timeout=60)
+
+
+FACTS: dict[str, Any] = {"stop_token_ids": (2,), "max_context_tokens": MAX_CONTEXT_TOKENS, "vocab_size": 64}
 
 
 def sglang_client(url: str, **changes: Any) -> ServerEngine:
     """An engine that uses a shared server, for one event loop; closing it does not end the server."""
     info, label = fetch("/server_info", url, HEADERS), fetch("/model_info", url, HEADERS)["weight_version"]
     dialect = SglangDialect(HttpClient("sglang-0", url, headers=HEADERS), info, label)
-    return ServerEngine(dialect, **{**ENGINE, **changes})
+    return ServerEngine(dialect, **{**FACTS, **changes})
 
 
 def endpoint_client(
-    url: str,
-    takes_folders: bool = True,
-    reload_url: str = RELOAD_PATH,
-    versions: Path | None = None,
-    max_running: int = 4,
-    **changes: Any,
+    url: str, model_folder: Path, versions: Path | None = None, takes_folders: bool = True, **changes: Any
 ) -> ServerEngine:
-    """The same server as an endpoint that loads folders."""
-    model = only_model(fetch("/v1/models", url, HEADERS), url)
+    """The same for an endpoint. model_folder: of the model that the server was started with."""
     dialect = CompletionsDialect(
         HttpClient("endpoint-0", url, headers=HEADERS),
-        model=model,
-        model_folder=Path(model),
+        model=only_model(fetch("/v1/models", url, HEADERS), url),
+        model_folder=model_folder,
         takes_folders=takes_folders,
-        reload_url=reload_url,
+        reload_url=RELOAD_PATH,
         versions=versions,
-        max_running=max_running,
+        max_running=4,
     )
-    return ServerEngine(dialect, **{**ENGINE, **changes})
-
-
-@contextmanager
-def broken(url: str, fault: str, **more: Any) -> Iterator[None]:
-    """Let the server behave with this fault."""
-    httpx2.post(f"{url}/standin", json={"fault": fault, **more}, headers=HEADERS, trust_env=False)
-    try:
-        yield
-    finally:
-        httpx2.post(f"{url}/standin", json={}, headers=HEADERS, trust_env=False)
+    return ServerEngine(dialect, **{**FACTS, **changes})

@@ -88,5 +88,16 @@ async def sync(lm: torch.nn.Module, engine: Any, version: int, transfer_bytes: i
     return ack
 
 
+async def check_samples_from(engine: Any, lm: torch.nn.Module, context: list[int], name: str) -> Turn:
+    """Logprobs of sampled tokens are those of Transformers' own forward."""
+    turn: Turn = await engine.generate(ask(name, context, seed=1, ignore_eos=True))
+    ids = torch.tensor([*context, *turn.output_ids])
+    with torch.no_grad():
+        logits = plain(lm)(input_ids=ids[None]).logits[0].float()
+    expected = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[len(context) - 1 :, 0]
+    np.testing.assert_allclose(turn.logprobs, expected.numpy(), atol=1e-4)
+    return turn
+
+
 def _held(lm: torch.nn.Module) -> RankWeights:
     return rank_weights(lm, HubNames(lm), next(lm.parameters()).dtype)

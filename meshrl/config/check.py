@@ -240,9 +240,8 @@ def notices(case: Case) -> list[str]:
         texts.append(f"{missing.keys[0]}: {missing.text} The machines of the run need it.")
     if isinstance(config, RunConfig) and config.rollout.engine == "sglang":
         texts.append(
-            "rollout.engine is sglang, which is experimental: it was tested with a simulated server, and never with "
-            "SGLang itself. In the first steps look at sync/proven_wire, sync/proven_read_back and "
-            "proof/logprob_abs_diff_mean."
+            "rollout.engine is sglang, which was tested with SGLang 0.5.23 on a CPU, with tiny models, and never on a "
+            "GPU. In the first steps look at sync/proven_wire, sync/proven_read_back and proof/logprob_abs_diff_mean."
         )
     if isinstance(config, RunConfig) and purpose == "train" and config.algo.correction.kind == "off":
         used, reason = correction_of_auto(config.loop.staleness, config.rollout.engine)

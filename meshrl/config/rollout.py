@@ -143,8 +143,8 @@ class EndpointConfig(Slice):
 
 class RolloutConfig(Slice):
     engine: Literal["embedded", "vllm", "sglang", "endpoint"] = "embedded"
-    """the engine that samples; embedded runs the model's Transformers module and needs no further packages; sglang is
-    experimental: it has never been run with a real SGLang server"""
+    """the engine that samples; embedded runs the model's Transformers module and needs no further packages; sglang was
+    tested with SGLang 0.5.23 on a CPU, never on a GPU"""
     embedded: EmbeddedConfig = EmbeddedConfig()
     """limits of engine embedded"""
     vllm: VllmConfig = VllmConfig()
@@ -237,6 +237,10 @@ def engine_problems(case: Case) -> Iterator[Problem]:
         yield Problem(keys, f"{reason}. Leave it out, or use embedded.", void=keys[:1], reason=reason)
     if rollout.engine == "vllm":
         yield from _own_server(case, "vllm", rollout.vllm)
+    if rollout.engine == "sglang" and rollout.sglang.deterministic and case.rl.eval_sampling.min_p:
+        text = "min_p ends an SGLang server with deterministic inference. Set it to 0, or deterministic: false."
+        section = "sampling" if rollout.eval_sampling.min_p is None else "eval_sampling"
+        yield Problem((f"rollout.{section}.min_p", "rollout.sglang.deterministic"), text)
     if rollout.engine == "sglang" and rollout.sglang.url is None:
         yield from _own_server(case, "sglang", rollout.sglang)
     elif rollout.engine == "sglang":
@@ -342,8 +346,8 @@ _NOT_INSTALLED = {
     "vllm": "vLLM is not installed here. Install it as docs/install.md describes (scripts/install.sh with --vllm); "
     "on a machine without a GPU run scripts/install.sh --cpu --vllm, and set "
     "rollout.vllm.python=.venv-vllm/bin/python. To use another Python that has vLLM and meshrl, set the same key.",
-    "sglang": "SGLang is not installed here. Install it (pip install sglang, on a machine with a GPU), or set "
-    "rollout.sglang.python to a Python that has it and meshrl, or rollout.sglang.url to a running server.",
+    "sglang": "SGLang is not installed here. Run scripts/install.sh --sglang, and set "
+    "rollout.sglang.python=.venv-sglang/bin/python, or set rollout.sglang.url to a running server.",
 }
 
 

@@ -34,14 +34,19 @@ def sglang(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngin
     return sglang_client(fixtures.getfixturevalue("sglang_server"), keep_weights=True, **FACTS)
 
 
+def sglang_tp2(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
+    return sglang_client(fixtures.getfixturevalue("sglang_tp2_server"), keep_weights=True, **FACTS)
+
+
 def endpoint(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
-    return endpoint_client(fixtures.getfixturevalue("sglang_server"), keep_weights=True, **FACTS)
+    return endpoint_client(*fixtures.getfixturevalue("endpoint_server"), keep_weights=True, **FACTS)
 
 
 ENGINES = {  # name -> an engine with FACTS, stop id 2 and no weights, which also accepts deltas
     "embedded": embedded,
     "vllm": vllm,
     "sglang": sglang,
+    "sglang_tp2": sglang_tp2,
     "endpoint": endpoint,
 }
 pytestmark = pytest.mark.timeout(300)  # the first test waits for a server to start
@@ -62,9 +67,8 @@ def name(request):
 @pytest.fixture
 def make(name, request, lm):
     """Await it for an engine that has reconciled and has the model's weights as version 0."""
-    server = {"vllm": "vllm_server", "sglang": "sglang_server", "endpoint": "sglang_server"}.get(name)
-    if server is not None:
-        request.getfixturevalue(server)  # started outside of the test's deadline, or the test is skipped
+    if name != "embedded":  # its server is started outside of the test's deadline, or the test is skipped
+        request.getfixturevalue(f"{name}_server")
 
     async def build():
         engine = ENGINES[name](lm, request)

@@ -5,11 +5,10 @@ import asyncio
 import copy
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from test_rollout_engines import ENGINES, go
-from tiny_engines import ask, deliveries, layout_of, plain, sync
+from tiny_engines import ask, check_samples_from, deliveries, layout_of, sync
 from tiny_sync import Trainer, header_of
 from vllm_servers import tiny_vllm_lm
 
@@ -33,8 +32,8 @@ def models():
 @pytest.fixture(params=ENGINES)
 def make(request, models):
     """Await it for an engine with the first model's weights as version 0."""
-    if request.param == "vllm":
-        request.getfixturevalue("vllm_server")
+    if request.param != "embedded":
+        request.getfixturevalue(f"{request.param}_server")
 
     async def build():
         engine = ENGINES[request.param](models[0], request)
@@ -43,22 +42,6 @@ def make(request, models):
         return engine
 
     return build
-
-
-def reference(lm, ids):
-    """Logprobs of a sequence by Transformers' own forward: float32[T], index 0 is 0."""
-    ids = torch.as_tensor(np.asarray(ids), dtype=torch.long)
-    with torch.no_grad():
-        logits = plain(lm)(input_ids=ids[None]).logits[0].float()
-    return np.concatenate([[0.0], torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0].numpy()])
-
-
-async def check_samples_from(engine, lm, name):
-    """Logprobs of sampled tokens are the model's."""
-    turn = await engine.generate(ask(name, LONG, seed=1, ignore_eos=True))
-    expected = reference(lm, [*LONG, *turn.output_ids])[len(LONG) :]
-    np.testing.assert_allclose(turn.logprobs, expected, atol=1e-4)
-    return turn
 
 
 def test_new_weights_are_the_trainers_also_after_a_swap_back(make, models):
@@ -72,9 +55,9 @@ def test_new_weights_are_the_trainers_also_after_a_swap_back(make, models):
                 ack = await sync(lm, engine, version)
                 assert ack.wire and ack.read_back == (None if engine.engine_id == "endpoint-0" else True)
                 assert ack.num_tensors == len(dict(lm.named_parameters()))
-            turn = await check_samples_from(engine, lm, f"a{version}")
+            turn = await check_samples_from(engine, lm, LONG, f"a{version}")
             assert set(turn.versions) == {version}
-            await check_samples_from(engine, lm, f"b{version}")  # from the prefix cache, if there is one
+            await check_samples_from(engine, lm, LONG, f"b{version}")  # from the prefix cache, if there is one
         await engine.close()
 
     go(main)
@@ -126,7 +109,7 @@ def test_a_fault_in_transit_is_caught_and_the_next_sync_repairs_it(make, models,
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", LONG))
         await sync(models[1], engine, 1)
-        await check_samples_from(engine, models[1], "b")
+        await check_samples_from(engine, models[1], LONG, "b")
 
     go(main)
 
@@ -210,12 +193,12 @@ def test_boxes_of_two_ranks_are_loaded_and_then_deltas(make, models):
         engine, trainer, lm = await make(), TwoRanks(models[0]), models[1]
         await engine.reconcile(trainer.layout)
         full = await trainer.sync(lm, engine, 0)
-        await check_samples_from(engine, lm, "0")
+        await check_samples_from(engine, lm, LONG, "0")
         for version in (1, 2):
             lm = trained(lm, version)
             ack = await trainer.sync(lm, engine, version, base=version - 1)
             assert ack.wire and ack.read_back == full.read_back and ack.num_bytes < full.num_bytes / 5
-            turn = await check_samples_from(engine, lm, str(version))
+            turn = await check_samples_from(engine, lm, LONG, str(version))
             assert set(turn.versions) == {version} == {engine.stats().version}
         await engine.close()
 
@@ -258,7 +241,7 @@ def test_a_fault_in_the_changes_is_caught_and_a_full_sync_repairs_it(make, model
         with pytest.raises(SyncError, match="base version"):
             await trainer.sync(lm, engine, 1, base=0)
         await trainer.sync(lm, engine, 1)
-        await check_samples_from(engine, lm, "b")
+        await check_samples_from(engine, lm, LONG, "b")
         await engine.close()
 
     go(main)

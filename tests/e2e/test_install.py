@@ -50,6 +50,7 @@ def test_the_script_has_no_syntax_error():
     [
         (["--cpu"], "constraints.txt", "-c constraints.txt -r requirements.txt -r requirements-ray.txt"),
         (["--cpu", "--vllm"], "constraints.txt", "--no-deps -r requirements-vllm.txt"),
+        (["--cpu", "--sglang"], "constraints.txt", "--no-deps -r requirements-sglang.txt"),
         (["--cuda"], "requirements-cuda.txt", "-c requirements-cuda.txt -r requirements.txt -r requirements-ray.txt"),
         (
             ["--cuda", "--vllm"],
@@ -68,8 +69,16 @@ def test_a_dry_run_prints_a_pinned_install_from_wheels_with_torch_first(tmp_path
         f"{wheels} {rest}",
         f"{venv}/bin/python -m pip install --no-deps --no-build-isolation -e .",
     ]
-    assert len(printed) == 5 and "torch.version.cuda" in printed[4]
+    stand_ins = [line for line in printed[4:] if str(ROOT / "tests" / "sglang_cpu") in line]
+    assert len(printed) == 5 + len(stand_ins) and "torch.version.cuda" in printed[-1]
+    assert len(stand_ins) == ("--sglang" in options)
     assert not venv.exists()
+
+
+def test_for_gpus_sglang_gets_the_torch_that_it_requires(tmp_path):
+    printed = commands("--cuda", "--sglang", VENV=str(tmp_path / "venv"), PYTHON="python3")
+    assert printed[1].endswith(f"-r requirements.txt {pins('requirements-sglang.txt')['sglang']}")
+    assert len(printed) == 4 and not any("constraints" in line or "sglang_cpu" in line for line in printed)
 
 
 def test_without_an_option_the_presence_of_nvidia_smi_decides(tmp_path):
@@ -86,8 +95,9 @@ def test_without_an_option_the_presence_of_nvidia_smi_decides(tmp_path):
 @pytest.mark.parametrize(
     ("options", "environment", "words"),
     [
-        (["--gpu"], {}, "unknown option '--gpu'; allowed: --cuda, --cpu, --vllm, --dry-run, --help."),
+        (["--gpu"], {}, "unknown option '--gpu'; allowed: --cuda, --cpu, --vllm, --sglang, --dry-run, --help."),
         (["--cpu", "--cuda"], {}, "--cuda and --cpu exclude each other"),
+        (["--vllm", "--sglang"], {}, "--vllm and --sglang exclude each other"),
         (["--cpu"], {"PYTHON": "false"}, "meshrl needs Python 3.11 or newer; false is: . Name another one: PYTHON="),
     ],
 )

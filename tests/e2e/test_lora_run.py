@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_servers import launcher_in
 from tiny_run import steps_of, train, write_run
 
 from meshrl.cli import main
@@ -25,19 +24,9 @@ LAYOUTS = {
 }
 
 
-# The quick test of split ranks with delta is that of a server below.
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if "delta" in x else x for x in LAYOUTS])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_adapters_are_sent_and_the_sampler_equals_the_trainer(layout, tmp_path: Path):
     check_that_only_adapters_are_sent(steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ()))
-
-
-@pytest.mark.parametrize("ranks", [("cluster.executor=inline",), SPLIT], ids=["colocated", "split"])
-def test_the_rank_of_a_server_stores_the_base_and_passes_on_the_merged_weights(ranks, tmp_path: Path, monkeypatch):
-    config, folder = write_run(tmp_path), tmp_path / "launcher"
-    more = ("rollout.engine=sglang", "rollout.max_running_requests=16", "rollout.sync_mode=delta")
-    with launcher_in(folder):
-        monkeypatch.syspath_prepend(folder)
-        check_that_only_adapters_are_sent(steps_of(train(config, "sglang", *LORA, *ranks, *more), ()))
 
 
 def check_that_only_adapters_are_sent(steps: list[dict[str, float]]) -> None:
@@ -51,19 +40,6 @@ def check_that_only_adapters_are_sent(steps: list[dict[str, float]]) -> None:
         assert step["sync/changed_tensors"] == pytest.approx((28 if number else 14) / 54)
     kl = [step["loss/kl"] for step in steps]
     assert kl[0] == 0 and 0 < kl[1] < kl[2]
-
-
-def test_a_server_without_adapters_samples_with_the_merged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The merged weights are sent, and proven by their digests."""
-    config, folder = write_run(tmp_path), tmp_path / "launcher"
-    more = ("cluster.executor=inline", "rollout.engine=sglang", "rollout.max_running_requests=16")
-    with launcher_in(folder):
-        monkeypatch.syspath_prepend(folder)
-        steps = steps_of(train(config, "sglang", *LORA, *more), ())
-    for step in steps:
-        assert step["proof/logprob_abs_diff_mean"] < 1e-5
-        assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
-        assert step["sync/num_bytes"] >= steps[0]["first_sync/num_bytes"]
 
 
 def test_supervised_training_changes_only_the_adapters(tmp_path: Path):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_servers import KEY, broken, serving
+from tiny_http import answering
 from tiny_run import steps_of, train, write_run
-from transformers import AutoModelForCausalLM
 
 from meshrl.cluster import actors, shared_device
 from meshrl.cluster.actors import RankWorker
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Request, Turn
 from meshrl.rollout.embedded.engine import EmbeddedEngine
+from meshrl.rollout.sglang.dialect import LOADER
 from meshrl.train import engine
 from meshrl.train.checkpoint_files import state_folder
 
@@ -134,15 +135,20 @@ def test_a_trainer_whose_state_is_on_the_host_while_it_is_not_needed_trains_the_
             assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
 
-def test_a_server_restores_weights_before_the_sync_and_caches_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A server without this capability is refused before anything is sampled."""
-    monkeypatch.setenv("KEY_OF_THE_SERVER", KEY)
+def test_a_server_that_cannot_release_its_memory_is_refused_before_anything_is_sampled(tmp_path: Path):
+    """An SGLang server that was started without --enable-memory-saver."""
     config = write_run(tmp_path)
-    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
-    server = ["rollout.engine=sglang", "rollout.sglang.api_key_env=KEY_OF_THE_SERVER", "cluster.executor=inline"]
-    with serving(lm, tmp_path / "server", "--enable-memory-saver") as url:
-        released = (*server, f"rollout.sglang.url={url}", "rollout.release_memory=true")
-        steps = steps_of(train(config, "release", *released), ("s",))
-        with broken(url, "no_memory_saver"), pytest.raises(CapabilityError, match="with --enable-memory-saver"):
-            train(config, "refused", *released)
-    assert len(steps) == 2 and all(step[RELEASED] > 0 and step["proof/logprob_abs_diff_mean"] < 1e-4 for step in steps)
+    info = {"version": "0.5.23", "tp_size": 1, "custom_weight_loader": [LOADER], "max_req_input_len": 1 << 20}
+    answers = {"/server_info": info, "/model_info": {"weight_version": "default"}}
+
+    async def handle(path: str, body: Any) -> Any:
+        return answers[path]
+
+    async def main() -> None:
+        async with answering(handle) as url:
+            server = ("rollout.engine=sglang", f"rollout.sglang.url={url}", "rollout.sglang.deterministic=false")
+            options = ("cluster.executor=inline", *server, "rollout.release_memory=true")
+            await asyncio.to_thread(train, config, "refused", *options)
+
+    with pytest.raises(CapabilityError, match="with --enable-memory-saver"):
+        asyncio.run(main())

@@ -6,8 +6,9 @@ from fault import Fault
 
 _EMBEDDED_SAMPLER = "tests/unit/rollout/test_embedded_sampler.py::"
 _EMBEDDED_WEIGHTS = "tests/unit/rollout/test_embedded_weights.py::"
+_ENDPOINT_ENGINE = "tests/unit/rollout/test_endpoint_engine.py::"
 _NAME_MAP = "tests/unit/rollout/test_name_map.py::"
-_SGLANG_ENGINE = "tests/unit/rollout/test_sglang_engine.py::"
+_SGLANG_CLIENT = "tests/unit/rollout/test_sglang_client.py::"
 _STOP_STRINGS = "tests/unit/rollout/test_stop_strings.py::"
 _VLLM_MEMORY = "tests/unit/rollout/test_vllm_memory.py::"
 
@@ -48,13 +49,13 @@ FAULTS = [
         "a continued turn of an endpoint repeats its random numbers",
         "meshrl/rollout/completions.py::CompletionsDialect._events",
         "continuation_seed(request) => request.seed",
-        "tests/contract/test_rollout_engines.py::test_abort_and_continuation_make_one_turn[endpoint]",
+        _ENDPOINT_ENGINE + "test_a_continuation_is_sampled_with_another_seed",
     ),
     Fault(
         "a folder that the server did not load counts as a version",
         "meshrl/rollout/completions.py::CompletionsDialect._reload",
         'answer.get("success") is not True => False',
-        "tests/unit/rollout/test_endpoint_engine.py::test_an_answer_other_than_success_is_no_success",
+        _ENDPOINT_ENGINE + "test_a_folder_that_is_not_loaded_ends_the_sync[reload1-success]",
     ),
     Fault(
         "KV caches of old weights are used after a sync",
@@ -122,13 +123,13 @@ FAULTS = [
         "meshrl/rollout/server/answer.py::ServerAnswer._check_context",
         "part.context != sent and not (self._has_context and part.context is None)"
         " => part.context is None and not self._has_context",
-        _SGLANG_ENGINE + "test_an_incomplete_answer_is_refused[wrong_echo-RequestError-sent 20 ids and echoed 21 ids]",
+        _SGLANG_CLIENT + "test_an_incomplete_answer_is_refused[echo]",
     ),
     Fault(
         "tokens that a server samples after a stop string are trained",
         "meshrl/rollout/server/answer.py::ServerAnswer.add",
         "part.tokens[:num_output] => part.tokens",
-        _SGLANG_ENGINE + "test_tokens_after_a_stop_string_are_not_part_of_the_turn",
+        _SGLANG_CLIENT + "test_tokens_after_a_stop_string_are_not_part_of_the_turn",
     ),
     Fault(
         "a worker that assembles tensors compares no digest",
@@ -140,7 +141,7 @@ FAULTS = [
         "a server computes with restored weights that have no values yet",
         "meshrl/rollout/server/engine.py::ServerEngine._resume_if_allowed",
         "self._state.awaits_sync => False",
-        _SGLANG_ENGINE + "test_restored_weights_are_used_only_after_their_sync",
+        _SGLANG_CLIENT + "test_a_server_stays_paused_until_its_restored_weights_have_values",
     ),
     Fault(
         "an adapter is added without its scale",
@@ -164,7 +165,31 @@ FAULTS = [
         "an abort ends every request with the same beginning of its id",
         "meshrl/rollout/sglang/dialect.py::SglangDialect._new_rid",
         'f"{self._run}-{self._num_rids:012d}" => f"{self._run}-{self._num_rids}"',
-        _SGLANG_ENGINE + "test_an_abort_ends_no_other_request",
+        _SGLANG_CLIENT + "test_no_id_of_a_request_begins_with_another_one",
+    ),
+    Fault(
+        "an update of an SGLang server is not ended",
+        "meshrl/rollout/sglang/dialect.py::SglangDialect.call_workers",
+        'step in ("reconcile", "commit") => step == "reconcile"',
+        _SGLANG_CLIENT + "test_every_update_is_ended_before_the_server_samples_again",
+    ),
+    Fault(
+        "an SGLang server keeps the label of the old weights",
+        "meshrl/rollout/sglang/dialect.py::SglangDialect.end_update",
+        "served != label => False",
+        _SGLANG_CLIENT + "test_a_label_that_the_server_does_not_take_ends_the_sync",
+    ),
+    Fault(
+        "an event of an SGLang server's stream is lost",
+        "meshrl/rollout/sglang/dialect.py::part_of",
+        "0 <= new <= len(ids) => True",
+        _SGLANG_CLIENT + "test_lost_tokens_are_detected",
+    ),
+    Fault(
+        "a row with the last id of the vocabulary is not scored by SGLang",
+        "meshrl/rollout/sglang/dialect.py::SglangDialect.score",
+        "token == last => True",
+        _SGLANG_CLIENT + "test_scores_belong_to_the_ids_that_were_sent[scored1-True]",
     ),
     Fault(
         "a stop string that spans two tokens is not found",

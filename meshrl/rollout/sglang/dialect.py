@@ -1,4 +1,4 @@
-"""An SGLang server of release 0.5.19 or later: its command line, its endpoint (`/generate`) and its commands.
+"""An SGLang server of release 0.5.23 or later: its command line, its endpoint (`/generate`) and its commands.
 
 The server gets token ids, so it neither tokenizes nor applies a template. Logprobs belong to the distribution
 that was sampled from, with temperature applied, as SGLang returns them unless SGLANG_RETURN_ORIGINAL_LOGPROB is
@@ -25,7 +25,7 @@ import torch
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import visible_devices
-from meshrl.core.errors import ConfigError, EngineFailure, RequestError, SyncError
+from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, SyncError
 from meshrl.core.types import Request
 from meshrl.process.leases import LeasedFolder
 from meshrl.rollout.admission import Bounds
@@ -36,12 +36,12 @@ from meshrl.rollout.server.http import HttpClient, authorization, fetch, is_up
 from meshrl.rollout.server.process import ServerProcess
 
 LOADER = "meshrl.rollout.sglang.loader.load"  # runs in the workers
-OLDEST = (0, 5, 19)  # the first release that returns a weight label for each token (weight_versions)
-_WITH_SESSIONS = (0, 5, 21)  # the first release that needs begin_weight_update and end_weight_update
+OLDEST = (0, 5, 23)  # the oldest release that the tests have run
+_RESERVED = 6  # positions at the end of SGLang's context that no prompt may reach; the model may have fewer
 _MEMORY_KEYS = {"weights": "weight", "kv_cache": "kvcache"}  # keys of SGLang's memory_usage, in GiB on each rank
 _GIB = 1 << 30
 _BAD_REQUEST = 400
-_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
 class SglangDialect(Dialect):
@@ -55,7 +55,7 @@ class SglangDialect(Dialect):
         super().__init__(http, server)
         self.capabilities = Capabilities(release=bool(info.get("enable_memory_saver")), in_flight=True, score=True)
         self.loaded_label = loaded_label
-        self.has_sessions = _release_numbers(info) >= _WITH_SESSIONS
+        self._is_deterministic = bool(info.get("enable_deterministic_inference"))
         self._tp_size = int(info["tp_size"])
         self._gib = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
         self._run, self._num_rids = secrets.token_hex(4), 0
@@ -63,10 +63,15 @@ class SglangDialect(Dialect):
         self._answers = LeasedFolder()  # each worker writes its answer to a file in this folder
         self._num_calls = 0
         self._commit_fields: dict[str, Any] = {}  # sent with the next commit
-        self._in_session = False
-        self._is_first_client = server is not None
+        self._in_session = server is None  # a dead client may have left an update open
 
     # ---- requests
+
+    def check(self, request: Request, bounds: Bounds) -> None:
+        super().check(request, bounds)
+        if request.sampling.min_p and self._is_deterministic:
+            remedy = "set min_p to 0, or rollout.sglang.deterministic=false"
+            raise CapabilityError(f"request {request.id} has min_p, which ends a deterministic SGLang server; {remedy}")
 
     async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
         rid, num_sampled = self._new_rid(), 0
@@ -96,7 +101,6 @@ class SglangDialect(Dialect):
         """A request for no new token and the logprobs of the full prompt, which SGLang computes without its prefix
         cache."""
         body = {
-            "rid": self._new_rid(),
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
@@ -104,7 +108,8 @@ class SglangDialect(Dialect):
         }
         answer = await self.http.post("/generate", body)
         pairs = answer["meta_info"].get("input_token_logprobs") or []
-        if [pair[1] for pair in pairs] != ids:
+        last = max(ids)  # SGLang reports the vocabulary's last id as 0, with its own logprob
+        if [pair[1] for pair in pairs] not in (ids, [0 if token == last else token for token in ids]):
             raise EngineFailure(f"SGLang scored {len(pairs)} ids, which are not the {len(ids)} ids that it was sent")
         return np.minimum(np.array([0.0, *(pair[0] for pair in pairs[1:])], np.float32), 0)
 
@@ -129,10 +134,11 @@ class SglangDialect(Dialect):
             return []
         if step in ("reconcile", "begin"):
             await self._open_session()
-        answers = await self._run_in_workers(step, arguments)
-        if step in ("reconcile", "commit"):
-            await self._close_session()
-        return answers
+        try:
+            return await self._run_in_workers(step, arguments)
+        finally:
+            if step in ("reconcile", "commit"):
+                await self._close_session()
 
     async def _run_in_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Call `loader.load` in every worker. Raises: RequestError, EngineFailure."""
@@ -168,19 +174,15 @@ class SglangDialect(Dialect):
             raise SyncError(f"{self.http.name}: the weights were labelled {label!r}, and SGLang has {served!r}")
 
     async def _open_session(self) -> None:
-        if self.has_sessions:
-            await self._close_session()
-            if not self._is_first_client:
-                self._is_first_client = True
-                with suppress(RequestError):  # refused unless a dead client has left an open session
-                    await self.http.post("/end_weight_update", {})
-            await self.http.post("/begin_weight_update", {})
-            self._in_session = True
+        await self._close_session()
+        await self.http.post("/begin_weight_update", {})
+        self._in_session = True
 
     async def _close_session(self) -> None:
         if self._in_session:
             self._in_session = False
-            await self.http.post("/end_weight_update", {})
+            with suppress(RequestError):  # refused if no update is open
+                await self.http.post("/end_weight_update", {})
 
     async def release(self, parts: set[str]) -> int:
         """Returns the bytes that SGLang measured when it allocated them."""
@@ -200,8 +202,7 @@ class SglangDialect(Dialect):
 
 
 def _payload(step: str, arguments: dict[str, Any], answer: Path) -> str:
-    """SGLang takes a pickled [(name, tensor)] in base64, and unpickles only tensors, so the message is a uint8
-    tensor."""
+    """SGLang unpickles only [(name, tensor)], from base64, so the message is a uint8 tensor."""
     text = json.dumps({"step": step, "arguments": arguments, "answer": str(answer)}).encode()
     message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return base64.b64encode(pickle.dumps([("meshrl", message)])).decode()
@@ -274,10 +275,10 @@ def connect_sglang(
 
 def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_context_tokens: int, dtype: str) -> None:
     """Raises: ConfigError for a server that this engine can't use, or that does not fit the config."""
-    if _release_numbers(info) < OLDEST:
+    if tuple(int(number) for number in re.findall(r"\d+", str(info["version"]))[:3]) < OLDEST:
         raise ConfigError(
             f"{engine_id} runs SGLang {info['version']}; this engine needs {'.'.join(map(str, OLDEST))} or later, "
-            "which return the weight version of each token"
+            "because it was not tested with earlier ones"
         )
     if LOADER not in (info.get("custom_weight_loader") or []):
         raise ConfigError(
@@ -289,18 +290,14 @@ def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_c
             f"rollout.sglang.deterministic is {deterministic}, but {engine_id} was started "
             f"{'without' if deterministic else 'with'} --enable-deterministic-inference. Make them agree"
         )
-    if int(info.get("context_length") or max_context_tokens) < max_context_tokens:
+    if (room := int(info["max_req_input_len"])) < max_context_tokens:  # prompts are shorter than room
         raise ConfigError(
-            f"{engine_id} takes {info['context_length']} tokens per request, but the run needs "
-            f"{max_context_tokens}; start it with --context-length {max_context_tokens}, or set "
-            f"rollout.max_context_tokens to {info['context_length']} or less"
+            f"{engine_id} takes {room} tokens per request, but the run needs {max_context_tokens}; set "
+            f"rollout.max_context_tokens to {room} or less, or give the server a larger KV cache and --context-length "
+            f"{max_context_tokens + _RESERVED}"
         )
     if info.get("dtype") not in (None, "auto", dtype):
         raise ConfigError(f"{engine_id} computes in {info['dtype']}, but model.dtype is {dtype}. Make them agree")
-
-
-def _release_numbers(info: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", str(info["version"]))[:3])
 
 
 def start_server(
@@ -325,7 +322,7 @@ def start_server(
         "--api-key": key,
         "--dtype": model_cfg.dtype,
         "--tp-size": rollout_cfg.tp_size,
-        "--context-length": max_context_tokens,
+        "--context-length": max_context_tokens + _RESERVED,
         "--max-running-requests": rollout_cfg.max_running_requests,
         "--mem-fraction-static": cfg.mem_fraction_static,
         "--custom-weight-loader": LOADER,

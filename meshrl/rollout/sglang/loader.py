@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshrl.core.files import write_text
 from meshrl.rollout.server.worker_weights import WorkerWeights
 
-_WORKERS: dict[int, WorkerWeights] = {}  # by id of the model: tests run several ranks in one process
+_WORKERS: dict[int, WorkerWeights] = {}  # by id of the model: a draft model is another one
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:

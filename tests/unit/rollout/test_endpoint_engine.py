@@ -4,14 +4,17 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sglang_servers import broken, endpoint_client
-from tiny_engines import ask, layout_of, sync
+from sglang_servers import endpoint_client
+from tiny_engines import ask, check_samples_from, layout_of, sync
+from tiny_http import Refused, answering
 from tiny_models import tiny_lm
 from tiny_sync import Trainer
 from tiny_sync import sync as sync_tensors
+from vllm_servers import tiny_vllm_lm
 
 from meshrl.core.errors import (
     CapabilityError,
@@ -28,24 +31,14 @@ from meshrl.sync.receiver import describe
 
 CONTEXT = list(range(10, 30))
 
-pytestmark = pytest.mark.timeout(300)  # the server's start is part of the first test's time
+pytestmark = pytest.mark.timeout(400)  # the server's start is part of the first test's time
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return tiny_lm("qwen2", tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="module")
-def other():
-    return tiny_lm("qwen2", tie_word_embeddings=True, seed=1)
-
-
-def go(url, main, **changes):
+def go(server, main, **changes):
     """Run a test with an engine for the server, within a deadline."""
 
     async def run():
-        engine = endpoint_client(url, **changes)
+        engine = endpoint_client(*server, **changes)
         try:
             await asyncio.wait_for(main(engine), 100)
         finally:
@@ -54,89 +47,150 @@ def go(url, main, **changes):
     asyncio.run(run())
 
 
+class Answers:
+    """A completions server that computes nothing. change: of its choice. reload: its answer to a new folder."""
+
+    def __init__(self, change=None, reload=None):
+        self.change, self.reload, self.seeds = change or {}, reload, []
+
+    async def __call__(self, path, body):
+        if path == "/v1/models":
+            return {"data": [{"id": "model"}]}
+        if path == "/update_weights_from_disk":
+            if self.reload is None:
+                raise Refused(500, "something broke in here")
+            return self.reload
+        self.seeds.append(body["seed"])
+        return self.events(body)
+
+    async def events(self, body):
+        choice = {"text": "", "token_ids": [5], "prompt_token_ids": body["prompt"], "finish_reason": "length"}
+        yield {"choices": [choice | {"logprobs": {"token_logprobs": [-0.5]}} | self.change]}
+
+
+def scripted(answers, main, folder=Path("model"), **changes):
+    """Run a test with an engine for this server."""
+
+    async def run():
+        async with answering(answers) as url:
+            engine = await asyncio.to_thread(endpoint_client, url, folder, **changes)
+            try:
+                await asyncio.wait_for(main(engine), 60)
+            finally:
+                await engine.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
-    ("fault", "error", "expected"),
+    ("change", "error", "expected"),
     [
-        ("wrong_echo", RequestError, "sent 20 ids and echoed 21 ids"),
-        ("no_ids", RequestError, "no ids at all"),
-        ("no_logprobs", EngineFailure, "return_token_ids, logprobs"),
+        ({"prompt_token_ids": [10, *CONTEXT]}, RequestError, "sent 20 ids and echoed 21 ids"),
+        ({"prompt_token_ids": None, "token_ids": []}, RequestError, "no ids at all"),
+        ({"logprobs": None}, EngineFailure, "return_token_ids, logprobs"),
+        ({"token_ids": None, "text": "five"}, EngineFailure, "text and no token ids"),
     ],
+    ids=["echo", "no ids", "no logprobs", "text"],
 )
-def test_a_server_that_returns_no_ids_or_logprobs_is_refused(sglang_server, fault, error, expected):
+def test_a_server_that_returns_no_ids_or_logprobs_is_refused(change, error, expected):
+    async def main(engine):
+        engine.trust_loaded_weights()
+        with pytest.raises(error, match=expected):
+            await engine.generate(ask("a", CONTEXT, max_new_tokens=1))
+
+    scripted(Answers(change), main)
+
+
+def test_a_continuation_is_sampled_with_another_seed():
+    """A server may seed a generator for each request: the same seed would repeat the random numbers."""
+    answers = Answers()
 
     async def main(engine):
         engine.trust_loaded_weights()
-        with broken(sglang_server, fault), pytest.raises(error, match=expected):
+        await engine.generate(ask("a", CONTEXT, seed=3))
+        await engine.generate(ask("b", CONTEXT, seed=3, prefix_output=np.array([5], np.int32)))
+        assert answers.seeds[0] == 3 != answers.seeds[1]
+
+    scripted(answers, main)
+
+
+@pytest.mark.parametrize(("reload", "expected"), [(None, "something broke in here"), ({}, "success")])
+def test_a_folder_that_is_not_loaded_ends_the_sync(reload, expected, tmp_path):
+    lm = tiny_lm("qwen2")
+    lm.save_pretrained(tmp_path)
+
+    async def main(engine):
+        await engine.reconcile(layout_of(lm))
+        with pytest.raises(EngineFailure, match=expected):
+            await sync(lm, engine, 0)
+        with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
 
-    go(sglang_server, main)
+    scripted(Answers(reload=reload), main, tmp_path)
 
 
-def test_an_endpoint_without_folders_evaluates_but_does_not_train(sglang_server, lm):
+def test_an_endpoint_without_folders_evaluates_but_does_not_train():
     async def main(engine):
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
         engine.trust_loaded_weights()
         assert set((await engine.generate(ask("a", CONTEXT))).versions) == {0}
         with pytest.raises(CapabilityError, match="evaluation"):
-            await engine.reconcile(layout_of(lm))
+            await engine.reconcile(layout_of(tiny_lm("qwen2")))
 
-    go(sglang_server, main, takes_folders=False)
+    scripted(Answers(), main, takes_folders=False)
 
 
-def test_each_version_is_a_folder_that_loads(sglang_server, lm, other, tmp_path):
-    async def main(engine):
+def test_each_version_is_a_folder_that_loads(endpoint_server, tmp_path):
+    """SGLang takes the last folder as the name of its model, also for the next client."""
+    lm, other = tiny_vllm_lm(), tiny_vllm_lm(seed=1)
+
+    async def first(engine):
         await engine.reconcile(layout_of(lm))
         ack = await sync(lm, engine, 0)
         assert ack.wire and ack.read_back is None  # the parameters of such a server can't be read back
         await sync(other, engine, 1)
-        assert set((await engine.generate(ask("a", CONTEXT))).versions) == {1}
+        assert set((await check_samples_from(engine, other, CONTEXT, "a")).versions) == {1}
 
-    go(sglang_server, main, versions=tmp_path)
+    async def second(engine):
+        await engine.reconcile(layout_of(lm))
+        await sync(lm, engine, 0)
+        await check_samples_from(engine, lm, CONTEXT, "a")
+
+    go(endpoint_server, first, versions=tmp_path)
     assert [folder.name for folder in tmp_path.iterdir()] == ["version_1"]  # the earlier one was removed
     loaded = type(other).from_pretrained(tmp_path / "version_1").state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in other.state_dict().items())
+    go(endpoint_server, second)
 
 
-@pytest.mark.parametrize("fault", ["error", "refused"])
-def test_a_folder_that_is_not_loaded_ends_the_sync(sglang_server, lm, other, fault, tmp_path):
-    changes = {"reload_url": "/nowhere"} if fault == "refused" else {}
-
-    async def main(engine):
-        await engine.reconcile(layout_of(lm))
-        with (
-            broken(sglang_server, fault, path="/update_weights_from_disk"),
-            pytest.raises((EngineFailure, RequestError), match=changes.get("reload_url", "/update_weights_from_disk")),
-        ):
-            await sync(lm, engine, 0)
-        with pytest.raises(StaleWeightsError):
-            await engine.generate(ask("a", CONTEXT))
-
-    go(sglang_server, main, versions=tmp_path, **changes)
-
-
-def test_an_answer_other_than_success_is_no_success(sglang_server, lm):
-    async def main(engine):
-        await engine.reconcile(layout_of(lm))
-        with broken(sglang_server, "empty_reload_answer"), pytest.raises(EngineFailure, match="success"):
-            await sync(lm, engine, 0)
-
-    go(sglang_server, main)
-
-
-def test_a_sync_waits_for_running_requests(sglang_server, lm, other):
-    """The version of each token is known only because weights do not change while a request runs."""
+def test_a_folder_that_the_server_can_t_load_is_refused_and_the_server_lives(endpoint_server, tmp_path):
+    lm = tiny_vllm_lm()
 
     async def main(engine):
         await engine.reconcile(layout_of(lm))
         await sync(lm, engine, 0)
-        task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=100, ignore_eos=True)))
+        with pytest.raises(RequestError, match="/update_weights_from_disk"):
+            await engine._dialect._reload(tmp_path / "nothing")
+        await check_samples_from(engine, lm, CONTEXT, "a")
+
+    go(endpoint_server, main)
+
+
+def test_a_sync_waits_for_running_requests(endpoint_server):
+    """The version of each token is known only because weights do not change while a request runs."""
+    lm, other = tiny_vllm_lm(), tiny_vllm_lm(seed=1)
+
+    async def main(engine):
+        await engine.reconcile(layout_of(lm))
+        await sync(lm, engine, 0)
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=400, ignore_eos=True)))
         while engine.stats().decode_tokens < 3:
             await asyncio.sleep(0.001)
         await sync(other, engine, 1)
-        assert task.done() and set((await task).versions) == {0} and len((await task).output_ids) == 100
+        assert task.done() and set((await task).versions) == {0} and len((await task).output_ids) == 400
 
-    go(sglang_server, main)
+    go(endpoint_server, main)
 
 
 class Reloads(list):

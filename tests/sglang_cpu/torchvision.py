@@ -1,0 +1,5 @@
+"""Stands in for torchvision, whose builds on the package index are for CUDA and do not load with torch for CPUs."""
+
+from mock_package import become_mock
+
+become_mock(__name__, "0.28.0")

@@ -1,0 +1,334 @@
+"""The SGLang engine without SGLang: its checks, and events and answers that a real server can't be made to send."""
+
+import asyncio
+import base64
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from sglang_servers import FACTS
+from tiny_engines import ask, deliveries, layout_of, sync
+from tiny_http import Refused, answering
+from tiny_models import tiny_lm
+from tiny_tokenizers import numbered_tokenizer
+
+from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, SyncError
+from meshrl.rollout.admission import Bounds
+from meshrl.rollout.server.answer import ServerAnswer
+from meshrl.rollout.server.engine import ServerEngine
+from meshrl.rollout.server.http import HttpClient
+from meshrl.rollout.sglang.dialect import LOADER, SglangDialect, part_of, require_fit
+from meshrl.rollout.sglang.loader import load
+from meshrl.rollout.stop_strings import StopStrings
+from meshrl.sync.layout import SyncHeader
+
+CONTEXT = list(range(10, 30))
+
+
+async def ready(engine, lm, version=0):
+    await engine.reconcile(layout_of(lm))
+    return await sync(lm, engine, version)
+
+
+INFO = {
+    "version": "0.5.23",
+    "tp_size": 2,
+    "custom_weight_loader": [LOADER],
+    "enable_deterministic_inference": True,
+    "max_req_input_len": 256,
+    "dtype": "float32",
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "deterministic", "expected"),
+    [
+        ({"ignore_eos": True, "stop_token_ids": (7,)}, True, "ignore_eos and stop_token_ids"),
+        ({"want": ("entropy",)}, True, "entropy"),
+        ({"min_p": 0.1}, True, r"rollout\.sglang\.deterministic=false"),
+        ({"min_p": 0.1}, False, None),
+    ],
+)
+def test_parameters_that_sglang_interprets_differently_are_refused(asked, deterministic, expected):
+    async def main():
+        info = {**INFO, "enable_deterministic_inference": deterministic}
+        engine = ServerEngine(SglangDialect(HttpClient("sglang-0", "http://127.0.0.1:9"), info, "default"), **FACTS)
+        engine.trust_loaded_weights()
+        error = EngineFailure if expected is None else CapabilityError  # sent, and no server answers
+        with pytest.raises(error, match=expected or "interrupted"):
+            await engine.generate(ask("a", CONTEXT, **asked))
+
+    asyncio.run(main())
+
+
+def test_a_server_that_does_not_fit_the_config_is_refused():
+    require_fit(INFO, "sglang-0", True, 256, "float32")
+    for change, expected in (
+        ({"version": "0.5.8.post1"}, r"0\.5\.23 or later"),
+        ({"custom_weight_loader": []}, "--custom-weight-loader"),
+        ({"enable_deterministic_inference": False}, "started without --enable-deterministic-inference"),
+        ({"max_req_input_len": 255}, "--context-length 262"),
+        ({"dtype": "bfloat16"}, "model.dtype is float32"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            require_fit({**INFO, **change}, "sglang-0", True, 256, "float32")
+
+
+def _event(total, ids, reason=None):
+    pairs = [[-0.5, token, None] for token in ids]
+    spans = [{"version": "run:3", "start": 0, "end": total}]
+    meta = {"completion_tokens": total, "output_token_logprobs": pairs, "finish_reason": reason}
+    return {
+        "output_ids": ids,
+        "prompt_token_ids": CONTEXT,
+        "meta_info": meta | ({"weight_versions": spans} if reason else {}),
+    }
+
+
+def _parts(events):
+    """The parts of these events, as the dialect reads them."""
+    num_sampled = 0
+    for event in events:
+        part = part_of(event, num_sampled, "a")
+        num_sampled += len(part.tokens)
+        yield part
+
+
+def _answer(stop=()):
+    request = ask("a", CONTEXT, stop=stop)
+    bounds = Bounds(stop_ids=frozenset(), limit=16, limit_reason="length")
+    search = StopStrings(lambda: numbered_tokenizer(64)).search(request)
+    return ServerAnswer(request, bounds, "SGLang", {"run:3": 3}, search)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [
+            _event(1, [5]),
+            _event(3, [6, 7]),
+            _event(3, [7], {"type": "abort"}),
+        ],  # new tokens only; an abort repeats the last token
+        [_event(1, [5]), _event(3, [5, 6, 7]), _event(3, [5, 6, 7], {"type": "abort"})],  # all tokens in each event
+    ],
+)
+def test_every_token_counts_once(events):
+    answer = _answer()
+    assert [answer.add(part) for part in _parts(events)] == [1, 2, 0]
+    turn = answer.turn("sglang-0")
+    assert turn.output_ids.tolist() == [5, 6, 7] and turn.versions.tolist() == [3, 3, 3] and len(turn.logprobs) == 3
+
+
+def test_tokens_after_a_stop_string_are_not_part_of_the_turn():
+    """The server does not know the stop strings and samples until it gets the abort; its last event counts all its
+    tokens."""
+    answer = _answer(stop=("<6>",))
+    events = [_event(1, [5]), _event(3, [6, 7]), _event(4, [6]), _event(4, [6], {"type": "abort"})]
+    added = [(answer.add(part), answer.needs_abort) for part in _parts(events)]
+    assert added == [(1, False), (1, True), (0, True), (0, False)]
+    turn = answer.turn("sglang-0")
+    assert turn.output_ids.tolist() == [5, 6] and turn.stop_reason == "stop"
+    assert turn.versions.tolist() == [3, 3] and len(turn.logprobs) == 2
+
+
+def test_lost_tokens_are_detected():
+    with pytest.raises(EngineFailure, match="some are lost"):
+        list(_parts([_event(1, [5]), _event(4, [8])]))
+
+
+def test_a_reason_that_the_engine_does_not_know_is_an_engine_failure():
+    """Also an abort with an error status: it gives no turn."""
+    reason = {"type": "abort", "status_code": 503, "message": "out of memory"}
+    with pytest.raises(EngineFailure, match="out of memory"):
+        [_answer().add(part) for part in _parts([_event(1, [5], reason)])]
+
+
+def test_an_abort_that_comes_after_the_end_changes_nothing():
+    answer = _answer()
+    for part in _parts([_event(1, [5], {"type": "stop"}), _event(1, [], {"type": "abort"})]):
+        answer.add(part)
+    assert answer.turn("sglang-0").stop_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "expected"),
+    [
+        ({"prompt_token_ids": [CONTEXT[0], *CONTEXT]}, RequestError, "sent 20 ids and echoed 21 ids"),
+        ({"meta_info": {"output_token_logprobs": []}}, EngineFailure, "and 0 logprobs"),
+        ({"meta_info": {"output_token_logprobs": [[-0.5, 6, None]]}}, EngineFailure, "logprobs of other tokens"),
+    ],
+    ids=["echo", "no logprobs", "other logprobs"],
+)
+def test_an_incomplete_answer_is_refused(change, error, expected):
+    """The trainer never gets ids that were changed by a template, or logprobs of other tokens."""
+    event = _event(1, [5])
+    event |= change | {"meta_info": event["meta_info"] | change.get("meta_info", {})}
+    with pytest.raises(error, match=expected):
+        [_answer().add(part) for part in _parts([event])]
+
+
+class Script:
+    """A server that answers like SGLang and computes nothing. Its workers run meshrl's loader with a model that has
+    SGLang's `load_weights`. silent: number of workers that write no answer. label: its only label. breaks: its streams
+    are interrupted."""
+
+    def __init__(self, lm, silent=0, label=None, breaks=False):
+        self.model, self.silent, self.label, self.breaks = copy.deepcopy(lm), silent, label, breaks
+        self.model.requires_grad_(False)
+        self.served, self.is_open, self.is_paused = label or "default", False, False
+        self.num_aborts, self.aborted = 0, asyncio.Event()
+        params = dict(self.model.named_parameters())
+        self.model.load_weights = lambda pairs: [params[name].copy_(tensor) for name, tensor in pairs]
+
+    async def __call__(self, path, body):
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            if self.is_open == path.startswith("/begin"):
+                raise Refused(400, "an update is already open, or none")
+            self.is_open = not self.is_open
+        elif path in ("/pause_generation", "/continue_generation"):
+            self.is_paused = path.startswith("/pause")
+            if self.is_open and not self.is_paused:
+                raise Refused(400, "requests would run during an update")
+        elif path == "/update_weights_from_tensor":
+            for payload in body["serialized_named_tensors"][self.silent :]:
+                load(self.model, pickle.loads(base64.b64decode(payload)))
+            self.served = self.label or body.get("weight_version") or self.served
+        elif path == "/update_weight_version":
+            self.served = body["new_version"]
+        elif path == "/model_info":
+            return {"weight_version": self.served}
+        elif path == "/generate" and body.get("stream"):
+            return self.events()
+        elif path == "/generate":
+            return {"meta_info": {"input_token_logprobs": [[-0.5, token, None] for token in self.scored]}}
+        elif path == "/abort_request":
+            self.num_aborts += 1
+            if self.num_aborts == 3:  # the request had not reached the scheduler before
+                self.aborted.set()
+        return {}
+
+    async def events(self):
+        yield _event(1, [5])
+        if self.breaks:
+            raise ConnectionError
+        await self.aborted.wait()
+        yield _event(1, [], {"type": "abort"})
+
+
+def scripted(script, main):
+    """Run a test with an engine for this server."""
+
+    async def run():
+        async with answering(script) as url:
+            info = INFO | {"tp_size": 1, "enable_memory_saver": True}
+            engine = ServerEngine(SglangDialect(HttpClient("sglang-0", url), info, "run:3"), **FACTS)
+            try:
+                await asyncio.wait_for(main(engine), 60)
+            finally:
+                await engine.close()
+
+    asyncio.run(run())
+
+
+def test_every_update_is_ended_before_the_server_samples_again():
+    lm = tiny_lm("qwen2")
+    script = Script(lm)
+
+    async def main(engine):
+        for version in (0, 1):
+            assert (await ready(engine, lm, version)).read_back is True
+            assert not script.is_open
+        layout = layout_of(lm)
+        await engine.begin(SyncHeader(version=2, layout_hash=layout.hash))
+        await engine.receive(next(iter(deliveries(lm, layout))))
+        await engine.cancel()
+        assert not script.is_open and script.served == "mixed"
+
+    scripted(script, main)
+
+
+def test_a_label_that_the_server_does_not_take_ends_the_sync():
+    lm = tiny_lm("qwen2")
+
+    async def main(engine):
+        with pytest.raises(SyncError, match=r"labelled .*, and SGLang has 'old'"):
+            await ready(engine, lm)
+
+    scripted(Script(lm, label="old"), main)
+
+
+def test_a_worker_that_does_not_answer_is_named():
+    async def main(engine):
+        with pytest.raises(EngineFailure, match=r"workers \[0\] of 1 did not answer reconcile"):
+            await engine.reconcile(layout_of(lm))
+
+    lm = tiny_lm("qwen2")
+    scripted(Script(lm, silent=1), main)
+
+
+def test_a_stream_that_breaks_is_an_engine_failure():
+    """No request is repeated: the second sample would have the same seed and count as another one."""
+
+    async def main(engine):
+        engine.trust_loaded_weights()
+        with pytest.raises(EngineFailure, match=r"interrupted|without its closing event"):
+            await engine.generate(ask("a", CONTEXT))
+        assert engine.stats().running == 0
+
+    scripted(Script(tiny_lm("qwen2"), breaks=True), main)
+
+
+def test_an_abort_is_repeated_until_the_late_answer_ends():
+    async def main(engine):
+        engine.trust_loaded_weights()
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT)))
+        while engine.stats().decode_tokens < 1:
+            await asyncio.sleep(0.001)
+        assert await engine.abort() == 1
+        turn = await task
+        assert turn.stop_reason == "abort" and turn.output_ids.tolist() == [5]
+
+    scripted(Script(tiny_lm("qwen2")), main)
+
+
+@pytest.mark.parametrize(
+    ("scored", "fits"), [([5, 63, 6], True), ([5, 0, 6], True), ([0, 63, 6], False), ([5, 63], False)]
+)
+def test_scores_belong_to_the_ids_that_were_sent(scored, fits):
+    """SGLang reports the vocabulary's last id as 0; any other difference is an error."""
+    script = Script(tiny_lm("qwen2"))
+    script.scored = scored
+
+    async def main(engine):
+        engine.trust_loaded_weights()
+        if fits:
+            assert (await engine.score(np.array([5, 63, 6]))).tolist() == [0, -0.5, -0.5]
+        else:
+            with pytest.raises(EngineFailure, match="not the 3 ids that it was sent"):
+                await engine.score(np.array([5, 63, 6]))
+
+    scripted(script, main)
+
+
+def test_a_server_stays_paused_until_its_restored_weights_have_values():
+    lm = tiny_lm("qwen2")
+    script = Script(lm)
+
+    async def main(engine):
+        await ready(engine, lm)
+        await engine.release({"weights"})
+        await engine.restore({"weights"})
+        assert script.is_paused
+        await sync(lm, engine, 1)
+        assert not script.is_paused
+
+    scripted(script, main)
+
+
+def test_no_id_of_a_request_begins_with_another_one():
+    """SGLang aborts every request whose id begins with the one given."""
+    sglang = SglangDialect(HttpClient("sglang-0"), INFO, "default")
+    names = [sglang._new_rid() for _ in range(12)]
+    assert [(a, b) for a in names for b in names if a != b and a.startswith(b)] == []
+    asyncio.run(sglang.close())
