@@ -13,7 +13,7 @@ from tiny_http import Refused, answering
 from tiny_models import tiny_lm
 from tiny_tokenizers import numbered_tokenizer
 
-from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, SyncError
+from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, StaleWeightsError, SyncError
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.server.answer import ServerAnswer
 from meshrl.rollout.server.engine import ServerEngine
@@ -171,10 +171,11 @@ def test_an_incomplete_answer_is_refused(change, error, expected):
 class Script:
     """A server that answers like SGLang and computes nothing. Its workers run meshrl's loader with a model that has
     SGLang's `load_weights`. silent: number of workers that write no answer. label: its only label. breaks: its streams
-    are interrupted."""
+    are interrupted. flushes: drops its cache."""
 
-    def __init__(self, lm, silent=0, label=None, breaks=False):
-        self.model, self.silent, self.label, self.breaks = copy.deepcopy(lm), silent, label, breaks
+    def __init__(self, lm, silent=0, label=None, breaks=False, flushes=True):
+        self.model, self.silent, self.label = copy.deepcopy(lm), silent, label
+        self.breaks, self.flushes = breaks, flushes
         self.model.requires_grad_(False)
         self.served, self.is_open, self.is_paused = label or "default", False, False
         self.num_aborts, self.aborted = 0, asyncio.Event()
@@ -194,6 +195,8 @@ class Script:
             for payload in body["serialized_named_tensors"][self.silent :]:
                 load(self.model, pickle.loads(base64.b64decode(payload)))
             self.served = self.label or body.get("weight_version") or self.served
+            if body["flush_cache"] and not self.flushes:
+                raise Refused(400, "the cache was not flushed")
         elif path == "/update_weight_version":
             self.served = body["new_version"]
         elif path == "/model_info":
@@ -256,6 +259,18 @@ def test_a_label_that_the_server_does_not_take_ends_the_sync():
             await ready(engine, lm)
 
     scripted(Script(lm, label="old"), main)
+
+
+def test_a_cache_that_is_not_dropped_ends_the_sync():
+    lm = tiny_lm("qwen2")
+
+    async def main(engine):
+        with pytest.raises(RequestError, match="cache was not flushed"):
+            await ready(engine, lm)
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("a", CONTEXT))
+
+    scripted(Script(lm, flushes=False), main)
 
 
 def test_a_worker_that_does_not_answer_is_named():

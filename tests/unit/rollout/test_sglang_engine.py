@@ -115,29 +115,6 @@ def test_a_tensor_that_the_server_drops_is_named(sglang_server, lm, other, monke
     go(sglang_server, main)
 
 
-def test_a_cache_that_is_not_dropped_ends_the_sync(sglang_server, lm, other):
-    """Another client has resumed the server during the sync, so requests with caches of the old weights run."""
-
-    async def main(engine):
-        await ready(engine, lm)
-        task = running(engine, "a")
-        await until_tokens(engine, 5)
-        await engine.begin(SyncHeader(version=1, layout_hash=layout_of(other).hash))
-        for delivery in deliveries(other, layout_of(other)):
-            await engine.receive(delivery)
-        before = engine.stats().decode_tokens
-        await asyncio.to_thread(post, sglang_server, "/continue_generation", {})
-        await until_tokens(engine, before + 2)
-        with pytest.raises(RequestError, match="cache was not flushed"):
-            await engine.commit()
-        await engine.cancel()
-        await task
-        with pytest.raises(StaleWeightsError):
-            await engine.generate(ask("a", CONTEXT))
-
-    go(sglang_server, main)
-
-
 def test_tokens_of_mixed_weights_are_left_out(sglang_server, lm, other):
     """A request that runs when a sync is cancelled returns only the tokens of the last complete version."""
 
