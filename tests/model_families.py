@@ -52,6 +52,18 @@ LATENT = {  # latent attention
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
+DELTA = {  # gated delta rule
+    **HEADS_OF_8,
+    **LINEAR_FIRST,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rms_norm_eps": 1e-3,  # it normalizes small outputs of heads: with 1e-6 it amplifies rounding up to 1000 times
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+DT_PROJ = {"LoRA": "its dt_proj is not called: its weight is read"}
 
 FAMILIES: dict[
     str, Family
@@ -202,6 +214,57 @@ FAMILIES: dict[
     "cohere2_moe": Family({**HEADS_OF_8, "num_experts": 4, "num_experts_per_tok": 2}),
     "axk1": Family({**BIASED, **LATENT}, vllm="its dense layers have a norm that the files do not hold"),
     "minimax_m3_vl_text": Family({"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    # hybrids: layers with a state
+    "qwen3_next": Family({**ROUTED, **DELTA, "num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "qwen3_5_text": Family(DELTA),
+    "qwen3_5_moe_text": Family({**ROUTED, **DELTA, "num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "olmo_hybrid": Family(DELTA),
+    "kimi_linear": Family(
+        {
+            **LATENT,
+            **LINEAR_FIRST,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "num_local_experts": 4,
+            "moe_intermediate_size": 16,
+            "num_experts_per_tok": 2,
+        }
+    ),
+    "lfm2": Family({"full_attn_idxs": [1]}),
+    "lfm2_moe": Family({**ROUTED, "num_experts": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
+    "minimax": Family(
+        {**LINEAR_FIRST, **HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8}
+    ),
+    "mamba": Family({"state_size": 8}, DT_PROJ),
+    "falcon_mamba": Family({"state_size": 8}, DT_PROJ),
+    "mamba2": Family({"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8}),
+    "bamba": Family({**MAMBA, "attn_layer_indices": [1]}),
+    "granitemoehybrid": Family(
+        {
+            **MAMBA,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+        }
+    ),
+    "falcon_h1": Family({**MAMBA, "mamba_d_ssm": 64, "head_dim": 8}),
+    "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 4}, DT_PROJ),
+    "nemotron_h": Family(
+        {
+            **ROUTED,
+            **HEADS_OF_8,
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 16,
+        }
+    ),
     # refused
     "gpt_neo": Family(
         {
@@ -265,55 +328,32 @@ FAMILIES: dict[
     "hy_v4": Family({**ROUTED, **HEADS_OF_8, "num_experts": 4}, refused="with layers of kind indexed_attention"),
     "hrm_text": Family({}, refused="computes attention 8 times in layer 0"),
     "inkling_text": Family({}, refused="with layers of kind hybrid_sliding"),
-    "qwen4_exp_text": Family({}, refused="with layers of kind linear_attention"),
-    "falcon_mamba": Family({}, refused="with layers of kind linear_attention"),
-    "qwen3_next": Family({**ROUTED, **HEADS_OF_8, "num_experts": 4}, refused="with layers of kind linear_attention"),
-    "qwen3_5_text": Family(HEADS_OF_8, refused="with layers of kind linear_attention"),
-    "qwen3_5_moe_text": Family(
-        {**ROUTED, **HEADS_OF_8, "num_experts": 4}, refused="with layers of kind linear_attention"
-    ),
-    "minimax": Family(
-        {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
-        refused="with layers of kind linear_attention",
-    ),
-    "mamba": Family({}, refused="with layers of kind linear_attention"),
-    "mamba2": Family(
-        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}, refused="with layers of kind linear_attention"
-    ),
-    "bamba": Family(
-        {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_state": 8, "attn_layer_indices": [1]},
-        refused="with layers of kind linear_attention",
-    ),
-    "granitemoehybrid": Family(
+    "qwen4_exp_text": Family(
         {
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 4,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 8,
-            "mamba_d_state": 8,
+            **DELTA,
+            **ROUTED,
+            "num_experts": 4,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+            "ple_layer_ids": [],
         },
-        refused="with layers of kind linear_attention",
+        refused="with layers of kind indexed_attention",
     ),
-    "jamba": Family({}, refused="with layers of kind linear_attention"),
-    "kimi_linear": Family({}, refused="with layers of kind linear_attention"),
-    "olmo_hybrid": Family({}, refused="with layers of kind linear_attention"),
-    "deepseek_v4": Family({**BIASED, **LATENT}, refused="with layers of kind heavily_compressed_attention"),
-    "zaya": Family({}, refused="with layers of kind hybrid"),
-    "falcon_h1": Family({}, refused="with layers of kind hybrid"),
-    "lfm2": Family({"full_attn_idxs": [1]}, refused="with layers of kind conv"),
-    "lfm2_moe": Family(
-        {**ROUTED, "num_experts": 4, "layer_types": ["conv", "full_attention"]}, refused="with layers of kind conv"
-    ),
-    "nemotron_h": Family({}, refused="with layers of kind linear_attention, mlp, moe"),
     "zamba2": Family(
-        {"layer_types": ["mamba", "hybrid"], "n_mamba_heads": 8}, refused="with layers of kind hybrid, linear_attention"
+        {"layers_block_type": ["hybrid", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8},
+        refused="computes attention 2 times in layer -1",
     ),
+    "deepseek_v4": Family({**BIASED, **LATENT}, refused="with layers of kind heavily_compressed_attention"),
 }
 
 
 SAMPLE = (  # one of each mechanism; the other families are slow tests
     *("llama", "gemma2", "gemma3_text", "cohere", "granite", "phi3", "gpt2", "opt", "mixtral", "deepseek_v3"),
-    *("stablelm", "diffllama", "bert", "bart", "qwen3_next", "lfm2"),
+    *("stablelm", "diffllama", "bert", "bart", "qwen3_next", "lfm2", "mamba2", "minimax"),
 )
 
 PAGE = """\
@@ -338,6 +378,12 @@ exported merged weights have the logprobs of the adapted model. **Names**: weigh
 of the model's files. **vLLM**: the vLLM of `requirements-vllm.txt` loads all of these names, they fill its model, and
 the values can be read back; whether it computes the same logprobs is measured in each run, before the first optimizer
 step.
+
+Layers that pass a state from token to token (gated delta rule, lightning attention, Mamba, short convolutions) compute
+each row of a pack after its own prompt, several rows of similar length at once; the embedded engine keeps their states
+next to the keys and values of a row. `train.mesh.ulysses` and `train.mesh.tp` are refused for models with such layers.
+Without the packages `flash-linear-attention`, `causal-conv1d` and `mamba-ssm` Transformers computes them in plain
+PyTorch, which is slow for long rows.
 
 | architecture | model type | {columns} | vLLM |
 | --- | --- | {rule} | --- |

@@ -124,7 +124,8 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
 
 def _positions(values: Mapping[str, Any]) -> Any:
     """Of the model, by the name that its family has for them."""
-    return values.get("max_position_embeddings", values.get("n_positions"))
+    names = ("max_position_embeddings", "n_positions", "model_max_length")
+    return next((values[name] for name in names if name in values), None)
 
 
 def num_positions(values: Mapping[str, Any]) -> int | None:

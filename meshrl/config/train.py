@@ -69,7 +69,8 @@ class TrainConfig(Slice):
     gives the same results; null = as many as store about 4 GiB of activations by an estimate from the model's config,
     at most 16384"""
     share_prompts: bool = True
-    """compute a group's prompt once per micro-batch; the gradient is the same; use false only for comparisons"""
+    """compute a group's prompt once per micro-batch; the gradient is the same; use false only for comparisons. Layers
+    with a state, such as linear attention, compute it for each answer all the same"""
     updates_per_step: int = Field(1, ge=1)
     """optimizer steps per rollout step; 1 = on-policy; with more, all but the first train on samples of older weights;
     must divide loop.prompts_per_step"""

@@ -2,7 +2,8 @@
 
 A model loaded here has the attention name "meshrl". Transformers builds no mask for a name it has no mask function
 for, and every attention layer passes its q, k, v to the `attention_context` argument of the forward call. The context
-supplies the past of the tokens: rows packed end to end (training, here) or a KV cache (rollout/embedded).
+supplies the past of the tokens: rows packed end to end (training, here) or a KV cache (rollout/embedded). It does the
+same for layers with a state (state_layers.py).
 
 Letters: T packed tokens, S rows, B rows of one bucket, L padded length of a bucket, H query heads, K key/value heads,
 D head size.
@@ -36,6 +37,10 @@ ALIGNED_KEYS = 16  # on a CPU, 316 keys take 11 ms and 320 take 7 ms (bf16, forw
 CHEAP_WASTE = 128 * 128  # scores of padding that cost less than the kernel launches of one more bucket
 
 
+Outs = list[torch.Tensor | None]
+StateCompute = Callable[[torch.Tensor, Any], Outs]
+
+
 class AttentionContext(Protocol):
     """Computes the attention of new tokens over themselves and their past."""
 
@@ -43,6 +48,11 @@ class AttentionContext(Protocol):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """q [T, H, D], k [T, K, D], v [T, K, Dv] of the new tokens -> [T, H, Dv]."""
+        ...
+
+    def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
+        """The outputs [T, ...] of a layer with a state for its input x [T, ...]. compute: (rows [B, L, ...], the cache
+        of their states, None = without a past that is kept) -> outputs [B, L, ...]."""
         ...
 
 
@@ -76,13 +86,13 @@ class ContextCache:
     current: ClassVar[AttentionContext | None] = None
 
     def __init__(self, context: AttentionContext):
-        self._context = context
+        self.context = context
 
     def get_seq_length(self, layer: int = 0) -> int:
         return 0
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        ContextCache.current = self._context
+        ContextCache.current = self.context
         return key, value
 
 
@@ -206,6 +216,17 @@ class PackedAttention:
         out = _picked(outs[0] if len(outs) == 1 else torch.cat(outs), padded.back)
         return out.contiguous()  # that of a single row may be a transposed view, which some models can't reshape
 
+    def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
+        """Each segment after its prefix, padded on the right, which does not change the outputs before."""
+        padded = self.padded(1)
+        parts = _picked(x, padded.keys).split([b.num_keys for b in padded.buckets])
+        outs = []
+        for b, part in zip(padded.buckets, parts, strict=True):
+            results = compute(part.unflatten(0, (b.rows, -1)), None)
+            outs.append([r if r is None else r[:, b.prefix :].flatten(0, 1) for r in results])
+        joined = [None if any(x is None for x in of_all) else torch.cat(of_all) for of_all in zip(*outs, strict=True)]
+        return [x if x is None else _picked(x, padded.back) for x in joined]
+
     def padded(self, align: int) -> _Padded:
         """The buckets; their rows are padded to a multiple of `align` keys."""
         if align not in self._padded:
@@ -259,6 +280,14 @@ class PackedAttention:
         return Flex(segment, parent, position)
 
 
+def needs_all_tokens(axis: str, size: int) -> ConfigError:
+    """The error for ranks that would share the tokens of a layer with a state."""
+    return ConfigError(
+        f"train.mesh.{axis} is {size}, but the model has layers that pass a state from token to token (linear "
+        "attention, Mamba or short convolutions), and meshrl does not split their tokens among ranks. Set it to 1"
+    )
+
+
 class UlyssesAttention:
     """Attention of tokens whose other chunks are on the peers along `ulysses`: they swap tokens for heads, so that each
     has all tokens of some heads, and back."""
@@ -281,6 +310,9 @@ class UlyssesAttention:
         sinks, slopes = (x if x is None else self.axis.own(x) for x in (spec.sinks, spec.slopes))
         out = self.context.attend(layer, q, k, v, replace(spec, sinks=sinks, slopes=slopes))
         return swapped(out.unflatten(0, (n, -1)), self.axis).transpose(0, 1).flatten(1, 2)
+
+    def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
+        raise needs_all_tokens("ulysses", self.axis.size)
 
     def _all_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[T / n, H, D] -> [T, H / n, D]"""
@@ -404,4 +436,4 @@ def attention_text(asked: str, used: Mapping[int, tuple[str, str]]) -> str:
     for (kernel, problem), count in counts.items():
         layers = f" in {count} of {len(used)} layers" if len(counts) > 1 else ""
         parts.append(f"{_TEXTS[kernel]}{layers}" + (f", because {problem}" if problem else ""))
-    return f"attention {asked}: {'; '.join(parts)}"
+    return f"attention {asked}: {'; '.join(parts) or 'no layer computes it'}"

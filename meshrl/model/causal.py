@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from meshrl.model.attention import ONLY_CACHE, AttentionContext, ContextCache, U
 from meshrl.model.families import head_scale
 from meshrl.model.logprob import Head, Vocabulary, token_logprobs
 from meshrl.model.routing import Routing
+from meshrl.model.state_layers import cache_argument, use_state_layers
 from meshrl.parallel.peers import Peers
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ class CausalModel(torch.nn.Module):
         text = lm.config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.replays_routing: bool = getattr(lm, "replays_routing", False)  # takes routed_experts int16[T, L, K]
-        self._only_cache = text.model_type in ONLY_CACHE
+        self.has_states = use_state_layers(lm)
+        takes_cache = text.model_type in ONLY_CACHE or self.has_states
+        self._cache_argument = cache_argument(signature(lm.base_model.forward).parameters) if takes_cache else None
         self._scale = head_scale(text)
         self._softcap = getattr(text, "final_logit_softcapping", None)
 
@@ -68,7 +72,8 @@ class CausalModel(torch.nn.Module):
             tokens, position_ids = peers.own_tokens(tokens), peers.own_tokens(position_ids)
             if peers.ulysses is not None:
                 context = UlyssesAttention(context, peers.ulysses)
-        passed = {"past_key_values": ContextCache(context)} if self._only_cache else {"attention_context": context}
+        cache = self._cache_argument
+        passed = {"attention_context": context} if cache is None else {cache: ContextCache(context)}
         out = self.lm.base_model(
             input_ids=tokens[None],
             position_ids=position_ids[None] if position_ids.dim() == 1 else position_ids[:, None],

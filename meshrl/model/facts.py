@@ -25,6 +25,7 @@ from meshrl.model.finite import not_finite, not_finite_error
 from meshrl.model.folder import check_folder, loaded_faults, require_fillable, require_same_size
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.names import match_names
+from meshrl.model.state_layers import ATTENTION_KINDS, layer_kinds, require_known_layers
 from meshrl.model.stream import LoadedWeights, StoredWeights
 from meshrl.model.weight_files import INDEX, SINGLE, StoredTensor
 
@@ -62,11 +63,11 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
         folder = _downloaded(path)
         stored, faults = check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        _require_plain_attention(config.get_text_config(), path)
         _require_attention_interface(config, path)
         own_code = config.model_type in attention.OWN_CODE
         name = "eager" if own_code else attention.NAMES[implementation]
         lm = _skeleton(config, folder, name)
+        require_known_layers(lm, path)
         quantized = getattr(config, "quantization_config", None) is not None
         names = HubNames(lm)
         if quantized:
@@ -200,27 +201,17 @@ def _require_attention_interface(config: Any, path: str | Path) -> None:
     """Raises: ConfigError for a model that computes attention without Transformers' table of attention functions."""
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    mapping, text = AutoModelForCausalLM._model_mapping, type(config.get_text_config())
+    mapping, text_config = AutoModelForCausalLM._model_mapping, config.get_text_config()
+    text = type(text_config)
     model: Any = mapping[text if text in mapping else type(config)]  # a model of images has a text model inside
     code = model.__module__
     own = model.__mro__[: model.__mro__.index(PreTrainedModel)]  # a class of a plugin may inherit its attention
     asks = any(hasattr(sys.modules[base.__module__], "ALL_ATTENTION_FUNCTIONS") for base in own)
-    if config.model_type not in attention.OWN_CODE and not asks:
+    kinds = set(layer_kinds(text_config))
+    has_attention = not kinds or kinds & ATTENTION_KINDS
+    if has_attention and config.model_type not in attention.OWN_CODE and not asks:
         raise ConfigError(
             f"model.path {str(path)!r} is a {config.model_type}: {code} computes attention by itself (in some models "
             "with a position bias, such as ALiBi), and not through Transformers' attention interface, which meshrl "
             "needs for packed rows and its KV cache. Choose another model"
-        )
-
-
-def _require_plain_attention(config: Any, path: str | Path) -> None:
-    """Refuse convolutions and linear attention: packed rows and our KV cache would mix up their states.
-
-    Raises: ConfigError naming the kinds of layers.
-    """
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if odd:
-        raise ConfigError(
-            f"model.path {str(path)!r} is a {config.model_type} with layers of kind {', '.join(odd)}; this version "
-            "computes softmax attention only (full_attention, sliding_attention). Choose a model without them"
         )

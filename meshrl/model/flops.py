@@ -87,7 +87,10 @@ def _pairs(length: int, window: int | None) -> int:
 def model_flops(lm: Any) -> ModelFlops | None:
     """From the parameters and the attention modules of a Transformers causal LM, which may be sharded or on the meta
     device. None for a model whose blocks have other mixers than softmax attention, or unknown head sizes."""
-    text, blocks = lm.config.get_text_config(), CausalModel(lm).layers
+    model, text = CausalModel(lm), lm.config.get_text_config()
+    if model.has_states:
+        return None
+    blocks = model.layers
     costs = [(2 * p.numel() * _share(name, p, text), _passes(p)) for name, p in blocks.named_parameters()]
     token = sum(cost for cost, _ in costs)
     head, num_heads = lm.get_output_embeddings().weight, getattr(text, "num_attention_heads", None)

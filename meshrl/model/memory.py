@@ -77,7 +77,7 @@ def token_bytes(model: CausalModel, dtype: torch.dtype) -> int | None:
     text, sizes = model.lm.config.get_text_config(), []
     for block in model.layers:
         own = attention_module(block)
-        if own is None:
+        if own is None or model.has_states:
             return None
         sizes.append(sum(head_sizes(own)))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

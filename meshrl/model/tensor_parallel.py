@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import ConfigError
+from meshrl.model.attention import needs_all_tokens
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import wire_name
 from meshrl.parallel.peers import sizes_for
@@ -55,9 +56,11 @@ _INPUTS = {"rowwise": 1, "rowwise_split_input": 1, "packed_rowwise": 2}
 def cut_model(model: CausalModel, tp: TensorParallel) -> None:
     """Cut all parameters of a model, before checkpointing and FSDP2 change its blocks.
 
-    Raises: ConfigError when the family has no plan, or a number of heads that tp does not divide.
+    Raises: ConfigError when the family has no plan, layers with a state, or a number of heads that tp does not divide.
     """
     lm: Any = model.lm
+    if model.has_states:
+        raise needs_all_tokens("tp", tp.axis.size)
     styles = _styles(lm)
     placed: dict[int, torch.nn.Parameter] = {}
     blocks = list(model.layers)

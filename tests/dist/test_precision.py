@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import engine_over
+from model_families import config_of
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 
@@ -21,6 +22,7 @@ from meshrl.model.recipe import Recipe, load_causal_lm
 from meshrl.parallel.fsdp import full_tensor, shard_model
 from meshrl.parallel.mesh import build_mesh, fsdp_mesh, resolve_shape
 from meshrl.rollout.embedded.engine import build_embedded_engine
+from meshrl.tools.model_check.small_model import write_random_model
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
@@ -175,19 +177,8 @@ def test_tied_weights_in_two_groups_are_refused(pool):
     assert all("lm.model.embed_tokens.weight" in message for message in pool.run(_tied_in_two_groups, 2))
 
 
-def test_layers_without_softmax_attention_are_refused_by_name(tmp_path):
-    """The state of convolutions or linear attention would leak between packed rows and is not in the KV cache."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    config = Lfm2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-    )
-    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="layers of kind conv"):
+def test_layers_of_an_unknown_kind_are_refused_by_name(tmp_path):
+    """Packed rows and the KV cache would mix up what they keep of the past."""
+    write_random_model(config_of("llama4_text"), tmp_path)
+    with pytest.raises(ConfigError, match="layers of kind chunked_attention"):
         load_causal_lm(tmp_path)

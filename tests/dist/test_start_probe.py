@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -98,11 +99,19 @@ def _one_row(cu_seqlens: list[int], device: torch.device, parents: Any = None) -
     return PackedAttention([0, cu_seqlens[-1]], device)
 
 
+def _mixed(self: PackedAttention, layer: int, x: torch.Tensor, compute: Any) -> Any:
+    """The layers with a state compute all rows of a pack as one row."""
+    return [out if out is None else out[0] for out in compute(x[None], None)]
+
+
 def _leaking(rank: int, world: int, family: str, leak: str, dtype: torch.dtype) -> str:
-    engine = engine_over(tiny_lm(family, initializer_range=0.02), world, {}, dtype)
+    scale = 0.1 if leak == "state" else 0.02  # layers with a state multiply several small numbers
+    engine = engine_over(tiny_lm(family, initializer_range=scale), world, {}, dtype)
     with pytest.MonkeyPatch.context() as patch:
         if leak == "attention":
             patch.setattr(engine_module, "PackedAttention", _one_row)
+        if leak == "state":
+            patch.setattr(PackedAttention, "mix", _mixed)
         if leak == "convolution":  # each token sees the one before it, even in another row
             engine.model.layers[0].register_forward_hook(
                 lambda module, args, out: out + 0.5 * torch.nn.functional.pad(out, (0, 0, 1, 0))[:, :-1]
@@ -111,8 +120,13 @@ def _leaking(rank: int, world: int, family: str, leak: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("leak", ["attention", "convolution"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "leak"),
+    [
+        *itertools.product(["qwen2", "qwen3_moe"], ["attention", "convolution"]),
+        *itertools.product(["qwen3_next", "qwen3_5_text", "lfm2", "mamba2"], ["state"]),
+    ],
+)
 def test_a_model_whose_packed_rows_see_each_other_is_refused_at_start(pool, family, leak, dtype):
     """In the compute dtype, also for an untrained model, in which all logprobs are close to each other."""
     assert all("affect each other" in result for result in pool.run(_leaking, 2, family, leak, dtype))

@@ -281,7 +281,7 @@ FAULTS = [
     Fault(
         "a block that is computed again has the rows of the newest pack",
         "meshrl/model/attention.py::ContextCache.__init__",
-        "self._context = context => ContextCache._context = context",
+        "self.context = context => ContextCache.context = context",
         _OF_FAMILIES + "test_a_checkpointed_block_is_computed_again_with_the_rows_of_its_own_pack[bloom]",
     ),
     Fault(

@@ -12,18 +12,27 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshrl.model.attention import AttentionSpec, PackedAttention
+from meshrl.model.attention import AttentionSpec, Outs, PackedAttention, StateCompute
 from meshrl.model.attention_kernels import probabilities, visible, wide_product
+from meshrl.model.state_cache import StateCache
 from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
 from meshrl.rollout.embedded.step_arrays import StepArrays
 
 
 class PrefillAttention(PackedAttention):
-    """Packed causal attention that also writes its keys and values to the stores."""
+    """Packed causal attention that also writes its keys and values, and the states after each context, to the stores.
+    rows: of the stores, one for each context."""
 
-    def __init__(self, cu_seqlens: list[int], device: torch.device, writes: Sequence[tuple[KVStore, list[Write]]]):
+    def __init__(
+        self,
+        cu_seqlens: list[int],
+        device: torch.device,
+        writes: Sequence[tuple[KVStore, list[Write]]],
+        rows: Sequence[tuple[KVStore, int]],
+    ):
         super().__init__(cu_seqlens, device)
-        self.writes = writes
+        self.writes, self.rows = writes, rows
+        self._lengths = np.diff(cu_seqlens).tolist()
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
@@ -34,6 +43,21 @@ class PrefillAttention(PackedAttention):
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         for store, writes in self.writes:
             store.write(layer, k, v, writes)
+
+    def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
+        """Contexts of equal length at once: padding would change the states after them."""
+        contexts = x.split(self._lengths)
+        results: dict[int, list[torch.Tensor | None]] = {}
+        for length in set(self._lengths):
+            members = [i for i, n in enumerate(self._lengths) if n == length]
+            cache = StateCache(layer)
+            outs = compute(torch.stack([contexts[i] for i in members]), cache)
+            for at, i in enumerate(members):
+                results[i] = [out if out is None else out[at] for out in outs]
+                store, row = self.rows[i]
+                store.write_states(layer, row, {name: state[at] for name, state in cache.states.items()})
+        in_order = zip(*(results[i] for i in range(len(contexts))), strict=True)
+        return [None if any(x is None for x in of_all) else torch.cat(of_all) for of_all in in_order]
 
 
 class DecodeAttention:
@@ -75,6 +99,11 @@ class DecodeAttention:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.store.write(layer, k, v, self.writes)
+
+    def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
+        """The states are views of the store, which the layer updates in place."""
+        outs = compute(x[:, None], StateCache(layer, self.store.read_states(layer, len(x))))
+        return [out if out is None else out[:, 0] for out in outs]
 
     def _scores(self, q: torch.Tensor, tiles: list[torch.Tensor], kv_heads: int, spec: AttentionSpec) -> torch.Tensor:
         """Attention scores [N * K, H / K, C] of each row over the positions of the tiles, in fp32 (fp64 stays), -inf
@@ -134,3 +163,8 @@ class StepAttention:
         n = self.prefill.num_tokens
         self.prefill.write(layer, k[:n], v[:n])
         self.decode.write(layer, k[n:], v[n:])
+
+    def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
+        n = self.prefill.num_tokens
+        halves = zip(self.prefill.mix(layer, x[:n], compute), self.decode.mix(layer, x[n:], compute), strict=True)
+        return [None if a is None or b is None else torch.cat([a, b]) for a, b in halves]

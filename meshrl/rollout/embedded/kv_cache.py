@@ -4,7 +4,8 @@ A store has rows (one for each sequence) and positions (tokens of a row). Tile t
 has positions [STARTS[t], STARTS[t + 1]) of the leading rows, as K [R, heads, W, D] and V [R, heads, W, Dv]. So
 `tile[:n]` is contiguous, and a batched matrix product over it reads only these rows. On CPUs that is twice as fast as
 views into rows of full capacity, and growing copies nothing. Short rows cost less than long ones if the long rows come
-first: `arrange` sorts them when needed.
+first: `arrange` sorts them when needed. A row also has the states of layers such as linear attention, whatever its
+length.
 
 On a CPU, 16-bit keys and values are stored in fp32, which rounds nothing: products in bf16 take twice as long for a few
 rows, and are not faster for many.
@@ -14,7 +15,7 @@ Letters: R rows that a tile has room for, W positions of a tile, D head size, N 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -118,6 +119,7 @@ class KVStore:
 
     def __init__(self) -> None:
         self.layers: dict[int, Tiles] = {}
+        self.states: dict[int, dict[str, torch.Tensor]] = {}  # of a layer, by name: [R, ...]
         # Views of the tiles by (layer, tile), made once rather than for every token: for reading, with their number of
         # rows, and for writing. They are dropped together with their tile.
         self._reads: dict[tuple[int, int], tuple[int, torch.Tensor, torch.Tensor]] = {}
@@ -135,7 +137,8 @@ class KVStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for tiles in self.layers.values() for pair in tiles for x in pair)
+        tiles = sum(x.nbytes for tiles in self.layers.values() for pair in tiles for x in pair)
+        return tiles + sum(x.nbytes for states in self.states.values() for x in states.values())
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, writes: Sequence[Write]) -> None:
         """Write k [T, heads, D] and v [T, heads, Dv] to the tiles, as `plan_writes` decided."""
@@ -163,8 +166,22 @@ class KVStore:
         tiles = [keys[row] for keys, _ in self.layers[layer] if keys.shape[0] > row]
         return torch.cat(tiles, dim=1)[:, :length].transpose(0, 1)
 
+    def write_states(self, layer: int, row: int, states: Mapping[str, torch.Tensor]) -> None:
+        """Of one row, without the dim of rows."""
+        for name, state in states.items():
+            self._state(layer, name, row + 1, state)[row] = state
+
+    def read_states(self, layer: int, num_rows: int) -> dict[str, torch.Tensor]:
+        """Of the leading rows: views, through which they are updated."""
+        return {name: states[:num_rows] for name, states in self.states[layer].items()}
+
     def copy_rows(self, source: KVStore, copies: Sequence[RowCopy], device: torch.device) -> None:
         """Copy rows of `source`, all at once, so that rows of this store may move."""
+        new_rows, old_rows = [copy[0] for copy in copies], [copy[1] for copy in copies]
+        for layer, of_layer in source.states.items() if copies else ():
+            for name, taken in of_layer.items():
+                target = self._state(layer, name, max(new_rows) + 1, taken[0])
+                target[new_rows] = taken[old_rows]
         for t, start in enumerate(STARTS):
             copies = [copy for copy in copies if copy[2] > start]
             if not copies:
@@ -178,9 +195,16 @@ class KVStore:
 
     def clear(self) -> None:
         """Free the memory."""
-        self.layers = {}
+        self.layers, self.states = {}, {}
         self._reads.clear()
         self._writable.clear()
+
+    def _state(self, layer: int, name: str, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+        """The states of a layer with room for num_rows."""
+        states = self.states.setdefault(layer, {})
+        if name not in states or len(states[name]) < num_rows:
+            states[name] = _grown(states.get(name, like.new_empty((0, *like.shape))), num_rows)
+        return states[name]
 
     def _tile(
         self, layer: int, index: int, num_rows: int, k: torch.Tensor, v: torch.Tensor

@@ -121,7 +121,8 @@ class Runner:
                 positions = np.concatenate([np.arange(lengths[i]) for i in part])
                 source = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in part])
                 writes.append((store, plan_writes(rows, positions, arrays, source)))
-        return PrefillAttention(bounds.tolist(), self.device, writes)
+        state_rows = [(self.running if p.prompt is None else self.prompts, p.row) for p in prefills]
+        return PrefillAttention(bounds.tolist(), self.device, writes, state_rows)
 
     @torch.inference_mode()
     def move_rows(self, running: list[RowCopy], prompts: list[RowCopy]) -> None:
@@ -144,7 +145,7 @@ class Runner:
         return self.running.num_bytes + self.prompts.num_bytes
 
     def flush(self) -> None:
-        """Drop all keys and values, and all copies of the weights: they belong to one version."""
+        """Drop all keys, values and states, and all copies of the weights: they belong to one version."""
         self._head = None
         if self._fast is not None:
             self._fast.unpack()

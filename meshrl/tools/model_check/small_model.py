@@ -68,7 +68,9 @@ def _first_layers(config: Any, vocab_size: int | None) -> tuple[int, Any]:
 def write_random_model(config: Any, folder: Path, seed: int = 0) -> None:
     """Write a folder in fp32. Transformers' own initial values hide faults: biases are 0, scales are 1, and weights are
     so small that layers hardly matter."""
-    lm: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # for the initial values of parameters such as decays, to which noise is added
+        lm: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
     for p in lm.parameters():
         if p.ndim > 1:
@@ -76,6 +78,6 @@ def write_random_model(config: Any, folder: Path, seed: int = 0) -> None:
         else:
             p.add_(0.1 * torch.randn(p.shape, generator=draw))
     for buffer in persistent_buffers(lm).values():
-        if buffer.is_floating_point():
+        if buffer.is_floating_point() and buffer.ndim == 1:  # a router's correction; others are tables, such as decays
             buffer.uniform_(0.5, 0.8, generator=draw)
     lm.save_pretrained(folder)

@@ -20,6 +20,7 @@ from meshrl.parallel.exchange import Axis
 from meshrl.train.packing import pack
 
 CPU = torch.device("cpu")
+HYBRIDS = ("qwen3_5_text", "lfm2", "mamba2")
 WILD = [1, 300, 2, 17, 300, 3, 900, 1, 64, 5, 17, 20]  # more than one bucket, some padded and some not
 
 
@@ -175,11 +176,14 @@ def test_packed_logprobs_equal_plain_transformers_one_row_at_a_time(family):
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, torch.float32) for family in FAMILIES), ("qwen2", torch.bfloat16), ("gemma2", torch.bfloat16)],
+    [
+        *((family, torch.float32) for family in (*FAMILIES, *HYBRIDS)),
+        *((family, torch.bfloat16) for family in ("qwen2", "gemma2", "qwen3_5_text")),
+    ],
     ids=lambda x: str(x).removeprefix("torch."),
 )
 def test_changing_one_row_changes_no_bit_of_another(family, dtype):
-    """For the attention of each family, inside one padded bucket and across buckets."""
+    """For the attention and the states of each family, inside one padded bucket and across buckets."""
     model = CausalModel(tiny_lm(family, dtype))
     rows = _rows(2, [520, 40, 12, 12, 5, 400])
     before = _score(model, rows)
@@ -316,3 +320,10 @@ def test_heads_that_ulysses_can_not_split_are_refused_with_the_possible_sizes(he
     attention = UlyssesAttention(PackedAttention([0, 5], q.device), Axis(size, 0, None))
     with pytest.raises(ConfigError, match=r"Use one of 1, 2(, 6|, 4, 12)$"):
         attention.attend(0, q, k, k, AttentionSpec(1.0))
+
+
+def test_ulysses_refuses_layers_with_a_state():
+    """Each rank would compute the states from the start of its own tokens."""
+    context = UlyssesAttention(PackedAttention([0, 5], CPU), Axis(2, 0, None))
+    with pytest.raises(ConfigError, match=r"train\.mesh\.ulysses is 2, but the model has layers that pass a state"):
+        CausalModel(tiny_lm("lfm2")).hidden(torch.arange(5), torch.arange(5), context)

@@ -1,0 +1,108 @@
+"""Layers that pass a state from token to token: linear attention, Mamba, short convolutions. Like attention, they get
+the past of a token from the context of the forward call, which computes its rows one by one or in batches.
+
+The arguments for packed rows that Transformers' layers accept (cu_seqlens, seq_idx) have no effect without optional
+kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshrl.core.errors import ConfigError
+from meshrl.model.attention import ContextCache, Outs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+STATE_WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}  # methods of Transformers' caches
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "hybrid"}  # of config.layer_types
+STATE_KINDS = {"linear_attention", "conv", "hybrid"}
+KINDS = ATTENTION_KINDS | STATE_KINDS | {"mlp", "moe"}
+
+
+class StateLayer(torch.nn.Module):
+    """The first base class of a layer with a state. Without a ContextCache it does what Transformers' layer does."""
+
+    layer_idx: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
+        signature = _signature(type(self))  # type: ignore[arg-type]
+        bound = signature.bind(None, *args, **kwargs).arguments
+        tokens, cache = list(bound)[1], cache_argument(signature.parameters)
+        if not isinstance(context := bound.get(cache), ContextCache):
+            return forward(*args, **kwargs)
+        own = {name: x for name, x in list(bound.items())[1:] if name != "kwargs"}  # the others are for other layers
+        is_tuple = False
+
+        def compute(rows: torch.Tensor, states: Any) -> Outs:
+            """What is not computed for each token, such as a state, is None."""
+            nonlocal is_tuple
+            out = forward(**{**own, tokens: rows, cache: states})
+            is_tuple = isinstance(out, tuple)
+            outs = out if is_tuple else (out,)
+            return [x if torch.is_tensor(x) and x.shape[:2] == rows.shape[:2] else None for x in outs]
+
+        outs = [x if x is None else x[None] for x in context.context.mix(self.layer_idx, own[tokens][0], compute)]
+        return tuple(outs) if is_tuple else outs[0]
+
+
+@lru_cache
+def _signature(cls: type) -> inspect.Signature:
+    """Of Transformers' layer, the base class after StateLayer."""
+    forward: Any = cls.__mro__[2].forward  # type: ignore[attr-defined]
+    return inspect.signature(forward)
+
+
+@lru_cache
+def _state_class(cls: type) -> type:
+    return type(cls.__name__, (StateLayer, cls), {"__module__": cls.__module__})
+
+
+def cache_argument(names: Collection[str]) -> str:
+    """The name of the argument that takes Transformers' cache."""
+    return "cache_params" if "cache_params" in names else "past_key_values"
+
+
+def state_layers(lm: torch.nn.Module) -> list[Any]:
+    """The modules whose forward writes a state into Transformers' cache."""
+    found = []
+    for module in lm.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if isinstance(module, StateLayer) or (code is not None and STATE_WRITES & set(code.co_names)):
+            found.append(module)
+    return found
+
+
+def use_state_layers(lm: torch.nn.Module) -> bool:
+    """Make StateLayers of a model's layers with a state. Returns whether it has any."""
+    found = state_layers(lm)
+    for module in found:
+        if not isinstance(module, StateLayer):
+            module.__class__ = _state_class(type(module))  # type: ignore[arg-type]
+    return bool(found)
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Of a text config; empty if it does not name them."""
+    return list(getattr(config, "layer_types", None) or ())
+
+
+def require_known_layers(lm: PreTrainedModel, path: object) -> None:
+    """Raises: ConfigError for a kind of layer of which meshrl does not know how it keeps the past of a token."""
+    config: Any = lm.config.get_text_config()
+    found = {layer.layer_idx for layer in state_layers(lm)}
+    odd = {
+        kind for i, kind in enumerate(layer_kinds(config)) if kind not in KINDS or (kind in STATE_KINDS) != (i in found)
+    }
+    if odd:
+        raise ConfigError(
+            f"model.path {str(path)!r} is a {config.model_type} with layers of kind {', '.join(sorted(odd))}, and "
+            "meshrl does not know how they keep the past of a token. Choose a model without them"
+        )

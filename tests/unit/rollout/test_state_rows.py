@@ -1,0 +1,61 @@
+"""The embedded engine's rows of models whose layers pass a state from token to token."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from tiny_engines import ask, layout_of, run, sync, tiny_engine
+from tiny_models import tiny_lm
+
+FAMILIES = ["qwen3_next", "lfm2", "minimax", "mamba2"]  # states of both kinds, a convolution alone, a matrix alone
+
+
+def greedy(name: str, length: int, count: int):
+    return ask(name, [(3 + 5 * i + length) % 61 + 3 for i in range(length)], temperature=0, max_new_tokens=count)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_keep_their_states_when_they_move(family: str):
+    """Rows join, leave, are moved and copied from a shared prompt; each turn equals that of its request alone."""
+    lm = tiny_lm(family)
+    requests = [greedy(str(i), length, count) for i, (length, count) in enumerate([(9, 4), (5, 24), (9, 9), (1, 30)])]
+    requests += [greedy(f"group {i}", 7, 12 + 5 * i) for i in range(4)]
+    turns = run(tiny_engine(lm, max_running=3), requests)
+    for request in requests:
+        alone = run(tiny_engine(lm), [request])[request.id]
+        assert turns[request.id].output_ids.tolist() == alone.output_ids.tolist()
+        np.testing.assert_allclose(turns[request.id].logprobs, alone.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_state_survives_a_sync(family: str):
+    """Requests that run meanwhile continue with the new weights; their tokens have exactly the logprobs of these."""
+    old, new = tiny_lm(family), tiny_lm(family, seed=1)
+
+    async def main() -> None:
+        engine = tiny_engine(old)
+        await engine.reconcile(layout_of(new))
+        running = [asyncio.create_task(engine.generate(greedy(str(i), 6 + i, 40))) for i in range(3)]
+        while engine.stats().decode_tokens < 20:
+            await asyncio.sleep(0)
+        ack = await sync(new, engine, 1)
+        assert ack.read_back
+        for turn in await asyncio.gather(*running):
+            after = turn.versions == 1
+            assert after.any() and not after.all()
+            ids = np.concatenate([turn.context_ids, turn.output_ids])
+            want = (await tiny_engine(new).score(ids))[len(turn.context_ids) :]
+            np.testing.assert_allclose(turn.logprobs[after], want[after], atol=1e-4)
+
+    asyncio.run(main())
+
+
+def test_the_memory_of_states_is_counted_and_freed():
+    engine = tiny_engine(tiny_lm("mamba2"))  # it has no keys and values
+    engine.submit(greedy("0", 5, 4))
+    engine.step()
+    used = engine._runner.num_bytes
+    assert used > 0 and asyncio.run(engine.release({"kv_cache"})) == used
+    assert engine._runner.num_bytes == 0
