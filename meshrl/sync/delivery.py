@@ -216,7 +216,7 @@ class Transport(Protocol):
 class TransferByTransfer(Transport, Protocol):
     """A transport in which each sender sends its transfers alone, and each receiver gets them one after the other."""
 
-    double_buffered = True
+    double_buffered: bool = True
 
     async def exchange(self, window: Sequence[Transfer], filled: Delivery | None, receives: bool) -> list[Delivery]:
         deliveries = []
