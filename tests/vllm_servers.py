@@ -19,6 +19,7 @@ from meshrl.rollout.vllm.dialect import VllmDialect, http_of, start_server
 
 MISSING = "" if importlib.util.find_spec("vllm") else "vLLM is not installed here: make test-vllm"
 MAX_CONTEXT_TOKENS = 1024
+CPU = torch.device("cpu")
 MODEL: dict[str, Any] = {  # the smallest with a kernel in vLLM's CPU attention; both ranks of tp 2 hold its one KV head
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -38,7 +39,9 @@ def config_of(**changes: Any) -> RolloutConfig:
 
 
 @contextmanager
-def serving(lm: torch.nn.Module, folder: Path, *args: str, **changes: Any) -> Iterator[ServerProcess]:
+def serving(
+    lm: torch.nn.Module, folder: Path, *args: str, device: torch.device = CPU, **changes: Any
+) -> Iterator[ServerProcess]:
     """A server of a model. args: options of vLLM that follow meshrl's own, so they may override these."""
     lm.save_pretrained(folder)
     cfg = config_of(**changes)
@@ -46,7 +49,7 @@ def serving(lm: torch.nn.Module, folder: Path, *args: str, **changes: Any) -> It
         update={"vllm": cfg.vllm.model_copy(update={"args": ["--enforce-eager", *args]})}
     )  # compiling takes longer than the tests
     model = ModelConfig(path=str(folder), dtype=str(lm.dtype).removeprefix("torch."))
-    server = start_server(model, cfg, torch.device("cpu"), "vllm", MAX_CONTEXT_TOKENS)
+    server = start_server(model, cfg, device, "vllm", MAX_CONTEXT_TOKENS)
     try:
         yield server
     finally:
