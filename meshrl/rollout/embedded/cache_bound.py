@@ -16,12 +16,14 @@ SHARE = 0.8  # of an accelerator's free memory; the rest is for logits and for t
 class CacheBound:
     """num_bytes: rollout.embedded.kv_cache_bytes; None = SHARE of an accelerator's free memory, measured while the
     stores are empty, and no limit on a CPU. token_bytes: keys and values of a token in all layers, by the model's
-    config; None = unknown. It counts until the stores have tiles."""
+    config; None = unknown, then the first row runs alone. What the stores have counts from then on, with the states of
+    a row."""
 
     def __init__(
         self, num_bytes: int | None, token_bytes: int | None, device: torch.device, running: KVStore, prompts: KVStore
     ):
-        self._num_bytes, self._token_bytes, self._device = num_bytes, token_bytes, device
+        self._num_bytes, self._device = num_bytes, device
+        self._token_bytes, self._row_bytes = token_bytes, 0
         self._running, self._prompts = running, prompts
         self._measured: int | None = None
 
@@ -38,16 +40,16 @@ class CacheBound:
         limit = self.num_bytes
         if limit is None:
             return True
-        self._token_bytes = self._running.token_bytes or self._token_bytes
-        if self._token_bytes is None:
-            return True
-        running = positions_of(num_rows, longest, self._running.rooms)
-        return (running + positions_of(num_prompts, longest_prompt, self._prompts.rooms)) * self._token_bytes <= limit
+        token, row = self._sizes()
+        if token is None:
+            return num_rows == 1 and num_prompts == 0
+        prompts = self._prompts.bytes_with(num_prompts, longest_prompt, token, row)
+        return self._running.bytes_with(num_rows, longest, token, row) + prompts <= limit
 
     def require(self, request: Request, length: int) -> None:
         """length: of the request's row at most. Raises: RequestError when the row would not fit even alone."""
-        limit = self.num_bytes
-        needed = positions_of(1, length) * (self._token_bytes or 0)
+        limit, (token, row) = self.num_bytes, self._sizes()
+        needed = positions_of(1, length) * (token or 0) + row
         if limit is not None and needed > limit:
             origin = f"{SHARE:.0%} of the device's free memory" if self._num_bytes is None else self._num_bytes
             raise RequestError(
@@ -55,6 +57,12 @@ class CacheBound:
                 f"bytes, and {limit:,} bytes are available (rollout.embedded.kv_cache_bytes: {origin}). Raise that "
                 "key if the device has the memory, or lower rollout.sampling.max_new_tokens"
             )
+
+    def _sizes(self) -> tuple[int | None, int]:
+        """Bytes of a token's keys and values, and of a row's states."""
+        if self._running.layers or self._running.states:
+            self._token_bytes, self._row_bytes = self._running.token_bytes, self._running.row_bytes
+        return self._token_bytes, self._row_bytes
 
     def clear(self) -> None:
         """Free the memory of both stores."""

@@ -136,6 +136,17 @@ class KVStore:
         return sum(x.nbytes // (len(x) * x.shape[2]) for tiles in self.layers.values() for x in tiles[0])
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's states in all layers."""
+        return sum(x[0].nbytes for states in self.states.values() for x in states.values())
+
+    def bytes_with(self, num_rows: int, length: int, token_bytes: int, row_bytes: int) -> int:
+        """Bytes of the store when it has held num_rows rows of this length, with the memory that it has already."""
+        allocated = max((len(x) for states in self.states.values() for x in states.values()), default=0)
+        states = max(_room(num_rows) if num_rows else 0, allocated)
+        return positions_of(num_rows, length, self.rooms) * token_bytes + states * row_bytes
+
+    @property
     def num_bytes(self) -> int:
         tiles = sum(x.nbytes for tiles in self.layers.values() for pair in tiles for x in pair)
         return tiles + sum(x.nbytes for states in self.states.values() for x in states.values())

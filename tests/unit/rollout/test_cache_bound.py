@@ -128,3 +128,25 @@ def test_the_bytes_of_a_token_are_those_of_the_tiles_where_the_config_states_oth
     engine.submit(ask("b", [3]))
     engine.step()
     assert engine._runner.bound._token_bytes == 2 * TOKEN == engine._runner.running.token_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_the_states_of_a_row_count_after_the_first_row_has_run_alone(family: str) -> None:
+    """Nothing states their bytes before; a model whose layers all have states has no keys and values."""
+    model = tiny_lm(family)
+    requests = [ask(str(i), [5, 3, i], seed=i, max_new_tokens=6) for i in range(6)]
+    loose, most_rows, most_bytes = _run(tiny_engine(model), requests)
+    limit = most_bytes // 2
+    engine = tiny_engine(model, kv_cache_bytes=limit)
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    assert engine.stats().running == 1 and engine._runner.running.row_bytes > 0
+    turns, rows, peak = _run(engine, [])
+    assert peak <= limit and (most_rows, rows) == (6, 3)
+    assert all(turns[name].output_ids.tolist() == turn.output_ids.tolist() for name, turn in loose.items())
+    engine = tiny_engine(model, kv_cache_bytes=engine._runner.running.row_bytes - 1)
+    engine.submit(requests[0])
+    engine.step()
+    with pytest.raises(RequestError, match="can never fit"):
+        engine.submit(requests[1])
