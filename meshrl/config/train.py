@@ -60,6 +60,10 @@ class TrainConfig(Slice):
     forward; HYBRID_SHARD has dp_replicate copies of the sharded model; NO_SHARD has the full model in every rank"""
     activation_checkpointing: bool = True
     """recompute each block's activations in backward: far less memory for about 30 % more compute"""
+    torch_compile: bool = False
+    """compile the decoder blocks of trained and reference model by torch.compile, once for packs of any length; results
+    are equal within rounding, and the first steps take minutes longer. Attention, head and embedded samplers are not
+    compiled. Needs a C++ compiler on a CPU, and Triton on a GPU"""
     mesh: TrainMeshConfig = TrainMeshConfig()
     """ranks along each axis of the DeviceMesh"""
     tensor_model_parallel_size: int | None = Field(None, ge=1)

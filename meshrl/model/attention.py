@@ -70,12 +70,16 @@ class AttentionSpec:
     slopes: torch.Tensor | None = None
 
 
-def register() -> None:
-    """Make the attention names known to Transformers; safe to call again."""
+def register(outside_graphs: bool = False) -> None:
+    """Make the attention names known to Transformers; safe to call again. outside_graphs: from now on torch.compile
+    leaves attention out, which differs from pack to pack."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for implementation, name in NAMES.items():
-        ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, implementation=implementation))
+        function = ALL_ATTENTION_FUNCTIONS.get(name) or partial(attend, implementation=implementation)
+        if outside_graphs and isinstance(function, partial):
+            function = torch.compiler.disable(function)
+        ALL_ATTENTION_FUNCTIONS.register(name, function)
 
 
 class ContextCache:

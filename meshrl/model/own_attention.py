@@ -1,5 +1,5 @@
-"""Attention layers for the families whose own code computes attention: they call `attention.attend`. Without a
-ContextCache they do what Transformers' layers do.
+"""Attention layers for the families whose own code computes attention: they call meshrl's, which is registered with
+Transformers. Without a ContextCache they do what Transformers' layers do.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
-from meshrl.model.attention import NAMES, ContextCache, attend
+from meshrl.model.attention import NAMES, ContextCache
 
 
 class GPTJContextAttention(GPTJAttention):
@@ -22,7 +23,7 @@ class GPTJContextAttention(GPTJAttention):
     def _attn(self, query: Any, key: Any, value: Any, attention_mask: Any = None) -> Any:
         if ContextCache.current is None:
             return super()._attn(query, key, value, attention_mask)
-        out, weights = attend(self, query, key, value, None, implementation=self.implementation)
+        out, weights = _attend(self, query, key, value)
         return out.transpose(1, 2), weights
 
 
@@ -43,7 +44,7 @@ class FalconContextAttention(FalconAttention):
             )
         q, k = apply_rotary_pos_emb(q, k, *kwargs["position_embeddings"])
         layer_past.update(k, v, self.layer_idx)
-        out, weights = attend(self, q, k, v, None, implementation=self.implementation)
+        out, weights = _attend(self, q, k, v)
         return self.dense(out.flatten(2)), weights
 
 
@@ -57,8 +58,12 @@ class BloomContextAttention(BloomAttention):
         q, k, v = self._reshape(self.query_key_value(hidden_states))
         layer_past.update(k, v, self.layer_idx)
         slopes = _slopes(self.num_heads, q.device)
-        out, weights = attend(self, q, k, v, None, implementation=self.implementation, slopes=slopes)
+        out, weights = _attend(self, q, k, v, slopes=slopes)
         return self.dense(out.flatten(2)) + residual, weights
+
+
+def _attend(module: Any, *qkv: torch.Tensor, **kwargs: Any) -> Any:
+    return ALL_ATTENTION_FUNCTIONS[NAMES[module.implementation]](module, *qkv, None, **kwargs)
 
 
 @lru_cache

@@ -2,7 +2,7 @@
 
 skeleton      modules of Transformers' class; buffers ready, parameters on the meta device
 adapt         LoRA adapters; which parameters are trained
-parallelize   tensor parallelism, activation checkpointing, then FSDP2
+parallelize   torch.compile, tensor parallelism, activation checkpointing, then FSDP2
 materialize   memory for what this rank holds
 fill          its values, from the files or another engine; random ones if a sync brings them
 verify        our forward equals Transformers' own
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.config.model import LoraConfig
 from meshrl.model.causal import CausalModel
+from meshrl.model.compiling import compile_blocks
 from meshrl.model.facts import ModelFacts, as_config_error, meta_copy, model_facts
 from meshrl.model.hub_names import tied_names
 from meshrl.model.lora import add_adapters, init_adapters
@@ -59,6 +60,7 @@ class Recipe:
     compute_dtype: torch.dtype = torch.float32
     activation_checkpointing: bool = False
     keep_unsharded: bool = False
+    torch_compile: bool = False
     synced: bool = False
     device: torch.device = CPU
     attention: str = "auto"
@@ -117,8 +119,11 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
         return
     blocks = list(model.layers)
     model.peers = Peers.of(recipe.mesh)
-    if model.peers is not None and model.peers.tp is not None:
-        cut_model(model, model.peers.tp)
+    tp = None if model.peers is None else model.peers.tp
+    if recipe.torch_compile:
+        compile_blocks(blocks, recipe.device, by_module=tp is not None)
+    if tp is not None:
+        cut_model(model, tp)
     if recipe.activation_checkpointing:
         checkpoint_blocks(blocks)
     shard_model(
@@ -166,7 +171,8 @@ def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
 
     Raises: ConfigError when they differ.
     """
-    wide = replace(recipe, compute_dtype=torch.float32, activation_checkpointing=False, keep_unsharded=False)
+    plain = {"activation_checkpointing": False, "keep_unsharded": False, "torch_compile": False}
+    wide = replace(recipe, compute_dtype=torch.float32, **plain)
     compared = ComparedModel(skeleton(facts, wide).lm)
     adapt(compared, facts, wide)
     parallelize(compared, wide)

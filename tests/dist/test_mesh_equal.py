@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from harness import check, engine_over, norm_of, partitioned, random_partition, unsharded
+from rank_pool import RankPool
 from test_lora import with_adapters
 from tiny_models import tiny_lm, tiny_qwen2
 from tiny_samples import random_groups, random_samples, weigh
@@ -59,6 +60,23 @@ def test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh(pool: Any, trai
         micro_batches.append([])
     args = (tiny_qwen2, {"dtype": torch.float64}, samples, partition, OF_ROWS, train)
     check(pool.run(partitioned, size(train), *args), want, torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_axes_on_eight_ranks():
+    samples = weigh(random_samples(1, LENGTHS)) + random_groups(6, [9, 1, 30], [1, 12, 5, 40])
+    want = unsharded(tiny_qwen2(torch.float64), samples, OF_ROWS)
+    train, partition = (
+        mesh(dp_replicate=2, ulysses=2, tp=2),
+        random_partition(np.random.default_rng(0), len(samples), 2, 2),
+    )
+    pool = RankPool(8, timeout_s=500)
+    try:
+        args = (tiny_qwen2, {"dtype": torch.float64}, samples, partition, OF_ROWS, train)
+        check(pool.run(partitioned, 8, *args), want, torch.float64)
+    finally:
+        pool.close()
 
 
 MODELS: dict[str, dict[str, Any]] = {  # what each has that others lack

@@ -1,4 +1,5 @@
-"""A complete run under tensor parallelism or Ulysses: the same rows, losses and proofs as on one rank."""
+"""A complete run under tensor parallelism or Ulysses, or with compiled blocks: the same rows, losses and proofs as
+without."""
 
 from __future__ import annotations
 
@@ -21,10 +22,18 @@ def of_one_rank(config: Path) -> Path:
     return train(config, "one_rank", *OVERRIDES, "loop.num_steps=3")
 
 
-@pytest.mark.parametrize("axis", ["tp", pytest.param("ulysses", marks=pytest.mark.slow)])
-def test_peers_count_once_and_another_mesh_continues_the_run(config: Path, of_one_rank: Path, axis: str):
-    run = train(config, axis, *OVERRIDES, "cluster.num_train_ranks=2", f"train.mesh.{axis}=2")
-    steps = [*steps_of(run), *steps_of(train(config, axis, *OVERRIDES, "loop.num_steps=3", "run.resume=auto"))[2:]]
+CASES = {
+    "tp": ("cluster.num_train_ranks=2", "train.mesh.tp=2"),
+    "ulysses": ("cluster.num_train_ranks=2", "train.mesh.ulysses=2"),
+    "compiled": ("train.torch_compile=true",),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ulysses", "compiled"))])
+def test_peers_count_once_and_another_mesh_continues_the_run(config: Path, of_one_rank: Path, name: str):
+    run = train(config, name, *OVERRIDES, *CASES[name])
+    steps = [*steps_of(run), *steps_of(train(config, name, *OVERRIDES, "loop.num_steps=3", "run.resume=auto"))[2:]]
     for step, want in zip(steps, steps_of(of_one_rank), strict=True):
         assert step["sync/proven_wire"] == step["sync/proven_read_back"] == step["proof/checked_fraction"] == 1
         assert step["proof/logprob_abs_diff_mean"] < 1e-5

@@ -27,6 +27,7 @@ VLLM = (
 )
 RELEASING = (f"rollout.vllm.python={sys.executable}", "rollout.release_memory=true")
 PARALLEL = ("cluster.num_train_ranks=2", "rollout.mesh.infer_tp=2")
+TRAINER_TP = ("cluster.num_train_ranks=2", "train.mesh.tp=2", "cluster.num_rollout_ranks=1")
 SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
 LORA = (  # only adapters are sent; the server's rank merges them
     *SPLIT,
@@ -69,6 +70,7 @@ def of_vllm(others: set[int]) -> list[psutil.Process]:
         pytest.param(SPLIT, id="split", marks=pytest.mark.slow),
         pytest.param(RELEASING, id="colocated, releasing memory"),
         pytest.param(PARALLEL, id="tensor parallel", marks=pytest.mark.slow),
+        pytest.param(TRAINER_TP, id="split, tensor parallelism in training", marks=pytest.mark.slow),
         pytest.param(LORA, id="split, LoRA"),
     ],
 )

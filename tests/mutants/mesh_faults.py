@@ -7,6 +7,7 @@ from fault import Fault
 _ROWS = "tests/dist/test_mesh_equal.py::test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh"
 _FAMILY = "tests/dist/test_mesh_equal.py::test_the_gradient_of_a_family_does_not_depend_on_the_mesh"
 _STATE = "tests/dist/test_mesh_state.py::test_state_moves_from_mesh_to_mesh_and_to_samplers"
+_GRAPHS = "tests/dist/test_compiled_blocks.py::test_blocks_of_a_kind_and_packs_of_any_length_share_their_graphs"
 
 FAULTS = [
     Fault(
@@ -26,6 +27,18 @@ FAULTS = [
         "meshrl/parallel/boxes.py::boxes",
         "local = readable(local) => pass",
         _STATE + "[fused experts]",
+    ),
+    Fault(
+        "each length of a pack is compiled",
+        "meshrl/model/compiling.py::compile_blocks",
+        "dynamic=True => dynamic=False",
+        _GRAPHS,
+    ),
+    Fault(
+        "attention, with the lengths of a pack, is compiled",
+        "meshrl/model/compiling.py::compile_blocks",
+        "outside_graphs=True => outside_graphs=False",
+        _GRAPHS,
     ),
     Fault(
         "the gradient of gathered tokens has only this rank's part",
