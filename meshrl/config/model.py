@@ -23,7 +23,7 @@ class LoraConfig(Slice):
     """an adapter's output is multiplied by alpha / rank; twice the rank is usual"""
     targets: list[str] = Field(["all-linear"])
     """linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear as the only entry
-    = all linear layers except the head. Routers and experts of a mixture are none"""
+    = all linear layers except the head. The experts of a mixture are joint tensors, and get none"""
 
     @property
     def scale(self) -> float:

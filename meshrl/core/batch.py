@@ -6,6 +6,7 @@ complete row; or a prompt that rows of a group share, or the part of such a row 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +59,8 @@ class Batch:
 
     def rows_of_tokens(self) -> torch.Tensor:
         """int64[T]: how many rows each token is a part of, on its device."""
-        of_segment = [(row >= 0) + self.parents.count(s) for s, row in enumerate(self.rows)]
+        children = Counter(self.parents)
+        of_segment = [(row >= 0) + children[s] for s, row in enumerate(self.rows)]
         return torch.tensor(of_segment).repeat_interleave(self.cu_seqlens.diff()).to(self.tokens.device)
 
 

@@ -46,12 +46,12 @@ FAULTS = [
         "a recomputed forward counts again",
         "meshrl/model/routing.py::Routing.end",
         "self._is_counting = False => pass",
-        _BALANCED + "[one rank-one by one]",
+        _ROUTING + "test_a_recomputed_forward_counts_nothing",
     ),
     Fault(
         "a shared prompt counts once for all its answers",
         "meshrl/core/batch.py::Batch.rows_of_tokens",
-        "(row >= 0) + self.parents.count(s) => 1",
+        "(row >= 0) + children[s] => 1",
         _BALANCED + "[one rank-shared prompts]",
     ),
     Fault(

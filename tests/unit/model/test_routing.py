@@ -15,6 +15,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import cast_parameters
 from meshrl.model.routing import require_routing
 from meshrl.model.verify import require_replay
+from meshrl.parallel.checkpointing import checkpoint_blocks
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(40) * 7 % 60 + 1
@@ -59,6 +60,19 @@ def test_every_router_is_counted_and_its_selection_recorded(family):
         counts = torch.bincount(selected.flatten(), minlength=sums.selected.shape[1])
         assert torch.equal(sums.selected[number], 3 * counts)
     torch.testing.assert_close(sums.probabilities.sum(-1), torch.full((len(want),), 120.0))
+
+
+def test_a_recomputed_forward_counts_nothing():
+    model = CausalModel(tiny_lm("qwen3_moe"))
+    checkpoint_blocks(list(model.layers))
+    routing = require_routing(model.routing, "", "")
+    routing.begin(torch.ones_like(TOKENS), None, counts=True)
+    hidden = model.hidden(TOKENS, torch.arange(len(TOKENS)), PackedAttention([0, len(TOKENS)], CPU))
+    routing.end()
+    assert routing.sums is not None
+    counts = routing.sums.selected.clone()
+    hidden.sum().backward()
+    assert torch.equal(routing.sums.selected, counts) and int(counts.sum()) == 2 * 2 * len(TOKENS)
 
 
 @pytest.mark.parametrize("family", [f for f in MIXTURES if f not in WITHOUT and f not in NOT_REPLAYED])
