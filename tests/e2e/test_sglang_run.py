@@ -29,7 +29,7 @@ OWN = (
     "rollout.engine=sglang",
     "rollout.max_running_requests=16",
     "rollout.sglang.mem_fraction_static=0.1",
-    f"rollout.sglang.args=[{','.join(ON_CPU)}]",
+    f"rollout.sglang.args={json.dumps(ON_CPU)}",
     f"rollout.sglang.start_deadline_s={START_S}",
 )
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sglang_multiturn" / "run_sglang_multiturn.sh"
@@ -77,19 +77,19 @@ def check_proofs(steps: list[dict[str, float]], num_steps: int = 2) -> None:
         assert step["proof/logprob_abs_diff_mean"] < 1e-4
 
 
-def test_the_multi_turn_example_runs_with_servers_of_its_own(config: Path):
-    """Colocated on two ranks, each with a server: in each version the trainer's logprobs agree with SGLang's."""
+def test_the_multi_turn_example_runs_with_a_server_of_its_own(config: Path):
+    """Colocated: in each version the trainer's logprobs agree with SGLang's."""
     folder = config.parent
     tiny_tokenizer(SHOWS_TOOLS).save_pretrained(folder / "model")
     for name in ("train", "test"):
         rows = (json.dumps({"question": f"{i}+{i}", "answer": f"#### {2 * i}"}) for i in range(8))
         (folder / f"{name}.jsonl").write_text("\n".join(rows))
     paths = {"MODEL": folder / "model", "DATA": folder, "OUT": folder, "MESHRL": Path(sys.executable).parent / "meshrl"}
-    sizes = {"CPU": "1", "PROMPTS": "2", "STEPS": "2"}
+    sizes = {"CPU": "1", "GPUS": "1", "PROMPTS": "2", "STEPS": "2"}
     limits = ("data.max_prompt_tokens=200", "rollout.sampling.max_new_tokens=8", "rollout.max_context_tokens=256")
     command = (EXAMPLE, "run.name=example", "loop.samples_per_prompt=2", *limits)
     subprocess.run(command, env={**os.environ, **sizes, **{k: str(v) for k, v in paths.items()}}, check=True)
-    check_proofs(steps_of(folder / "example"))
+    check_proofs([step for step in steps_of(folder / "example") if "loss/policy" in step])
     assert [p for p in psutil.process_iter(["cmdline"]) if str(folder / "model") in (p.info["cmdline"] or ())] == []
 
 
@@ -113,7 +113,11 @@ def test_a_killed_server_is_replaced_with_its_rank(config: Path, others: set[int
 
 
 def test_sglang_samples_the_next_step_while_the_trainer_trains(config: Path, running: tuple[str, ...]):
-    check_proofs(steps_of(train(config, "next", *running, *SPLIT, "loop.kind=one_step_off", "loop.num_steps=3")), 3)
+    steps = steps_of(train(config, "next", *running, *SPLIT, "loop.kind=one_step_off", "loop.num_steps=3"))
+    assert len(steps) == 3 and steps[0]["proof/logprob_abs_diff_mean"] < 1e-4
+    for step in steps[1:]:  # samples of older weights can't be re-scored; the probe compares the scores of new ones
+        assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
+        assert step["proof/probe_diff_mean"] < 1e-4
 
 
 def test_weights_arrive_while_sglang_samples(config: Path, running: tuple[str, ...]):
