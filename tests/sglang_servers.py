@@ -50,7 +50,11 @@ def serving(lm: torch.nn.Module, folder: Path, tp_size: int = 1) -> Iterator[str
     model = ModelConfig(path=str(folder), dtype=str(lm.dtype).removeprefix("torch."))
     cfg = config_of("--enable-memory-saver", "--custom-weight-loader", LOADER, DROPPING_LOADER, tp_size=tp_size)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}):
+    environment = {**ENVIRONMENT, "PYTHONPATH": path}
+    if tp_size > 1:  # a core for each rank; on a machine with one NUMA node SGLang requires that they are named
+        cores = sorted(os.sched_getaffinity(0))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(tp_size))
+    with mock.patch.dict(os.environ, environment):
         server, url = start_server(model, cfg, torch.device("cpu"), "sglang-0", MAX_CONTEXT_TOKENS, KEY)
     try:
         yield url
