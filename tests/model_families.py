@@ -216,9 +216,12 @@ FAMILIES: dict[
     "minimax_m3_vl_text": Family({"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
     # hybrids: layers with a state
     "qwen3_next": Family({**ROUTED, **DELTA, "num_experts": 4, "shared_expert_intermediate_size": 16}),
-    "qwen3_5_text": Family(DELTA),
-    "qwen3_5_moe_text": Family({**ROUTED, **DELTA, "num_experts": 4, "shared_expert_intermediate_size": 16}),
-    "olmo_hybrid": Family(DELTA),
+    "qwen3_5_text": Family(DELTA, vllm="its class needs torchvision, which requirements-vllm.txt does not have"),
+    "qwen3_5_moe_text": Family(
+        {**ROUTED, **DELTA, "num_experts": 4, "shared_expert_intermediate_size": 16},
+        vllm="its class needs torchvision, which requirements-vllm.txt does not have",
+    ),
+    "olmo_hybrid": Family(DELTA, vllm="its class needs Triton, which the CPU build does not have"),
     "kimi_linear": Family(
         {
             **LATENT,
@@ -228,17 +231,19 @@ FAMILIES: dict[
             "num_local_experts": 4,
             "moe_intermediate_size": 16,
             "num_experts_per_tok": 2,
-        }
+        },
+        vllm="vLLM refuses its config without prefix caching",
     ),
-    "lfm2": Family({"full_attn_idxs": [1]}),
+    "lfm2": Family({"full_attn_idxs": [1]}, vllm="it reads conv_dim, which Transformers' config does not write"),
     "lfm2_moe": Family({**ROUTED, "num_experts": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
     "minimax": Family(
-        {**LINEAR_FIRST, **HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8}
+        {**LINEAR_FIRST, **HEADS_OF_8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8},
+        vllm="vLLM has no class for it",
     ),
-    "mamba": Family({"state_size": 8}, DT_PROJ),
-    "falcon_mamba": Family({"state_size": 8}, DT_PROJ),
+    "mamba": Family({"state_size": 8}, DT_PROJ, vllm="it stores A instead of A_log, which is not read back"),
+    "falcon_mamba": Family({"state_size": 8}, DT_PROJ, vllm="it stores A instead of A_log, which is not read back"),
     "mamba2": Family({"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8}),
-    "bamba": Family({**MAMBA, "attn_layer_indices": [1]}),
+    "bamba": Family({**MAMBA, "attn_layer_indices": [1]}, vllm="vLLM has no class for it"),
     "granitemoehybrid": Family(
         {
             **MAMBA,
@@ -249,7 +254,11 @@ FAMILIES: dict[
         }
     ),
     "falcon_h1": Family({**MAMBA, "mamba_d_ssm": 64, "head_dim": 8}),
-    "jamba": Family({"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 4}, DT_PROJ),
+    "jamba": Family(
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 4},
+        DT_PROJ,
+        vllm="it stores A instead of A_log, which is not read back",
+    ),
     "nemotron_h": Family(
         {
             **ROUTED,
@@ -263,7 +272,8 @@ FAMILIES: dict[
             "chunk_size": 8,
             "n_routed_experts": 4,
             "moe_shared_expert_intermediate_size": 16,
-        }
+        },
+        vllm="its CPU build has no kernel for experts without a gate",
     ),
     # refused
     "gpt_neo": Family(

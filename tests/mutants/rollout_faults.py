@@ -5,6 +5,7 @@ from __future__ import annotations
 from fault import Fault
 
 _EMBEDDED_SAMPLER = "tests/unit/rollout/test_embedded_sampler.py::"
+_STATE_ROWS = "tests/unit/rollout/test_state_rows.py::"
 _EMBEDDED_WEIGHTS = "tests/unit/rollout/test_embedded_weights.py::"
 _ENDPOINT_ENGINE = "tests/unit/rollout/test_endpoint_engine.py::"
 _NAME_MAP = "tests/unit/rollout/test_name_map.py::"
@@ -80,6 +81,37 @@ FAULTS = [
         "meshrl/rollout/embedded/runner.py::Runner.flush",
         "self._head = None => pass",
         _EMBEDDED_WEIGHTS + "test_no_copy_of_the_old_weights_survives_a_sync_in_bf16",
+    ),
+    Fault(
+        "running requests keep their states through a sync",
+        "meshrl/rollout/embedded/engine.py::EmbeddedEngine.begin",
+        "self._flush() => pass",
+        _STATE_ROWS + "test_no_state_survives_a_sync[mamba2]",
+    ),
+    Fault(
+        "the states of a row stay behind when it moves",
+        "meshrl/rollout/embedded/kv_cache.py::KVStore.copy_rows",
+        "target[new_rows] = taken[old_rows] => pass",
+        _STATE_ROWS + "test_rows_keep_their_states_when_they_move[lfm2]",
+    ),
+    Fault(
+        "a row has the states of another row",
+        "meshrl/rollout/embedded/cached_attention.py::PrefillAttention.mix",
+        "enumerate(members) => enumerate(reversed(members))",
+        _STATE_ROWS + "test_rows_keep_their_states_when_they_move[mamba2]",
+    ),
+    Fault(
+        "the states after a context are those after its padding",
+        "meshrl/rollout/embedded/cached_attention.py::PrefillAttention.mix",
+        "torch.stack([contexts[i] for i in members]) => torch.nn.functional.pad(torch.stack([contexts[i] for i in "
+        "members]), (0, 0, 0, 1))",
+        _STATE_ROWS + "test_rows_keep_their_states_when_they_move[qwen3_next]",
+    ),
+    Fault(
+        "released memory keeps the states",
+        "meshrl/rollout/embedded/kv_cache.py::KVStore.clear",
+        "self.layers, self.states = {}, {} => self.layers = {}",
+        _STATE_ROWS + "test_the_memory_of_states_is_counted_and_freed",
     ),
     Fault(
         "all rows are drawn with one seed",

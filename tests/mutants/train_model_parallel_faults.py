@@ -10,6 +10,7 @@ _LORA = "tests/dist/test_lora.py::"
 _ROWS_WITHOUT_GRADIENT = "tests/dist/test_rows_without_gradient.py::"
 _START_PROBE = "tests/dist/test_start_probe.py::"
 _STREAMED_LOAD = "tests/dist/test_streamed_load.py::"
+_FAMILIES = "tests/contract/test_model_families.py::test_a_family_has_exactly_what_its_entry_states"
 _FUZZ_MODEL = "tests/fuzz/test_fuzz_model.py::"
 _CAUSAL_MODEL = "tests/unit/model/test_causal_model.py::"
 _HUB_NAMES = "tests/unit/model/test_hub_names.py::"
@@ -277,6 +278,19 @@ FAULTS = [
         "torch.arange(columns.start, columns.stop, device=q.device)"
         " => torch.arange(columns.stop - columns.start, device=q.device)",
         _OF_FAMILIES + "test_position_biases_reach_over_the_tiles_of_the_cache",
+    ),
+    Fault(
+        "a layer with a state computes packed rows as one row",
+        "meshrl/model/attention.py::PackedAttention.mix",
+        "part.unflatten(0, (b.rows, -1)) => part[None]",
+        _PACKED_ATTENTION + "test_changing_one_row_changes_no_bit_of_another[lfm2-float32]",
+    ),
+    Fault(
+        "an answer's states do not begin with those of its prompt",
+        "meshrl/model/attention.py::PackedAttention.mix",
+        "part.unflatten(0, (b.rows, -1)) => part.unflatten(0, (b.rows, -1)) * (torch.arange(b.prefix + b.length) "
+        ">= b.prefix)[:, None]",
+        _FAMILIES + "[lfm2]",
     ),
     Fault(
         "a block that is computed again has the rows of the newest pack",

@@ -12,15 +12,15 @@ from tiny_models import tiny_lm
 FAMILIES = ["qwen3_next", "lfm2", "minimax", "mamba2"]  # states of both kinds, a convolution alone, a matrix alone
 
 
-def greedy(name: str, length: int, count: int):
-    return ask(name, [(3 + 5 * i + length) % 61 + 3 for i in range(length)], temperature=0, max_new_tokens=count)
+def greedy(name: str, length: int, count: int, first: int = 0):
+    return ask(name, [(first + 5 * i) % 61 + 3 for i in range(length)], temperature=0, max_new_tokens=count)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_keep_their_states_when_they_move(family: str):
     """Rows join, leave, are moved and copied from a shared prompt; each turn equals that of its request alone."""
     lm = tiny_lm(family)
-    requests = [greedy(str(i), length, count) for i, (length, count) in enumerate([(9, 4), (5, 24), (9, 9), (1, 30)])]
+    requests = [greedy(str(i), *shape, first=i) for i, shape in enumerate([(9, 4), (5, 24), (9, 9), (1, 30)])]
     requests += [greedy(f"group {i}", 7, 12 + 5 * i) for i in range(4)]
     turns = run(tiny_engine(lm, max_running=3), requests)
     for request in requests:
@@ -37,7 +37,7 @@ def test_no_state_survives_a_sync(family: str):
     async def main() -> None:
         engine = tiny_engine(old)
         await engine.reconcile(layout_of(new))
-        running = [asyncio.create_task(engine.generate(greedy(str(i), 6 + i, 40))) for i in range(3)]
+        running = [asyncio.create_task(engine.generate(greedy(str(i), 6, 40, first=i))) for i in range(3)]
         while engine.stats().decode_tokens < 20:
             await asyncio.sleep(0)
         ack = await sync(new, engine, 1)

@@ -55,13 +55,15 @@ def test_vllm_loads_the_names_of_a_family_or_does_not_as_its_entry_states(family
     from meshrl.rollout.vllm.worker import _make_placeholder
 
     write_random_model(config_of(family), tmp_path)
-    layout, config = layout_of(model_facts(tmp_path).lm), _vllm_config(tmp_path)
-    with set_current_vllm_config(config):
-        try:
+    layout = layout_of(model_facts(tmp_path).lm)
+    try:
+        config = _vllm_config(tmp_path)
+        with set_current_vllm_config(config):
             model = initialize_model(config)
-        except (AttributeError, NotImplementedError) as cause:  # vLLM's class can't be built from this config, or here
-            assert FAMILIES[family].vllm, cause
-            return
+    except (AttributeError, NotImplementedError, ValueError) as cause:  # vLLM can't build it from this config, or here
+        assert FAMILIES[family].vllm, cause
+        return
+    with set_current_vllm_config(config):
         name_map = trace_loader(model, layout, _make_placeholder)
     ignored = layout.by_name.keys() - name_map.patches.keys() - name_map.refused.keys() - {*name_map.hidden}
     problems = [name_map.refused, name_map.hidden, name_map.unfilled, ignored]
