@@ -21,6 +21,7 @@ import torch
 
 from meshrl.core.device import device_name
 from meshrl.model.causal import CausalModel
+from meshrl.model.state_layers import StateLayer
 
 # Dense bf16 FLOP/s by a part of the product name, the more special names first. From NVIDIA's and AMD's data sheets;
 # those of NVIDIA print the double for sparse matrices. For consumer cards: with accumulation in fp32.
@@ -114,7 +115,8 @@ _HEAD_SIZES = ("qk_head_dim", "head_dim", "head_size")
 
 def attention_module(block: torch.nn.Module) -> torch.nn.Module | None:
     """The module that passes its own head sizes and window to the attention function."""
-    return next((m for m in block.modules() if vars(m).keys() & set(_HEAD_SIZES)), None)
+    modules = (m for m in block.modules() if not isinstance(m, StateLayer))
+    return next((m for m in modules if vars(m).keys() & set(_HEAD_SIZES)), None)
 
 
 def head_sizes(attention: torch.nn.Module) -> tuple[int, int]:

@@ -39,15 +39,26 @@ def test_a_run_replays_and_balances_its_routers_and_samples_from_the_trainers_we
     assert f"{note}, which is not used" in (again / "run_notes.txt").read_text()
 
 
-def _doubling_mixture(folder: Path) -> None:
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 64,
+}
+
+
+def _doubling_mixture(folder: Path, family: str) -> None:
     """The quickstart's tokenizer and problems, and a mixture of 4 experts in place of its dense model."""
-    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder.mkdir()
     task = runpy.run_path(str(QUICKSTART / "task.py"))
     task["build_tokenizer"](folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    config = Qwen3MoeConfig(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=len(tokenizer),
         hidden_size=64,
         num_hidden_layers=2,
@@ -65,19 +76,22 @@ def _doubling_mixture(folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         dtype="float32",
+        **(HYBRID if family == "qwen3_next" else {}),
     )
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     task["make_data"](folder, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_mixture_learns_the_quickstarts_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With replayed experts and the loss that balances them, on two FSDP2 ranks."""
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_a_mixture_learns_the_quickstarts_task(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With replayed experts and the loss that balances them, on two FSDP2 ranks. One of the two layers of qwen3_next is
+    a gated delta rule."""
     monkeypatch.chdir(QUICKSTART.parents[1])
     start = tmp_path / "start"
-    _doubling_mixture(start)
+    _doubling_mixture(start, family)
     into = f"run.folder={tmp_path}"
     sft = ["sft", str(QUICKSTART / "sft.yaml"), into, f"model.path={start}", f"sft.path={start}/warmup.jsonl"]
     assert main(sft) == 0

@@ -8,7 +8,7 @@ import torch
 from meshrl.core.device import free_bytes
 from meshrl.core.errors import RequestError
 from meshrl.core.types import Request
-from meshrl.rollout.embedded.kv_cache import KVStore, positions_of
+from meshrl.rollout.embedded.kv_cache import KVStore, positions_of, room_for
 
 SHARE = 0.8  # of an accelerator's free memory; the rest is for logits and for the contexts that are computed
 
@@ -53,9 +53,9 @@ class CacheBound:
         if limit is not None and needed > limit:
             origin = f"{SHARE:.0%} of the device's free memory" if self._num_bytes is None else self._num_bytes
             raise RequestError(
-                f"request {request.id} can never fit: the keys and values of its {length} tokens need {needed:,} "
-                f"bytes, and {limit:,} bytes are available (rollout.embedded.kv_cache_bytes: {origin}). Raise that "
-                "key if the device has the memory, or lower rollout.sampling.max_new_tokens"
+                f"request {request.id} can never fit: the keys, values and states of its {length} tokens need "
+                f"{needed:,} bytes, and {limit:,} bytes are available (rollout.embedded.kv_cache_bytes: {origin}). "
+                "Raise that key if the device has the memory, or lower rollout.sampling.max_new_tokens"
             )
 
     def _sizes(self) -> tuple[int | None, int]:

@@ -90,8 +90,8 @@ def test_a_request_that_can_never_fit_is_refused(lm: torch.nn.Module) -> None:
     engine = tiny_engine(lm, kv_cache_bytes=128 * TOKEN)
     engine.submit(ask("fits", [3] * 100, max_new_tokens=29))
     text = (
-        r"request long can never fit: the keys and values of its 129 tokens need 65,536 bytes, and 32,768 bytes are "
-        r"available \(rollout.embedded.kv_cache_bytes: 32768\)"
+        r"request long can never fit: the keys, values and states of its 129 tokens need 65,536 bytes, and 32,768 "
+        r"bytes are available \(rollout.embedded.kv_cache_bytes: 32768\)"
     )
     with pytest.raises(RequestError, match=text):
         engine.submit(ask("long", [3] * 100, max_new_tokens=30))
