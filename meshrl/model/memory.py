@@ -48,8 +48,7 @@ def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> 
     model = CausalModel(lm)
     _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
     num_shards *= num_ulysses
-    weights = _num_bytes(model.parameters(), 1)
-    token = None if model.has_states else token_bytes(model, compute)  # a row has states, too
+    weights, token = _num_bytes(model.parameters(), 1), token_bytes(model, compute)
     if cfg.lora.enabled:
         add_adapters(lm, cfg.lora, masters, cfg.path)
     else:
@@ -74,13 +73,12 @@ def _num_bytes(parameters: Iterable[torch.nn.Parameter], num_shards: int) -> int
 
 
 def token_bytes(model: CausalModel, dtype: torch.dtype) -> int | None:
-    """Bytes of the keys and values of a token in all layers of softmax attention; None if other layers have them."""
+    """Bytes of the keys and values of a token in all layers; None if they are not those of softmax attention."""
     text, sizes = model.lm.config.get_text_config(), []
     for block in model.layers:
         own = attention_module(block)
-        if own is not None:
-            sizes.append(sum(head_sizes(own)))
-        elif not model.has_states:
+        if own is None or model.has_states:
             return None
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
+        sizes.append(sum(head_sizes(own)))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return heads * sum(sizes) * dtype.itemsize

@@ -108,12 +108,6 @@ FAULTS = [
         _STATE_ROWS + "test_rows_keep_their_states_when_they_move[qwen3_next]",
     ),
     Fault(
-        "the limit of the cache does not count states",
-        "meshrl/rollout/embedded/cache_bound.py::CacheBound.fits",
-        "rows * self._running.row_bytes => 0",
-        _STATE_ROWS + "test_the_limit_of_the_cache_counts_states",
-    ),
-    Fault(
         "released memory keeps the states",
         "meshrl/rollout/embedded/kv_cache.py::KVStore.clear",
         "self.layers, self.states = {}, {} => self.layers = {}",
