@@ -63,7 +63,7 @@ class TrainConfig(Slice):
     torch_compile: bool = False
     """compile the decoder blocks of trained and reference model by torch.compile, once for packs of any length; results
     are equal within rounding, and the first steps take minutes longer. Attention, head and embedded samplers are not
-    compiled. Needs a C++ compiler on a CPU, and Triton on a GPU"""
+    compiled. Needs a C++ compiler on a CPU, and Triton on a GPU; not for mixtures of experts and layers with a state"""
     mesh: TrainMeshConfig = TrainMeshConfig()
     """ranks along each axis of the DeviceMesh"""
     tensor_model_parallel_size: int | None = Field(None, ge=1)

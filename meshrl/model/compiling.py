@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.model import attention
+from meshrl.model.causal import CausalModel
 
 
-def compile_blocks(blocks: Iterable[torch.nn.Module], device: torch.device, by_module: bool) -> None:
+def compile_blocks(model: CausalModel, device: torch.device, by_module: bool) -> None:
     """Call it before the blocks are cut, checkpointed and sharded, so that none of this is traced. by_module: compile
     the modules of a block each by itself, since the ranks of tp exchange tokens between them.
 
-    Raises: ConfigError when the machine has no compiler for this device.
+    Raises: ConfigError when the machine has no compiler for this device, or if more than the attention of the blocks
+    differs from pack to pack.
     """
-    if problem := no_compiler(device):
-        raise ConfigError(f"train.torch_compile is true, but {problem}. Install it, or set train.torch_compile=false")
+    problem = no_compiler(device)
+    if model.routing is not None or model.has_states:
+        part = "routers of experts" if model.routing is not None else "layers with a state"
+        problem = f"{type(model.lm).__name__} has {part}, which would be compiled again for each pack"
+    if problem:
+        raise ConfigError(f"train.torch_compile is true, but {problem}. Set train.torch_compile=false")
     attention.register(outside_graphs=True)
-    for block in blocks:
+    for block in model.layers:
         for module in block.children() if by_module else [block]:
             module.forward = torch.compile(module.forward, dynamic=True)
 

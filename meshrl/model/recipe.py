@@ -121,7 +121,7 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
     model.peers = Peers.of(recipe.mesh)
     tp = None if model.peers is None else model.peers.tp
     if recipe.torch_compile:
-        compile_blocks(blocks, recipe.device, by_module=tp is not None)
+        compile_blocks(model, recipe.device, by_module=tp is not None)
     if tp is not None:
         cut_model(model, tp)
     if recipe.activation_checkpointing:
@@ -171,8 +171,8 @@ def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
 
     Raises: ConfigError when they differ.
     """
-    plain = {"activation_checkpointing": False, "keep_unsharded": False, "torch_compile": False}
-    wide = replace(recipe, compute_dtype=torch.float32, **plain)
+    plain = replace(recipe, torch_compile=False, activation_checkpointing=False, keep_unsharded=False)
+    wide = replace(plain, compute_dtype=torch.float32)
     compared = ComparedModel(skeleton(facts, wide).lm)
     adapt(compared, facts, wide)
     parallelize(compared, wide)

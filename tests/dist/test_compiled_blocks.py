@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from tiny_samples import random_groups, random_samples, weigh
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.core.errors import ConfigError
+from meshrl.model.causal import CausalModel
 from meshrl.model.compiling import compile_blocks
 
 LOSS = make_policy_loss(AlgoConfig(entropy_coef=0.01))
@@ -48,21 +50,25 @@ def _refusals(rank: int, world: int) -> list[str]:
     from torch._inductor import config
 
     texts = []
-    for device, missing in (
-        ("cpu", patch.object(config.cpp, "cxx", ("no-such-compiler",))),
-        ("cpu", patch("sysconfig.get_path", lambda name: "/no/such/folder")),
-        ("meta", patch.object(importlib.util, "find_spec", lambda name: None)),
+    for family, device, missing in (
+        ("llama", "cpu", patch.object(config.cpp, "cxx", ("no-such-compiler",))),
+        ("llama", "cpu", patch("sysconfig.get_path", lambda name: "/no/such/folder")),
+        ("llama", "meta", patch.object(importlib.util, "find_spec", lambda name: None)),
+        ("qwen3_moe", "cpu", nullcontext()),
+        ("lfm2", "cpu", nullcontext()),
     ):
+        model = CausalModel(tiny_lm(family))
         with missing, pytest.raises(ConfigError) as error:
-            compile_blocks([], torch.device(device), False)
+            compile_blocks(model, torch.device(device), False)
         texts.append(str(error.value))
     return texts
 
 
-def test_a_machine_without_a_compiler_is_refused(pool: Any):
+def test_what_cannot_be_compiled_is_refused(pool: Any):
     (texts,) = pool.run(_refusals, 1)
-    for text, missing in zip(texts, ["C++ compiler", "no /no/such/folder/Python.h", "Triton"], strict=True):
-        assert missing in text and "set train.torch_compile=false" in text
+    reasons = ["C++ compiler", "no /no/such/folder/Python.h", "Triton", "routers of experts", "layers with a state"]
+    for text, reason in zip(texts, reasons, strict=True):
+        assert reason in text and "Set train.torch_compile=false" in text
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {

@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ulysses", "compiled"))])
 def test_peers_count_once_and_another_mesh_continues_the_run(config: Path, of_one_rank: Path, name: str):
     run = train(config, name, *OVERRIDES, *CASES[name])

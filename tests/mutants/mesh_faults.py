@@ -31,13 +31,13 @@ FAULTS = [
     Fault(
         "each length of a pack is compiled",
         "meshrl/model/compiling.py::compile_blocks",
-        "dynamic=True => dynamic=False",
+        "torch.compile(module.forward, dynamic=True) => torch.compile(module.forward, dynamic=False)",
         _GRAPHS,
     ),
     Fault(
         "attention, with the lengths of a pack, is compiled",
         "meshrl/model/compiling.py::compile_blocks",
-        "outside_graphs=True => outside_graphs=False",
+        "attention.register(outside_graphs=True) => attention.register()",
         _GRAPHS,
     ),
     Fault(
