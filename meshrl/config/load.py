@@ -256,11 +256,8 @@ def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> 
         return cast(C, model.model_validate_json(json.dumps(content), strict=True)), []
     except ValidationError as e:
         other = next(kind for kind in COMMANDS if kind is not model)
-        only_here, only_there = (
-            model.model_fields.keys() - other.model_fields,
-            other.model_fields.keys() - model.model_fields,
-        )
-        foreign = [] if only_here & content.keys() else [name for name in content if name in only_there]
+        here, there = model.model_fields.keys(), other.model_fields.keys()
+        foreign = [] if (here - there) & content.keys() else [name for name in content if name in there - here]
         errors = [error for error in e.errors(include_url=False) if error["loc"] not in [(name,) for name in foreign]]
         faults = [(error, path) for error in errors for path in _faulty_keys(error, keys)]
         problems = list(dict.fromkeys(_problem(error, path, keys) for error, path in faults[:MAX_SHOWN]))
@@ -268,9 +265,8 @@ def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> 
             text = f"this is a config of `{COMMANDS[other]}`: this command does not read {_listed(foreign)}."
             problems.insert(0, Problem(("config",), text, "entire config"))
         if len(faults) > MAX_SHOWN:
-            text = (
-                f"{len(faults) - MAX_SHOWN} more keys are wrong. Is this a config of meshrl? Correct the others first."
-            )
+            more = len(faults) - MAX_SHOWN
+            text = f"{more} more keys are wrong. Is this a config of meshrl? Correct the others first."
             problems.append(Problem(("config",), text, "entire config"))
         return None, problems
 
