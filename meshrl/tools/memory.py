@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.model.limits import limits_of
+from meshrl.model.limits import limits_of, micro_batch_tokens
 from meshrl.model.memory import ModelMemory, model_memory
 from meshrl.monitor.disk_use import size_text
 from meshrl.rollout.embedded.kv_cache import room_for
@@ -35,6 +35,9 @@ def describe_memory(config: RunConfig | SftRunConfig) -> str:
         if lines:
             texts.append(f"# memory of a {rank}, without activations, gathered weights, logits and libraries:")
             texts += [f"#   {label:<17}  {size}" for label, size in lines]
+    if train.max_tokens_per_microbatch is None:
+        tokens = micro_batch_tokens(config.model, train)
+        texts.append(f"# train.max_tokens_per_microbatch is null: {tokens:,} for this model")
     return "\n".join(texts)
 
 

@@ -172,8 +172,13 @@ def test_what_a_run_does_not_have_or_release_has_no_line(model: Path, tmp_path: 
     (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
     sft = {"path": str(tmp_path / "chat.jsonl"), "num_steps": 1, "rows_per_step": 2, "max_row_tokens": 64}
     loaded = load_sft_config({"model": {"path": str(model)}, "sft": sft, "train": {"master_dtype": "bfloat16"}})
-    lines = printed(describe_memory(loaded.config))
-    assert lines == {"weights": "15.2 GB, sharded over 1", "gradients": "15.2 GB", "moments of AdamW": "30.5 GB"}
+    text = describe_memory(loaded.config)
+    assert printed(text) == {
+        "weights": "15.2 GB, sharded over 1",
+        "gradients": "15.2 GB",
+        "moments of AdamW": "30.5 GB",
+    }
+    assert re.search(r"^# train\.max_tokens_per_microbatch is null: [\d,]+ for this model$", text, re.MULTILINE)
     lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, "algo.kl.coef=0")
     assert "reference" not in lines
     lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, "rollout.release_memory=false")
