@@ -77,6 +77,7 @@ class DecodeAttention:
             (rows, slice(int(STARTS[t]), int(STARTS[t + 1]))) for t, rows in enumerate(rows_of_tiles(lengths))
         ]
         self.writes = plan_writes(np.arange(len(lengths)), lengths - 1, arrays)
+        store.reserve(self.writes)
         self._lengths = arrays.add(lengths[:, None])
         self._biases: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 

@@ -47,6 +47,7 @@ class Write:
     """Tokens to write into one tile: k[source] -> tile[row, :, position]; source None = all tokens, in order."""
 
     tile: int
+    width: int  # positions of the tile
     num_rows: int  # rows for which the tile needs room
     rows: Callable[[], torch.Tensor]  # int64[N, 1]
     positions: Callable[[], torch.Tensor]  # int64[N, 1], within the tile
@@ -56,10 +57,9 @@ class Write:
     def index(self, heads: int) -> torch.Tensor:
         """int64[N, heads]: index of each token in the tile, seen as [R * heads * W, D]; the same for all layers."""
         if heads not in self._index:
-            width = int(STARTS[self.tile + 1] - STARTS[self.tile])
             rows = self.rows()
             head = torch.arange(heads, device=rows.device)
-            self._index[heads] = (rows * heads + head) * width + self.positions()
+            self._index[heads] = (rows * heads + head) * self.width + self.positions()
         return self._index[heads]
 
 
@@ -77,6 +77,7 @@ def plan_writes(
         writes.append(
             Write(
                 int(tile),
+                int(STARTS[tile + 1] - STARTS[tile]),
                 int(rows[pick].max()) + 1,
                 arrays.add(rows[pick, None]),
                 arrays.add(positions[pick, None] - STARTS[tile]),
@@ -150,6 +151,15 @@ class KVStore:
     def num_bytes(self) -> int:
         tiles = sum(x.nbytes for tiles in self.layers.values() for pair in tiles for x in pair)
         return tiles + sum(x.nbytes for states in self.states.values() for x in states.values())
+
+    def reserve(self, writes: Sequence[Write]) -> None:
+        """Make room for these writes in the layers that have tiles, so that none is allocated while the model computes:
+        a decode step is then one graph."""
+        rooms = self.rooms
+        missing = [w for w in writes if w.tile >= len(rooms) or rooms[w.tile] < w.num_rows]
+        for layer, tiles in self.layers.items() if missing else ():
+            for w in missing:
+                self._tile(layer, w.tile, w.num_rows, *(x[0].transpose(0, 1) for x in tiles[0]))
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, writes: Sequence[Write]) -> None:
         """Write k [T, heads, D] and v [T, heads, Dv] to the tiles, as `plan_writes` decided."""
