@@ -8,7 +8,7 @@ import torch
 from meshrl.core.device import free_bytes
 from meshrl.core.errors import RequestError
 from meshrl.core.types import Request
-from meshrl.rollout.embedded.kv_cache import KVStore, positions_of, room_for
+from meshrl.rollout.embedded.kv_cache import KVStore, positions_of
 
 SHARE = 0.8  # of an accelerator's free memory; the rest is for logits and for the contexts that are computed
 

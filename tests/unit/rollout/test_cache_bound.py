@@ -38,7 +38,8 @@ def _requests(seed: int) -> list[Request]:
 def _run(engine: EmbeddedEngine, requests: list[Request], flush_every: int = 0) -> tuple[dict[str, Turn], int, int]:
     """The turns, the most rows at a time, and the most bytes of the tiles. flush_every: steps between two flushes, as
     those of a sync, after which running requests continue; half of the requests come later, between the others."""
-    pending, turns, rows, peak, steps = list(requests), {}, 0, 0, 0
+    turns: dict[str, Turn] = {}
+    pending, rows, peak, steps = list(requests), 0, 0, 0
     while pending or engine.has_work:
         for request in pending[: 16 if not steps else 1]:
             engine.submit(request)
