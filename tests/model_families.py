@@ -397,10 +397,10 @@ PyTorch, which is slow for long rows.
 
 Of **mixtures of experts**, routers are measured (`router/*` in [metrics.md](metrics.md)), balanced
 (`train.router_aux_loss_coef`) and computed in fp32 (`model.router_dtype`), and the trainer can select the experts that
-the embedded engine selected (`rollout.router_replay`). JetMoE has none of these, because its routers do not return
-logits, scores and selected experts; PhiMoE, and DeepSeek-V2 with `group_limited_greedy`, have no replay. The start of a
-run refuses the keys there. `tests/unit/model/test_routing.py` proves this of every mixture below. Experts get no LoRA
-adapters.
+the embedded engine selected (`rollout.router_replay`). JetMoE and Jamba have none of these, because their routers do
+not return logits, scores and selected experts; PhiMoE, and DeepSeek-V2 with `group_limited_greedy`, have no replay. The
+start of a run refuses the keys there. `tests/unit/model/test_routing.py` proves this of every mixture below. Experts
+get no LoRA adapters.
 
 | architecture | model type | {columns} | vLLM |
 | --- | --- | {rule} | --- |
