@@ -112,6 +112,14 @@ def test_rows_that_wait_for_new_weights_have_the_experts_of_their_new_cache(lm):
     _check(lm, turns["a"])
 
 
+def test_a_hybrid_mixture_has_them_too():
+    """Its layers with a state take no part in the KV cache that has them."""
+    hybrid = tiny_lm("qwen3_next")
+    turns = run(_engine(hybrid), [ask(str(i), c, seed=i, ignore_eos=True) for i, c in enumerate(CONTEXTS)])
+    for turn in turns.values():
+        _check(hybrid, turn)
+
+
 def test_nothing_is_recorded_by_default(lm):
     assert run(tiny_engine(lm), [ask("a", GROUP)])["a"].routed_experts is None
 
