@@ -170,25 +170,6 @@ def test_memory_is_released_and_restored_by_parts(sglang_server, lm):
     go(sglang_server, main)
 
 
-def test_restored_weights_are_used_only_after_their_sync(sglang_server, lm, other):
-    """A request that was running when they were released waits for the sync, even after `restore`."""
-
-    async def main(engine):
-        await ready(engine, lm)
-        task = running(engine, "a")
-        await until_tokens(engine, 3)
-        await engine.release({"weights", "kv_cache"})
-        await asyncio.sleep(0.1)  # tokens may still be in transit
-        num_tokens = engine.stats().decode_tokens
-        await engine.restore({"weights", "kv_cache"})
-        await asyncio.sleep(0.3)
-        assert engine.stats().decode_tokens == num_tokens and not task.done()
-        await sync(other, engine, 1)
-        assert {*(await task).versions} == {0, 1} and len((await task).output_ids) == LONG
-
-    go(sglang_server, main)
-
-
 def test_weights_that_another_program_sent_are_detected(sglang_server, lm):
     """Another client's label is no version of this engine."""
 
