@@ -123,7 +123,7 @@ def test_sglang_samples_the_next_step_while_the_trainer_trains(config: Path, run
 def test_weights_arrive_while_sglang_samples(config: Path, running: tuple[str, ...]):
     """Answers begin under older weights, and each sync's probe compares SGLang's scores with the trainer's."""
     overlapped = ("loop.kind=fully_async", "loop.max_staleness=2", "loop.num_steps=6", "loop.prompts_per_step=2")
-    long = ("rollout.sampling.max_new_tokens=120", "cluster.num_rollout_ranks=1")
+    long = ("rollout.sampling.max_new_tokens=170", "cluster.num_rollout_ranks=1")
     folder = train(config, "overlapped", *running, *overlapped, *long)
     steps = steps_of(folder)
     assert len(steps) == 6 and all(step["sync/proven_read_back"] == 1 for step in steps)
