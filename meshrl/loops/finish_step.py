@@ -51,8 +51,9 @@ async def finish_step(
     num_trained = sum(int(m.sum) for m in metrics if m.name == "train/num_tokens")
     metrics.append(throughput(job.cfg.cluster, num_trained, wall))
     if job.cfg.cluster.num_rollout_ranks:  # the fraction of a step in which each side had nothing to do
-        for name, took in (("train", spans.seconds("train") + spans.seconds("sync")), ("rollout", busy)):
-            metrics.append(Metric(name=f"run/{name}_idle", sum=max(0.0, wall - took), weight=wall, unit="fraction"))
+        took = spans.seconds("train") + spans.seconds("sync")
+        metrics.append(Metric(name="run/train_idle", sum=max(0.0, wall - took), weight=wall, unit="fraction"))
+        metrics.append(Metric(name="run/rollout_idle", sum=max(0.0, wall - busy), weight=wall, unit="fraction"))
     if (note := unknown_device(job.step, metrics)) is not None:
         job.run.note(note)
     metrics.append(Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"))
