@@ -39,7 +39,7 @@ class StateLayer(torch.nn.Module):
         if not isinstance(context := bound.get(cache), ContextCache):
             return forward(*args, **kwargs)
         own = {name: x for name, x in list(bound.items())[1:] if name != "kwargs"}  # the others are for other layers
-        is_tuple = False
+        is_tuple, buffers = False, dict(self._buffers)
 
         def compute(rows: torch.Tensor, states: Any) -> Outs:
             """What is not computed for each token, such as a state, is None."""
@@ -49,7 +49,11 @@ class StateLayer(torch.nn.Module):
             outs = out if is_tuple else (out,)
             return [x if torch.is_tensor(x) and x.shape[:2] == rows.shape[:2] else None for x in outs]
 
-        outs = [x if x is None else x[None] for x in context.context.mix(self.layer_idx, own[tokens][0], compute)]
+        try:  # tables of decays, which stay in fp32, are multiplied in the dtype of the tokens
+            self._buffers.update({n: b if b is None else b.to(own[tokens].dtype) for n, b in buffers.items()})
+            outs = [x if x is None else x[None] for x in context.context.mix(self.layer_idx, own[tokens][0], compute)]
+        finally:
+            self._buffers.update(buffers)
         return tuple(outs) if is_tuple else outs[0]
 
 

@@ -105,7 +105,7 @@ def _sampled(folder: Path) -> list[tuple[str, list[int], list[float], list[int]]
         ("inline", "one process"),
         ("two ranks", "two ranks again"),
         ("two ranks", "ray"),
-        ("split", "split, by broadcast"),
+        pytest.param("split", "split, by broadcast", marks=pytest.mark.slow),
         pytest.param("split", "ray split", marks=pytest.mark.slow),
         pytest.param("two ranks", "torchrun", marks=pytest.mark.slow),  # tests/e2e/test_open_ports.py has a quick one
         pytest.param("two ranks", "torchrun on two nodes", marks=pytest.mark.slow),

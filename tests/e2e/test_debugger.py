@@ -42,6 +42,7 @@ print(calls, debugger.stops)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_an_inline_run_under_a_profiler_and_under_a_debugger_ends_as_without(tmp_path: Path):
     """On Python 3.11 PyThreadState_SetAsyncExc(thread, NULL) makes traced code wait for ever."""

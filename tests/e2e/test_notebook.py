@@ -26,6 +26,7 @@ def _output_of(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(210)
 def test_the_notebook_trains_inside_a_running_event_loop():
     """The cells run one by one, as in a kernel; the function that they define grades in a worker process."""

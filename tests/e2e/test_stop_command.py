@@ -74,6 +74,7 @@ def test_status_prints_the_state_of_a_run_and_stop_ends_it_with_a_checkpoint(tmp
     assert "the run is not running" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_loses_its_terminal_ends_with_a_checkpoint(tmp_path: Path):
     """The kernel and the shell send SIGHUP to all its processes, and each print to the terminal fails; stderr is a file

@@ -158,7 +158,7 @@ CASES = {
     "colocated, dead in the middle of a gradient": ("colocated", THIRD_STEP, "train"),
     "colocated, dead while it samples": ("colocated", {**THIRD_STEP, "method": "generate", "call": 5}, "rollout"),
 }
-FAST = ("split, dead in the middle of a gradient", UNSAVED)
+FAST = ("split, dead in the middle of a gradient",)
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])

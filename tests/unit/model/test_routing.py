@@ -20,7 +20,6 @@ from meshrl.parallel.checkpointing import checkpoint_blocks
 CPU = torch.device("cpu")
 TOKENS = torch.arange(40) * 7 % 60 + 1
 WITHOUT = ("jetmoe", "jamba")  # their routers do not return (logits, scores, selected experts)
-FP32 = ("minimax",)  # its lightning attention multiplies by buffers in fp32
 NOT_REPLAYED = {"phimoe": "do not choose by torch.topk"}
 MIXTURES = [
     family
@@ -109,7 +108,7 @@ def test_group_limited_scores_can_not_be_replayed():
         require_replay(model, "")
 
 
-@pytest.mark.parametrize("family", [f for f in MIXTURES if f not in (*WITHOUT, *FP32)])
+@pytest.mark.parametrize("family", [f for f in MIXTURES if f not in WITHOUT])
 def test_a_router_in_fp32_computes_with_fp32_logits_and_leaves_its_parameters(family):
     model = CausalModel(cast_parameters(tiny_lm(family), torch.bfloat16).requires_grad_(False))
     routing, seen = require_routing(model.routing, family, ""), list[tuple[torch.Tensor, ...]]()

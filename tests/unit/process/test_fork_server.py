@@ -209,6 +209,7 @@ def test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another():
     _with(_samplers(2), body)
 
 
+@pytest.mark.slow
 def test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_rank(tmp_path, monkeypatch):
     """Its ranks are still its children. The former fork server ends with its last rank."""
     (tmp_path / "sitecustomize.py").write_text(
