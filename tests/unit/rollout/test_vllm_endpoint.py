@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.tim
 CONTEXT = list(range(10, 40))
 
 
+@pytest.mark.slow
 def test_a_vllm_server_is_an_endpoint(tmp_path):
     """Its logprobs are the model's, and a request that was aborted can be continued."""
     lm = tiny_vllm_lm()
