@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 from tiny_engines import ask, layout_of, run, sync, tiny_engine
 from tiny_models import tiny_lm
 
@@ -76,3 +77,16 @@ def test_the_limit_of_the_cache_counts_states():
         engine.step()
         most = max(most, engine.stats().running, len(engine._runner.running.states[0]["conv_states"]))
     assert most == 3
+
+
+def test_tables_of_decays_are_used_in_the_dtype_of_tokens_and_stay_in_fp32():
+    """MiniMax's layers have them as buffers, which no cast of parameters reaches."""
+    lm = tiny_lm("minimax").to(torch.bfloat16)
+    decays = {name: b.float() for name, b in lm.named_buffers() if "decay" in name or "slope" in name}
+    assert decays
+    for name, wide in decays.items():
+        lm.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = wide
+    engine = tiny_engine(lm)
+    turns = run(engine, [greedy("a", 5, 4)])
+    assert len(turns["a"].output_ids) == 4
+    assert {engine._runner.model.lm.get_buffer(name).dtype for name in decays} == {torch.float32}
