@@ -220,8 +220,8 @@ FAULTS = [
     Fault(
         "a row with the last id of the vocabulary is not scored by SGLang",
         "meshrl/rollout/sglang/dialect.py::SglangDialect.score",
-        "token == last => True",
-        _SGLANG_CLIENT + "test_scores_belong_to_the_ids_that_were_sent[scored1-True]",
+        "token == self._last_id => True",
+        _SGLANG_CLIENT + "test_scores_belong_to_the_ids_that_were_sent[sent1-scored1-True]",
     ),
     Fault(
         "a stop string that spans two tokens is not found",

@@ -27,6 +27,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, SyncError
 from meshrl.core.types import Request
+from meshrl.model.limits import vocab_size_of
 from meshrl.process.leases import LeasedFolder
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.base import Capabilities
@@ -50,9 +51,17 @@ class SglangDialect(Dialect):
     name = "SGLang"
     no_release = "the server runs without --enable-memory-saver"
 
-    def __init__(self, http: HttpClient, info: dict[str, Any], loaded_label: str, server: ServerProcess | None = None):
+    def __init__(
+        self,
+        http: HttpClient,
+        info: dict[str, Any],
+        loaded_label: str,
+        vocab_size: int,
+        server: ServerProcess | None = None,
+    ):
         """info: the server's answer to /server_info. server: None = another process started it."""
         super().__init__(http, server)
+        self._last_id = vocab_size - 1
         self.capabilities = Capabilities(release=bool(info.get("enable_memory_saver")), in_flight=True, score=True)
         self.loaded_label = loaded_label
         self._is_deterministic = bool(info.get("enable_deterministic_inference"))
@@ -108,8 +117,8 @@ class SglangDialect(Dialect):
         }
         answer = await self.http.post("/generate", body)
         pairs = answer["meta_info"].get("input_token_logprobs") or []
-        last = max(ids)  # SGLang reports the vocabulary's last id as 0, with its own logprob
-        if [pair[1] for pair in pairs] not in (ids, [0 if token == last else token for token in ids]):
+        # SGLang reports the vocabulary's last id as 0, with its own logprob.
+        if [pair[1] for pair in pairs] not in (ids, [0 if token == self._last_id else token for token in ids]):
             raise EngineFailure(f"SGLang scored {len(pairs)} ids, which are not the {len(ids)} ids that it was sent")
         return np.minimum(np.array([0.0, *(pair[0] for pair in pairs[1:])], np.float32), 0)
 
@@ -270,7 +279,8 @@ def connect_sglang(
     info = fetch("/server_info", url, headers)
     require_fit(info, engine_id, cfg.deterministic, max_context_tokens, model_cfg.dtype)
     label = str(fetch("/model_info", url, headers)["weight_version"])
-    return SglangDialect(HttpClient(engine_id, url, headers=headers, server=server), info, label, server)
+    http = HttpClient(engine_id, url, headers=headers, server=server)
+    return SglangDialect(http, info, label, vocab_size_of(model_cfg.path), server)
 
 
 def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_context_tokens: int, dtype: str) -> None:

@@ -53,7 +53,7 @@ INFO = {
 def test_parameters_that_sglang_interprets_differently_are_refused(asked, deterministic, expected):
     async def main():
         info = {**INFO, "enable_deterministic_inference": deterministic}
-        engine = ServerEngine(SglangDialect(HttpClient("sglang-0", "http://127.0.0.1:9"), info, "default"), **FACTS)
+        engine = ServerEngine(SglangDialect(HttpClient("sglang-0", "http://127.0.0.1:9"), info, "default", 64), **FACTS)
         engine.trust_loaded_weights()
         error = EngineFailure if expected is None else CapabilityError  # sent, and no server answers
         with pytest.raises(error, match=expected or "interrupted"):
@@ -225,7 +225,7 @@ def scripted(script, main):
     async def run():
         async with answering(script) as url:
             info = INFO | {"tp_size": 1, "enable_memory_saver": True}
-            engine = ServerEngine(SglangDialect(HttpClient("sglang-0", url), info, "run:3"), **FACTS)
+            engine = ServerEngine(SglangDialect(HttpClient("sglang-0", url), info, "run:3", 64), **FACTS)
             try:
                 await asyncio.wait_for(main(engine), 60)
             finally:
@@ -308,9 +308,16 @@ def test_an_abort_is_repeated_until_the_late_answer_ends():
 
 
 @pytest.mark.parametrize(
-    ("scored", "fits"), [([5, 63, 6], True), ([5, 0, 6], True), ([0, 63, 6], False), ([5, 63], False)]
+    ("sent", "scored", "fits"),
+    [
+        ([5, 63, 6], [5, 63, 6], True),
+        ([5, 63, 6], [5, 0, 6], True),
+        ([5, 63, 6], [0, 63, 6], False),
+        ([5, 63, 6], [5, 63], False),
+        ([5, 62, 6], [5, 0, 6], False),
+    ],
 )
-def test_scores_belong_to_the_ids_that_were_sent(scored, fits):
+def test_scores_belong_to_the_ids_that_were_sent(sent, scored, fits):
     """SGLang reports the vocabulary's last id as 0; any other difference is an error."""
     script = Script(tiny_lm("qwen2"))
     script.scored = scored
@@ -318,10 +325,10 @@ def test_scores_belong_to_the_ids_that_were_sent(scored, fits):
     async def main(engine):
         engine.trust_loaded_weights()
         if fits:
-            assert (await engine.score(np.array([5, 63, 6]))).tolist() == [0, -0.5, -0.5]
+            assert (await engine.score(np.array(sent))).tolist() == [0, -0.5, -0.5]
         else:
             with pytest.raises(EngineFailure, match="not the 3 ids that it was sent"):
-                await engine.score(np.array([5, 63, 6]))
+                await engine.score(np.array(sent))
 
     scripted(script, main)
 
@@ -343,7 +350,7 @@ def test_a_server_stays_paused_until_its_restored_weights_have_values():
 
 def test_no_id_of_a_request_begins_with_another_one():
     """SGLang aborts every request whose id begins with the one given."""
-    sglang = SglangDialect(HttpClient("sglang-0"), INFO, "default")
+    sglang = SglangDialect(HttpClient("sglang-0"), INFO, "default", 64)
     names = [sglang._new_rid() for _ in range(12)]
     assert [(a, b) for a in names for b in names if a != b and a.startswith(b)] == []
     asyncio.run(sglang.close())
