@@ -12,6 +12,7 @@ VLLM_STAMP := .venv-vllm/setup-done
 SGLANG_PY := .venv-sglang/bin/python
 SGLANG_STAMP := .venv-sglang/setup-done
 KERNEL_TESTS := tests/unit/model/test_head_kernels.py tests/unit/sync/test_sync_kernels.py \
+  tests/unit/rollout/test_decode_kernels.py \
   tests/e2e/test_compiled_kernels.py
 VLLM_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_sync.py \
   tests/unit/rollout/test_vllm_*.py tests/e2e/test_vllm_run.py

@@ -1,8 +1,15 @@
-"""Sampled tokens per second on one GPU: the embedded engine against Transformers' `generate`, in turn.
+"""Sampled tokens per second on one GPU: the embedded engine against Transformers' `generate`, in turn; and the share
+of the device's memory bandwidth that decode reaches.
 
-    python benchmarks/gpu_rollout.py
+    python benchmarks/gpu_rollout.py [--shapes 0.5B 1.5B] [--contexts 256 4096] [--requests 64 256]
 
-A model of 0.5B's shape with random weights, bf16. The number of tokens of each request is fixed in advance:
+decode_bandwidth_SHAPE_CONTEXT: steps of 256 rows whose contexts have that many tokens, with all that a step does
+(sampling, logprobs, the work of the host). The bytes that every engine must read (the weights once, the keys and
+values of all rows), over the seconds of a step, and over the rate of a copy in this run, counted as bytes read plus
+bytes written.
+
+Against generate: a model of 0.5B's shape with random weights, bf16. The number of tokens of each request is fixed in
+advance:
 
     mixed   GSM8K's lengths, groups of 8 that share their prompt
     equal   every request has its own prompt, all lengths are equal: no prompt is shared, no slot is refilled
@@ -22,15 +29,17 @@ import torch
 from gpu_predict import Roofline, predict, roofline_of, shape_of
 from gpu_workload import gpu_parser, model_folder, peak_bytes, seconds, start
 from measure import Report, median, paired_ratio
+from transformers import AutoConfig
 from workload import VOCAB, gsm8k_groups
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.core.device import reset_peak_memory
+from meshrl.core.device import empty_cache, reset_peak_memory
 from meshrl.core.types import Request, SamplingParams
 from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
 
 EQUAL_PROMPT, EQUAL_ANSWER = 85, 64
+BANDWIDTH_SHAPES = ["0.5B", "1.5B"]
 MAX_RUNNING = 256
 RequestSpec = tuple[np.ndarray, int]  # prompt, tokens to sample
 
@@ -138,17 +147,72 @@ def measure_cell(
     predict_cell(report, lm.config, roofline, name, works)
 
 
+def measure_copy(report: Report, device: torch.device, num_bytes: int) -> float:
+    """Bytes per second of a large copy within the device's memory, read plus written."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    took = [seconds(device, lambda: [target.copy_(source) for _ in range(10)]) / 10 for _ in range(4)][1:]
+    rate = 2 * num_bytes / median(took)
+    report.figure("copy_gb_per_s", rate / 1e9)
+    return rate
+
+
+def build_engine(folder: Path, device: torch.device, max_context_tokens: int) -> EmbeddedEngine:
+    cfg = ModelConfig(path=str(folder), dtype="bfloat16")
+    limit = RolloutConfig(max_context_tokens=max_context_tokens, max_running_requests=MAX_RUNNING)
+    engine = build_embedded_engine(cfg, limit, device, "benchmark", ())
+    engine.trust_loaded_weights()
+    return engine
+
+
+def measure_decode(report: Report, args: Any, device: torch.device, shape: str, rate: float) -> None:
+    """Steps in which no row joins or ends. Groups of 8 share their prompts, so that few are computed."""
+    contexts, num_rows, num_steps = ([16], 16, 8) if args.smoke else (args.contexts, MAX_RUNNING, 48)
+    folder = model_folder(None, shape, device)
+    config = AutoConfig.from_pretrained(folder)
+    model = shape_of(config)
+    for context in contexts:
+        engine = build_engine(folder, device, context + 2 * num_steps)
+        prompts = np.random.default_rng(0).integers(3, VOCAB, (num_rows // 8, context)).astype(np.int32)
+        for i, prompt in enumerate(prompts.repeat(8, axis=0)):
+            sampling = SamplingParams(ignore_eos=True)
+            request = Request(id=str(i), context_ids=prompt, sampling=sampling, seed=i, max_new_tokens=2 * num_steps)
+            engine.submit(request)
+        while engine.stats().running < num_rows:
+            engine.step()
+        for _ in range(4):
+            engine.step()
+        took, num_bytes = [], []
+        reset_peak_memory(device)
+        for _ in range(num_steps):
+            took.append(seconds(device, engine.step))
+            num_bytes.append(model.total * gpu_predict.HALF + engine.stats().cached_tokens * model.token)
+        name = f"{shape}_{context}"
+        report.raw[f"decode_{name}"] = {"seconds": took, "bytes": num_bytes}
+        report.figure(f"decode_step_ms_{name}", 1e3 * median(took))
+        predict(report, f"decode_step_ms_{name}", 1e3 * median(num_bytes) / rate)
+        share = median([n / rate / s for n, s in zip(num_bytes, took, strict=True)])
+        if shape in BANDWIDTH_SHAPES and context == max(contexts):
+            report.bar(f"decode_bandwidth_{name}", share, at_least=0.6)
+        else:
+            report.figure(f"decode_bandwidth_{name}", share)
+        del engine
+        empty_cache(device)
+
+
 def main() -> None:
     p = gpu_parser(__doc__, rounds=2)
     p.add_argument("--requests", nargs="+", type=int, default=[64, 256])
+    p.add_argument("--shapes", nargs="*", default=BANDWIDTH_SHAPES)
+    p.add_argument("--contexts", nargs="+", type=int, default=[256, 4096])
     args = p.parse_args()
     report, device = start("gpu_rollout", args)
+    rate = measure_copy(report, device, 1 << 20 if args.smoke else 1 << 31)
+    for shape in ["smoke"] if args.smoke else args.shapes:
+        measure_decode(report, args, device, shape, rate)
     folder = model_folder(args.model, "smoke" if args.smoke else "0.5B", device)
     lm = load_plain(folder, device)
-    cfg = ModelConfig(path=str(folder), dtype="bfloat16")
-    limit = RolloutConfig(max_context_tokens=512, max_running_requests=MAX_RUNNING)
-    engine = build_embedded_engine(cfg, limit, device, "benchmark", ())
-    engine.trust_loaded_weights()
+    engine = build_engine(folder, device, 512)
     cells = [("mixed", n) for n in ([16] if args.smoke else args.requests)]
     roofline = roofline_of(report, args.peak_tflops)
     for cell in [*cells, ("equal", cells[-1][1])]:

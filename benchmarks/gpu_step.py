@@ -35,8 +35,11 @@ from meshrl.cluster.launch import launched
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.cluster import ClusterConfig
+from meshrl.config.data import DataConfig
+from meshrl.config.loop import LoopConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.config.run import RunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import reset_peak_memory, synchronize
 from meshrl.core.types import Prompt, Request, SamplingParams, Trajectory, Turn, turn_seed
@@ -117,14 +120,15 @@ class Steps:
 
 async def measure(report: Report, args: Any, device: torch.device) -> None:
     folder = model_folder(args.model, "smoke" if args.smoke else "0.5B", device)
-    async with launched(
-        ModelConfig(path=str(folder), dtype="bfloat16"),
-        TrainConfig(),
-        RolloutConfig(max_context_tokens=512),
-        ClusterConfig(executor="inline"),
-        num_train_ranks=1,
-        num_rollout_ranks=0,
-    ) as groups:
+    cfg = RunConfig(
+        model=ModelConfig(path=str(folder), dtype="bfloat16"),
+        train=TrainConfig(),
+        rollout=RolloutConfig(max_context_tokens=512),
+        data=DataConfig(),
+        loop=LoopConfig(num_steps=1),
+        cluster=ClusterConfig(executor="inline"),
+    )
+    async with launched(cfg, 1, 0) as groups:
         trainer, rollouts = groups.trainer, groups.rollouts
         assert trainer is not None and rollouts is not None
         layout = await trainer.layout()

@@ -26,8 +26,10 @@ from measure import Report, parser
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from meshrl.model import decoder_kernels as decoder
 from meshrl.model import kernels as head
 from meshrl.model.logprob import CHUNK_LOGITS
+from meshrl.rollout.embedded import kernels as decode
 from meshrl.sync import kernels as sync
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # that a program may have, by architecture
@@ -46,7 +48,7 @@ class Launches:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._launch
 
-    def _launch(self, *args: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
+    def _launch(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
         """As Triton does it: None, 1 and constexpr parameters are constants, and addresses and numbers that 16 divides
         are known to be so."""
         names = self.kernel.arg_names
@@ -98,12 +100,32 @@ def delta() -> None:
     sync.compact_kernel[(1,)](source, base, bits, sums, indices, bits, len(base), **constants)
 
 
+def decode_attention(rows: int, heads: int, kv_heads: int, size: int) -> None:
+    """Of a layer."""
+    qkv = torch.empty(rows, heads + 2 * kv_heads, size, dtype=torch.bfloat16, device="meta")
+    integers = torch.empty(2, rows, dtype=torch.int64, device="meta")
+    decode.attend(*qkv.split([heads, kv_heads, kv_heads], dim=1), integers, integers[0], integers[0], 0.1, None)
+
+
+def between_products() -> None:
+    """What the fast decoder computes there, for 256 rows."""
+    qkv, x = (torch.empty(256, *shape, dtype=torch.bfloat16, device="meta") for shape in ((36, 128), (2 * DIM,)))
+    decoder.rotate(qkv, qkv[:, :1], qkv[:, :1], (28, 4), (qkv[0, 0], qkv[0, 0], 1e-6))
+    decoder.gate(x)
+    decoder.norm(x, x[0], 1e-6)
+
+
 HEAD = ("forward_kernel", "backward_kernel")
+ATTEND = ("write_kernel", "attend_kernel", "merge_kernel")
+DECODER = ("norm_kernel", "rotate_kernel", "gate_kernel")
 CASES: dict[str, tuple[Any, tuple[str, ...], Callable[[], None]]] = {
     "logprob, entropy": (head, HEAD, score),
     "with bias, softcap": (head, HEAD, lambda: score(True, 30.0)),
     "a part of the vocabulary": (head, HEAD, lambda: score(vocab=VOCAB // 4, with_lse=True)),  # of one of 4 tp ranks
     "one token, 129 columns": (head, HEAD, lambda: score(tokens=1, vocab=129)),  # the last slice has one column
+    "decode, 256 rows": (decode, ATTEND, lambda: decode_attention(256, 28, 4, 128)),
+    "decode, one row": (decode, ATTEND, lambda: decode_attention(1, 14, 2, 64)),
+    "fast decoder": (decoder, DECODER, between_products),
     "digest of a transfer": (sync, ("sum64_kernel",), digest),
     "changes, fp32 to bf16": (sync, ("count_kernel", "compact_kernel"), delta),
 }
@@ -156,7 +178,7 @@ def main() -> None:
                     rows[-1]["free_shared_bytes"] = SHARED_BYTES[arch] - used["shared_bytes"]
                     report.print_line(" | ".join(["", *(str(value) for value in rows[-1].values()), ""]).strip())
     report.raw["kernels"] = rows
-    products = [row for row in rows if row["kernel"] in HEAD]
+    products = [row for row in rows if row["kernel"] in (*HEAD, "attend_kernel")]
     report.bar("free_shared_bytes", min(row["free_shared_bytes"] for row in rows), at_least=0)
     report.bar("tensor_core_min", min(row["tensor_core"] for row in products), at_least=1)
     report.figure("spilled_bytes_max", max(row["spilled_bytes"] for row in rows))

@@ -42,8 +42,11 @@ from measure import Ratio, Report, Timing, median, paired_ratio, parser
 from meshrl.cluster.launch import Groups, launched
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.cluster import ClusterConfig
+from meshrl.config.data import DataConfig
+from meshrl.config.loop import LoopConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.config.run import RunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.sync.layout import Ack, Layout
 
@@ -196,11 +199,15 @@ async def run(report: Report, args: Any) -> None:
     for name in args.only or TOPOLOGIES:
         num_train, num_rollout, transport = TOPOLOGIES[name]
         rollout = RolloutConfig(sync_bucket_bytes=bucket_bytes, sync_mode="delta", sync_transport=transport)
-        cluster = ClusterConfig(num_train_ranks=num_train, num_rollout_ranks=num_rollout, timeout_s=900.0)
-        model, train = ModelConfig(path=str(folder), dtype="bfloat16"), TrainConfig(activation_checkpointing=False)
-        async with launched(
-            model, train, rollout, cluster, num_train_ranks=num_train, num_rollout_ranks=num_rollout
-        ) as groups:
+        cfg = RunConfig(
+            model=ModelConfig(path=str(folder), dtype="bfloat16"),
+            train=TrainConfig(activation_checkpointing=False),
+            rollout=rollout,
+            data=DataConfig(),
+            loop=LoopConfig(num_steps=1),
+            cluster=ClusterConfig(num_train_ranks=num_train, num_rollout_ranks=num_rollout, timeout_s=900.0),
+        )
+        async with launched(cfg, num_train, num_rollout) as groups:
             assert groups.trainer is not None and groups.rollouts is not None
             layout = await groups.trainer.layout(bucket_bytes)
             bench = Bench(groups, layout)

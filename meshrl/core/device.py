@@ -15,10 +15,10 @@ import json
 import os
 import platform
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from meshrl.core.errors import ConfigError
 
+T = TypeVar("T")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
 _MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
@@ -237,6 +238,37 @@ def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
         part.copy_(x)
     sent.copy_(joined, non_blocking=True)
     return parts[1]
+
+
+def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start to copy a tensor to the host; returns a function that waits for the copy, and for nothing that is queued
+    after it."""
+    if tensor.device.type == "cpu" or not torch.accelerator.is_available():
+        return lambda: tensor
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    done = torch.Event(tensor.device)
+    done.record()
+
+    def wait() -> torch.Tensor:
+        done.synchronize()
+        return copy
+
+    return wait
+
+
+def graph_memory(device: torch.device) -> Any:
+    """Memory for graphs of `recorded` that never run at the same time."""
+    return torch.cuda.graph_pool_handle()
+
+
+def recorded(work: Callable[[], T], memory: Any) -> tuple[Callable[[], None], T]:
+    """Record the launches of `work`, which has run before, as one graph, on a device for which `has_triton` holds;
+    returns a function that repeats them, and the result, whose memory each repetition fills."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        result = work()
+    return graph.replay, result
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:

@@ -176,7 +176,9 @@ class Flex:
         from torch.nn.attention.flex_attention import AuxRequest, flex_attention  # imports the compiler
 
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        cap, slopes, grouped = spec.softcap, spec.slopes, q.shape[1] != k.shape[1]
+        # As a number, the cap would be dynamic too, which the compiler can't trace in score_mod.
+        cap = None if spec.softcap is None else q.new_full((), spec.softcap, dtype=torch.float32)
+        slopes, grouped = spec.slopes, q.shape[1] != k.shape[1]
 
         def changed(score: torch.Tensor, b: Any, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
             if cap is not None:

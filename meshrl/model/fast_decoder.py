@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.config.model import num_positions
+from meshrl.core.device import has_triton
 from meshrl.model import prepack
 from meshrl.model.attention import AttentionContext, AttentionSpec, PackedAttention
 from meshrl.model.causal import CausalModel
@@ -205,6 +206,9 @@ class _Norm:
         self.weight, self.eps = module.weight, module.variance_epsilon
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        kernels = _kernels(x)
+        if kernels is not None and x.dim() == 2:
+            return kernels.norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(_scalar(self.eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
@@ -232,16 +236,41 @@ class _Layer:
         """Overwrites and returns x [T, D]; cos and sin [T, 1, S], the first half of sin negated."""
         h, k = self.heads
         qkv = self.qkv(self.before_attention(x)).view(x.shape[0], h + 2 * k, -1)
-        qk = qkv[:, : h + k]
-        if self.head_norms is not None:
-            q_norm, k_norm = self.head_norms
-            qk = torch.cat([q_norm(qk[:, :h]), k_norm(qk[:, h:])], dim=1)
-        qk = (qk * cos).addcmul_(qk.roll(qk.shape[-1] // 2, -1), sin)
+        qk = self._rotated(qkv, cos, sin)
         attended = context.attend(self.index, qk[:, :h], qk[:, h:], qkv[:, h + k :], self.spec)
         x += self.out(attended.reshape(x.shape[0], -1))
-        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
-        x += self.down(F.silu(gate).mul_(up))
+        gate_up, kernels = self.gate_up(self.before_mlp(x)), _kernels(x)
+        if kernels is not None:
+            x += self.down(kernels.gate(gate_up))
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            x += self.down(F.silu(gate).mul_(up))
         return x
+
+    def _rotated(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Queries and keys [T, H + K, S]."""
+        (h, k), norms, kernels = self.heads, self.head_norms, _kernels(qkv)
+        if kernels is not None:
+            weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
+            return kernels.rotate(qkv, cos, sin, self.heads, weights)  # type: ignore[no-any-return]
+        qk = qkv[:, : h + k]
+        if norms is not None:
+            qk = torch.cat([norms[0](qk[:, :h]), norms[1](qk[:, h:])], dim=1)
+        return (qk * cos).addcmul_(qk.roll(qk.shape[-1] // 2, -1), sin)
+
+
+def _kernels(x: torch.Tensor) -> Any:
+    """decoder_kernels, for 16-bit numbers on a device that has them; None otherwise."""
+    return _kernels_of(x.device) if x.dtype.itemsize == 2 else None
+
+
+@lru_cache(maxsize=8)
+def _kernels_of(device: torch.device) -> Any:
+    if not has_triton(device):
+        return None
+    from meshrl.model import decoder_kernels
+
+    return decoder_kernels
 
 
 @lru_cache(maxsize=64)

@@ -90,10 +90,11 @@ class ComparedModel(CausalModel):
     model's embedding and head as full tensors."""
 
     @torch.no_grad()
-    def forward(self) -> ScoreDifferences:  # type: ignore[override]
+    def forward(self, lengths: tuple[int, int]) -> ScoreDifferences:  # type: ignore[override]
+        """lengths: of two rows to compare. (On accelerators FSDP2 can't call a forward without arguments.)"""
         lm = self.lm
         device = self.head().weight.device
-        rows = [(torch.arange(n) * 7 % (self.vocab_size - 1) + 1).to(device) for n in (13, 6)]
+        rows = [(torch.arange(n) * 7 % (self.vocab_size - 1) + 1).to(device) for n in lengths]
         tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(r), device=device) for r in rows])
         packed = attention.PackedAttention(self._padded([0, len(rows[0]), len(tokens)]), device)
         single = _RecordedAttention(self._padded([0, len(rows[0])]), device)

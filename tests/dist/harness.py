@@ -67,29 +67,30 @@ def partitioned(
 
 
 def unsharded(lm: torch.nn.Module, samples: list[Sample], loss: Any) -> dict[str, Any]:
-    """Row by row with plain Transformers: logits, dense log_softmax, the loss on a batch of one row."""
+    """Row by row with plain Transformers: logits, dense log_softmax, the loss on a batch of one row. On the model's
+    device, because devices compute the cosines of rotary positions differently, in fp32 whatever the dtype."""
     from meshrl.core.batch import Outputs
 
     metrics: list[Any] = []
     wide = next(lm.parameters()).dtype == torch.float64
     lm.config._attn_implementation = "sdpa" if wide else "eager"  # sdpa has no softcap, eager's softmax is in fp32
-    total = torch.zeros((), dtype=next(lm.parameters()).dtype)
+    weight = next(lm.parameters())
+    total = torch.zeros((), dtype=weight.dtype, device=weight.device)
     logprobs = {}
     for i, s in enumerate(samples):
-        tokens = torch.from_numpy(s.tokens.astype(np.int64))
+        tokens = torch.from_numpy(s.tokens.astype(np.int64)).to(weight.device)
         logits = lm(tokens[None]).logits[0] / float(np.float32(s.temperature))
         logq = torch.log_softmax(logits, dim=-1)
-        logp = torch.zeros(len(s), dtype=logits.dtype)
-        ent = torch.zeros(len(s), dtype=logits.dtype)
-        where = torch.from_numpy(s.mask.nonzero()[0])
+        logp, ent = logits.new_zeros(len(s)), logits.new_zeros(len(s))
+        where = torch.from_numpy(s.mask.nonzero()[0]).to(weight.device)
         logp = logp.index_put((where,), logq[where - 1, tokens[where]])
         ent = ent.index_put((where,), -(logq.exp() * logq).sum(-1)[where - 1])
-        value, new = loss(Outputs(logprobs=logp, entropy=ent), pack([s], [i]))
+        value, new = loss(Outputs(logprobs=logp, entropy=ent), pack([s], [i], weight.device))
         total = total + value
         metrics.extend(new)
-        logprobs[i] = logp.detach().numpy()
+        logprobs[i] = logp.detach().cpu().numpy()
     total.backward()
-    grads = {n: p.grad.numpy().copy() for n, p in lm.named_parameters() if p.requires_grad}
+    grads = {n: p.grad.cpu().numpy().copy() for n, p in lm.named_parameters() if p.requires_grad}
     return {"grads": grads, "metrics": metrics, "logprobs": logprobs, "norm": norm_of(grads)}
 
 

@@ -17,11 +17,15 @@ from meshrl.cluster.launch import launched
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.cluster import ClusterConfig
+from meshrl.config.data import DataConfig
+from meshrl.config.loop import LoopConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.config.run import RunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample, Turn
 from meshrl.model.causal import CausalModel
+from meshrl.model.fast_decoder import fast_decoder
 from meshrl.model.recipe import cast_parameters
 from meshrl.monitor.metrics import divide, merge
 from meshrl.rollout.embedded.engine import EmbeddedEngine
@@ -32,10 +36,19 @@ SHAPE = {"hidden_size": 64}
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], list(range(3, 40)), [4]]
 
 
-def _engine(device: torch.device, dtype: torch.dtype, trusted: bool = True) -> EmbeddedEngine:
-    lm = cast_parameters(tiny_qwen2(**SHAPE), dtype).to(device).eval().requires_grad_(False)
+def _engine(device: torch.device, dtype: torch.dtype, trusted: bool = True, fast: bool = False) -> EmbeddedEngine:
+    """fast: with the fast decoder, whose steps are graphs."""
+    model = CausalModel(tiny_qwen2(**SHAPE).to(device).eval().requires_grad_(False))
+    decoder = fast_decoder(model) if fast else None
+    cast_parameters(model.lm, dtype)
     engine = EmbeddedEngine(
-        CausalModel(lm), stop_token_ids=(), max_running=8, max_context_tokens=256, engine_id="gpu", device=device
+        model,
+        fast=decoder,
+        stop_token_ids=(),
+        max_running=8,
+        max_context_tokens=256,
+        engine_id="gpu",
+        device=device,
     )
     if trusted:
         engine.trust_loaded_weights()
@@ -50,15 +63,40 @@ def _requests(**changes) -> list:
     ]
 
 
-@pytest.mark.parametrize(("dtype", "nats"), [(torch.float32, 1e-3), (torch.bfloat16, 0.2)], ids=["fp32", "bf16"])
-def test_its_logprobs_are_those_of_a_full_forward(accelerator, dtype, nats):
+@pytest.mark.parametrize(
+    ("dtype", "nats", "fast"),
+    [(torch.float32, 1e-3, False), (torch.bfloat16, 0.2, False), (torch.bfloat16, 0.2, True)],
+    ids=["fp32", "bf16", "bf16 graphs"],
+)
+def test_its_logprobs_are_those_of_a_full_forward(accelerator, dtype, nats, fast):
     """Groups that share a prompt, rows of mixed lengths, and more rows than run at the same time."""
-    engine = _engine(accelerator, dtype)
+    engine = _engine(accelerator, dtype, fast=fast)
     for turn in run(engine, _requests()).values():
         ids = np.concatenate([turn.context_ids, turn.output_ids])
         scored = asyncio.run(engine.score(ids))[len(turn.context_ids) :]
         assert np.abs(turn.logprobs - scored).max() < nats
         assert np.abs(turn.logprobs - scored).mean() < nats / 5
+
+
+def test_graphs_follow_weights_and_memory_that_change(accelerator):
+    """After a sync the same graphs compute with the new weights; after memory was released, new graphs do."""
+    engine = _engine(accelerator, torch.bfloat16, trusted=False, fast=True)
+
+    async def scenario() -> list[float]:
+        off = []
+        await engine.reconcile(layout_of(tiny_qwen2(**SHAPE).bfloat16()))
+        for version in range(3):
+            if version == 2:
+                await engine.release({"weights", "kv_cache"})
+                await engine.restore({"weights", "kv_cache"})
+            await sync(tiny_qwen2(seed=version, **SHAPE).bfloat16(), engine, version)
+            request = ask(f"{version}", PROMPTS[2], seed=version, max_new_tokens=30)
+            turn = await engine.generate(request)
+            scored = await engine.score(np.concatenate([turn.context_ids, turn.output_ids]))
+            off.append(float(np.abs(turn.logprobs - scored[len(turn.context_ids) :]).mean()))
+        return off
+
+    assert max(asyncio.run(scenario())) < 0.04
 
 
 def test_greedy_answers_are_those_of_generate(accelerator):
@@ -142,14 +180,15 @@ def test_steps_of_trainer_and_sampler(accelerator, tmp_path: Path, executor, sam
 
     async def scenario() -> list[float]:
         found = []
-        async with launched(
-            ModelConfig(path=str(tmp_path), dtype=dtype),
-            TrainConfig(),
-            RolloutConfig(),
-            ClusterConfig(executor=executor),
-            num_train_ranks=1,
-            num_rollout_ranks=samplers,
-        ) as groups:
+        cfg = RunConfig(
+            model=ModelConfig(path=str(tmp_path), dtype=dtype),
+            train=TrainConfig(),
+            rollout=RolloutConfig(),
+            data=DataConfig(),
+            loop=LoopConfig(num_steps=3),
+            cluster=ClusterConfig(executor=executor, num_rollout_ranks=samplers),
+        )
+        async with launched(cfg, 1, samplers) as groups:
             trainer, rollouts = groups.trainer, groups.rollouts
             assert trainer is not None and rollouts is not None
             layout = await trainer.layout(20_000)

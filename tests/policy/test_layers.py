@@ -28,7 +28,8 @@ EVERYWHERE = {"numpy"}
 MODEL_CHECK = {f"tools/model_check/{name}.py" for name in ("checks", "command", "small_model")}
 HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that may import it
     "xxhash": {"sync"},
-    "triton": {"model/kernels.py", "sync/kernels.py"},  # imported where `has_triton` holds
+    # imported where `has_triton` holds
+    "triton": {"model/kernels.py", "model/decoder_kernels.py", "rollout/embedded/kernels.py", "sync/kernels.py"},
     "orjson": {"monitor"},
     "torch": {
         "core/batch.py",

@@ -7,7 +7,7 @@ Letters: T tokens of the step, N running rows, H query heads, K key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from meshrl.model.attention import AttentionSpec, Outs, PackedAttention, StateCompute
 from meshrl.model.attention_kernels import probabilities, visible, wide_product
 from meshrl.model.state_cache import StateCache
-from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
+from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, TileTable, Write, plan_writes, rows_of_tiles
 from meshrl.rollout.embedded.step_arrays import StepArrays
 
 
@@ -33,11 +33,13 @@ class PrefillAttention(PackedAttention):
         super().__init__(cu_seqlens, device)
         self.writes, self.rows = writes, rows
         self._lengths = np.diff(cu_seqlens).tolist()
+        self.fit_kernels = True  # all layers so far
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         self.write(layer, k, v)
+        self.fit_kernels &= fit_kernels(q, v, spec)
         return super().attend(layer, q, k, v, spec)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -77,7 +79,7 @@ class DecodeAttention:
             (rows, slice(int(STARTS[t]), int(STARTS[t + 1]))) for t, rows in enumerate(rows_of_tiles(lengths))
         ]
         self.writes = plan_writes(np.arange(len(lengths)), lengths - 1, arrays)
-        store.reserve(self.writes)
+        store.reserve([rows for rows, _ in self.tiles])
         self._lengths = arrays.add(lengths[:, None])
         self._biases: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 
@@ -141,6 +143,29 @@ class DecodeAttention:
             bias = bias.expand(-1, kv_heads, -1).reshape(len(bias) * kv_heads, 1, -1)
             self._biases[window, kv_heads] = [bias[: rows * kv_heads, :, columns] for rows, columns in self.tiles]
         return self._biases[window, kv_heads]
+
+
+class TiledAttention(DecodeAttention):
+    """As DecodeAttention, by the kernels of `kernels.py`, for layers that `fit_kernels`. lengths: returns int64[N] on
+    the device."""
+
+    def __init__(self, table: TileTable, lengths: Callable[[], torch.Tensor]):
+        self.store, self._table, self._lengths = table.store, table, lengths
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        from meshrl.rollout.embedded.kernels import attend  # Triton is not installed everywhere
+
+        table = self._table
+        return attend(q, k, v, table.bases(layer), table.widths, self._lengths(), spec.scale, spec.window)
+
+
+def fit_kernels(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Whether the kernels can compute the decode attention of a layer."""
+    size = q.shape[2]
+    plain = spec.softcap is None and spec.sinks is None and spec.slopes is None
+    return plain and q.dtype.itemsize == 2 and size == v.shape[2] and size in (16, 32, 64, 128, 256)
 
 
 class StepAttention:

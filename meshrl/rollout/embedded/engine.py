@@ -19,7 +19,7 @@ import torch
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.core.device import empty_cache
+from meshrl.core.device import empty_cache, fetched
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
@@ -124,7 +124,9 @@ class EmbeddedEngine:
         self._stop_strings = stop_strings or StopStrings()
         self._weights = EngineWeights(model.lm, engine_id, fast)
         self._state = self._weights.state
-        self._runner = Runner(model, device, fast, kv_cache_bytes, model.routing if records_routes else None)
+        self._runner = Runner(
+            model, device, fast, max_context_tokens, kv_cache_bytes, model.routing if records_routes else None
+        )
         self._scheduler = Scheduler(max_running, prefill_tokens_per_step, self._runner.bound)
         self._sampling: RowSampling | None = None  # None when the rows have changed
         self._totals = EngineStats()
@@ -169,7 +171,9 @@ class EmbeddedEngine:
         u = arrays.add(self._sampling.uniforms(positions))
         logits = self._runner.step(rows, admission, arrays)
         drawn = draw(logits, self._sampling, u, lambda row: rows[row].ids())
-        tokens, logprobs = torch.stack([drawn.tokens.double(), drawn.logprobs.double()]).tolist()
+        read = fetched(torch.stack([drawn.tokens.double(), drawn.logprobs.double()]))
+        self._runner.look_ahead(rows, drawn.tokens)
+        tokens, logprobs = read().tolist()
         done = self._record(rows, tokens, logprobs, drawn.extras)
         for sequence, _ in admission.joined:
             sequence.times.prefill_s += sequence.lap()
@@ -248,7 +252,8 @@ class EmbeddedEngine:
         return np.delete(padded, slice(first, first + s.first_position), axis=0)
 
     def _compact(self, gone: Collection[int]) -> None:
-        self._runner.move_rows(*self._scheduler.compact(gone))
+        running, prompts = self._scheduler.compact(gone)
+        self._runner.move_rows(running, prompts, len(self._scheduler.running))
         self._sampling = None
 
     def _withdraw(self, ids: Collection[str] | None) -> list[tuple[str, Turn]]:

@@ -22,9 +22,11 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
+from meshrl.core.device import upload
 from meshrl.rollout.embedded.step_arrays import StepArrays
 
 FIRST_WIDTH = 128  # positions of the first tiles; measured best of 64, 96, 128, 192 for float32 and bfloat16
+CHUNK = FIRST_WIDTH  # positions that are in one tile: every tile begins at a multiple of it
 MAX_WASTE = 1.25  # rows are sorted when the tiles to be read are larger than the rows by this factor
 
 
@@ -125,6 +127,7 @@ class KVStore:
         # rows, and for writing. They are dropped together with their tile.
         self._reads: dict[tuple[int, int], tuple[int, torch.Tensor, torch.Tensor]] = {}
         self._writable: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.num_changes = 0  # of the tiles' addresses
 
     @property
     def rooms(self) -> list[int]:
@@ -152,14 +155,14 @@ class KVStore:
         tiles = sum(x.nbytes for tiles in self.layers.values() for pair in tiles for x in pair)
         return tiles + sum(x.nbytes for states in self.states.values() for x in states.values())
 
-    def reserve(self, writes: Sequence[Write]) -> None:
-        """Make room for these writes in the layers that have tiles, so that none is allocated while the model computes:
-        a decode step is then one graph."""
+    def reserve(self, rows_of_tiles: Sequence[int]) -> None:
+        """Make room for these rows of each tile in the layers that have tiles, so that none is allocated while the
+        model computes: a decode step is then one graph."""
         rooms = self.rooms
-        missing = [w for w in writes if w.tile >= len(rooms) or rooms[w.tile] < w.num_rows]
+        missing = [(t, rows) for t, rows in enumerate(rows_of_tiles) if t >= len(rooms) or rooms[t] < rows]
         for layer, tiles in self.layers.items() if missing else ():
-            for w in missing:
-                self._tile(layer, w.tile, w.num_rows, *(x[0].transpose(0, 1) for x in tiles[0]))
+            for tile, rows in missing:
+                self._tile(layer, tile, rows, *(x[0].transpose(0, 1) for x in tiles[0]))
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, writes: Sequence[Write]) -> None:
         """Write k [T, heads, D] and v [T, heads, Dv] to the tiles, as `plan_writes` decided."""
@@ -217,6 +220,7 @@ class KVStore:
     def clear(self) -> None:
         """Free the memory."""
         self.layers, self.states = {}, {}
+        self.num_changes += 1
         self._reads.clear()
         self._writable.clear()
 
@@ -240,7 +244,45 @@ class KVStore:
             tiles[index] = (_grown(tiles[index][0], num_rows), _grown(tiles[index][1], num_rows))
             self._reads.pop((layer, index), None)
             self._writable.pop((layer, index), None)
+            self.num_changes += 1
         return tiles[index]
+
+
+class TileTable:
+    """Where the chunks of a store are in the device's memory, for kernels: the tensors keep their own addresses while
+    the tiles change. max_tokens: positions of the longest row."""
+
+    def __init__(self, store: KVStore, max_tokens: int, device: torch.device):
+        self.store, self._seen = store, -1
+        self._starts = STARTS[: 1 + int(np.searchsorted(STARTS, max_tokens))]
+        self._device, self._num_chunks = device, int(self._starts[-1]) // CHUNK
+        self._tables: torch.Tensor | None = None
+        self._index: dict[int, int] = {}
+        self.widths = torch.empty(0, dtype=torch.int64)
+
+    def bases(self, layer: int) -> torch.Tensor:
+        """int64[2, C]: addresses of the keys and values of each chunk in its tile's first row and head."""
+        assert self._tables is not None
+        return self._tables[self._index[layer]]
+
+    def update(self) -> None:
+        """To be called before a step."""
+        if self._seen == self.store.num_changes:
+            return
+        self._seen = self.store.num_changes
+        tables = np.zeros((len(self.store.layers), 2, self._num_chunks), np.int64)
+        for found, tiles in zip(tables, self.store.layers.values(), strict=True):
+            for pair, start, end in zip(tiles, self._starts, self._starts[1:], strict=False):
+                chunks = np.arange(start // CHUNK, end // CHUNK)
+                for side, x in enumerate(pair):
+                    found[side, chunks] = x.data_ptr() + (chunks * CHUNK - start) * x.shape[3] * x.itemsize
+        (sent,) = upload([torch.from_numpy(tables)], self._device)
+        if self._tables is None or self._tables.shape != sent.shape:
+            widths = np.repeat(np.diff(self._starts), np.diff(self._starts) // CHUNK)
+            self.widths = torch.from_numpy(widths).to(self._device)
+            self._tables = sent.clone()
+        self._index = {layer: i for i, layer in enumerate(self.store.layers)}
+        self._tables.copy_(sent)
 
 
 def _empty(like: torch.Tensor, width: int) -> torch.Tensor:

@@ -5,9 +5,12 @@ Letters: T tokens of the step, N rows that sample a token, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
+from meshrl.core.device import has_triton, upload
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder
@@ -15,8 +18,14 @@ from meshrl.model.logprob import Head, token_logprobs
 from meshrl.model.memory import token_bytes
 from meshrl.model.routing import Routing
 from meshrl.rollout.embedded.cache_bound import CacheBound
-from meshrl.rollout.embedded.cached_attention import DecodeAttention, PrefillAttention, StepAttention
-from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, plan_writes, tile_dtype
+from meshrl.rollout.embedded.cached_attention import (
+    DecodeAttention,
+    PrefillAttention,
+    StepAttention,
+    TiledAttention,
+)
+from meshrl.rollout.embedded.decode_graph import DecodeGraphs, padded
+from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, TileTable, plan_writes, rows_of_tiles, tile_dtype
 from meshrl.rollout.embedded.scheduler import Admission, Prefill, Sequence
 from meshrl.rollout.embedded.step_arrays import StepArrays
 
@@ -33,6 +42,7 @@ class Runner:
         model: CausalModel,
         device: torch.device,
         fast: FastDecoder | None,
+        max_context_tokens: int,
         kv_cache_bytes: int | None = None,
         routing: Routing | None = None,
     ):
@@ -43,6 +53,11 @@ class Runner:
         self._fast, self._hidden = fast, model.hidden if fast is None else fast.hidden
         self._head: Head | None = None  # prepared for these weights, like the fast decoder
         self.running, self.prompts = KVStore(), KVStore()
+        self._kernels_fit = routing is None and has_triton(device)  # all layers; prefill may show that one does not
+        self._table = TileTable(self.running, max_context_tokens, device)
+        self._graphs = None if fast is None else DecodeGraphs(fast.hidden, partial(TiledAttention, self._table), device)
+        self._addresses: list[int] = []  # of the weights that the graphs read
+        self._ahead: torch.Tensor | None = None  # final states of the running rows, from `look_ahead`
         stored = token_bytes(model, tile_dtype(device, model.head().weight.dtype))
         self.bound = CacheBound(kv_cache_bytes, stored, device, self.running, self.prompts)
 
@@ -54,10 +69,20 @@ class Runner:
             self._head = self.model.head().ready()
             if self._fast is not None:
                 self._fast.pack()
-        rows = running[: len(running) - len(admission.joined)]
-        hidden = self._compute(rows, admission.prefills, arrays)
-        for sequence in rows:
-            sequence.cached += 1
+            if self._graphs is not None:
+                addresses, self._addresses = self._addresses, [p.data_ptr() for p in self.model.parameters()]
+                if addresses != self._addresses:
+                    self._graphs.clear()
+        rows, ahead = running[: len(running) - len(admission.joined)], self._ahead
+        self._ahead = None
+        if ahead is not None:
+            hidden = ahead
+            if admission.prefills:
+                hidden = torch.cat([self._compute([], admission.prefills, arrays), ahead])
+        else:
+            hidden = self._compute(rows, admission.prefills, arrays)
+            for sequence in rows:
+                sequence.cached += 1
         return self._head.logits(self._last_states(hidden, len(rows), admission))
 
     def _compute(self, rows: list[Sequence], prefills: list[Prefill], arrays: StepArrays) -> torch.Tensor:
@@ -65,6 +90,8 @@ class Runner:
         if not rows and not prefills:  # all running rows have just joined, with a prompt that is computed already
             weight = self.model.head().weight
             return weight.new_empty(0, weight.shape[1])
+        if self._kernels_fit and rows:
+            self._locate(np.array([s.cached + 1 for s in rows], np.int64))
         tokens = [prefill.ids for prefill in prefills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
         positions = [np.arange(len(prefill.ids)) for prefill in prefills] + [
             np.array([s.cached for s in rows], np.int64)
@@ -72,10 +99,34 @@ class Runner:
         ids, places = arrays.add(np.concatenate(tokens)), arrays.add(np.concatenate(positions))
         context = self._context(rows, prefills, arrays)
         hidden = self._hidden(ids(), places(), context)
+        if isinstance(context, PrefillAttention):
+            self._kernels_fit &= context.fit_kernels
         if self._routing is not None:
             routes = self._routing.recorded().flatten(1)[:, None]  # [T, 1, L * K]
             context.write(_ROUTES, routes, routes[..., :1])
         return hidden
+
+    def _locate(self, lengths: np.ndarray) -> None:
+        """Make room for rows of these lengths, whose addresses the kernels get."""
+        self.running.reserve(rows_of_tiles(lengths))
+        self._table.update()
+
+    @torch.inference_mode()
+    def look_ahead(self, rows: list[Sequence], tokens: torch.Tensor) -> None:
+        """Queue the forward of the next step for these rows, so that the device works while the host reads and records
+        the tokens int64[N] of this one. A row that this token ends has none; for one that ends for another reason it
+        is computed in vain."""
+        goes_on = [len(s.tokens) + 1 < s.bounds.limit for s in rows]
+        if self._graphs is None or not self._kernels_fit or not any(goes_on):
+            return
+        inputs = np.zeros((2, padded(len(rows))), np.int64)
+        inputs[0, : len(rows)] = [s.cached * on for s, on in zip(rows, goes_on, strict=True)]
+        inputs[1, : len(rows)] = inputs[0, : len(rows)] + goes_on
+        self._locate(inputs[1, : len(rows)])
+        (sent,) = upload([torch.from_numpy(inputs)], self.device)
+        self._ahead = self._graphs.run(sent, tokens)
+        for sequence, on in zip(rows, goes_on, strict=True):
+            sequence.cached += on
 
     def routes_of(self, row: int, length: int) -> np.ndarray | None:
         """int16[length, L, K]: the experts that were selected for the tokens in a running row's cache."""
@@ -107,7 +158,11 @@ class Runner:
     ) -> PrefillAttention | DecodeAttention | StepAttention:
         if not rows:
             return self._prefill(prefills, arrays)
-        decode = DecodeAttention(self.running, np.array([s.cached + 1 for s in rows], np.int64), arrays)
+        lengths = np.array([s.cached + 1 for s in rows], np.int64)
+        if self._kernels_fit:
+            decode: DecodeAttention = TiledAttention(self._table, arrays.add(lengths))
+        else:
+            decode = DecodeAttention(self.running, lengths, arrays)
         return StepAttention(self._prefill(prefills, arrays), decode) if prefills else decode
 
     def _prefill(self, prefills: list[Prefill], arrays: StepArrays) -> PrefillAttention:
@@ -125,8 +180,16 @@ class Runner:
         return PrefillAttention(bounds.tolist(), self.device, writes, state_rows)
 
     @torch.inference_mode()
-    def move_rows(self, running: list[RowCopy], prompts: list[RowCopy]) -> None:
-        """Move rows as `Scheduler.compact` decided."""
+    def move_rows(self, running: list[RowCopy], prompts: list[RowCopy], num_running: int) -> None:
+        """Move rows as `Scheduler.compact` decided. num_running: rows that are left."""
+        if num_running == 0:
+            self._ahead = None
+        elif self._ahead is not None:
+            order = np.arange(num_running)
+            for row, old, _ in running:
+                order[row] = old
+            (sent,) = upload([torch.from_numpy(order)], self.device)
+            self._ahead = self._ahead.index_select(0, sent)
         self.running.copy_rows(self.running, running, self.device)
         self.prompts.copy_rows(self.prompts, prompts, self.device)
 
@@ -147,6 +210,7 @@ class Runner:
     def flush(self) -> None:
         """Drop all keys, values and states, and all copies of the weights: they belong to one version."""
         self._head = None
+        self._ahead = None
         if self._fast is not None:
             self._fast.unpack()
         self.bound.clear()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from meshrl.core.device import has_triton
 from meshrl.core.types import Request, SamplingParams, mix64
 from meshrl.rollout.admission import topk_of
 
@@ -73,8 +74,8 @@ def draw(logits: torch.Tensor, rows: RowSampling, u: Callable[[], torch.Tensor],
     """
     z = logits if rows.unit_temperature else logits.div_(rows.temperature)
     top = z.amax(-1, keepdim=True)
-    weights = torch.exp(z - top)
-    ends = block_ends(weights)
+    weights, sums = _weights(z, top)
+    ends = sums.double().cumsum(-1)
     lse = top + torch.log(ends[:, -1:]).to(z.dtype)
     if rows.all_greedy:
         tokens = z.argmax(-1)
@@ -88,6 +89,16 @@ def draw(logits: torch.Tensor, rows: RowSampling, u: Callable[[], torch.Tensor],
     logprobs = (z.gather(1, tokens[:, None]) - lse)[:, 0].clamp_(max=0)
     extras = {row: _extras(z[row] - lse[row], want) for row, want in rows.wants}
     return Drawn(tokens, logprobs.float(), extras)
+
+
+def _weights(z: torch.Tensor, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp(z - top) of z [N, V] and top [N, 1], and its sums of blocks [N, blocks]."""
+    if z.shape[1] % BLOCK == 0 and z.dtype == torch.float32 and has_triton(z.device):
+        from meshrl.rollout.embedded.kernels import exponentials  # Triton is not installed everywhere
+
+        return exponentials(z, top, BLOCK)
+    weights = torch.exp(z - top)
+    return weights, _blocks(weights).sum(-1)
 
 
 def _blocks(weights: torch.Tensor) -> torch.Tensor:

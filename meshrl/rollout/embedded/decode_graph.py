@@ -1,0 +1,63 @@
+"""The forward of a decode step as graphs of a device: hundreds of launches repeated by one call. Without them a device
+waits for the launches of small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshrl.core.device import graph_memory, recorded
+from meshrl.model.attention import AttentionContext
+
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
+Context = Callable[[Callable[[], torch.Tensor]], AttentionContext]
+
+
+class DecodeGraphs:
+    """A graph for each padded number of rows; rows of length 0 fill it. hidden: CausalModel.hidden, or what replaces
+    it. context: makes the attention from a function that returns the lengths of the rows."""
+
+    def __init__(self, hidden: Forward, context: Context, device: torch.device):
+        self._hidden, self._context, self._device = hidden, context, device
+        self._graphs: dict[int, tuple[torch.Tensor, Callable[[], None], torch.Tensor]] = {}
+        self._memory: Any = None
+
+    def run(self, inputs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """inputs int64[2, `padded(N)`]: position and length of each row; tokens int64[N]; on the device -> final hidden
+        states [N, D], which are overwritten by the next call."""
+        size = inputs.shape[1]
+        if size not in self._graphs:
+            self._graphs[size] = self._record(inputs, tokens)
+        static, replay, hidden = self._graphs[size]
+        static[1:].copy_(inputs)
+        static[0, : len(tokens)].copy_(tokens)
+        replay()
+        return hidden[: len(tokens)]
+
+    def clear(self) -> None:
+        """When tensors that the graphs read have moved."""
+        self._graphs.clear()
+
+    def _record(
+        self, inputs: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[], None], torch.Tensor]:
+        if not self._graphs:  # memory without a graph can't be used again
+            self._memory = graph_memory(self._device)
+        static = torch.zeros((3, inputs.shape[1]), dtype=torch.int64, device=inputs.device)
+        static[1:].copy_(inputs)
+        static[0, : len(tokens)].copy_(tokens)
+        context = self._context(lambda: static[2])
+
+        def work() -> torch.Tensor:
+            return self._hidden(static[0], static[1], context)
+
+        work()  # it compiles kernels, and writes to the cache what the graph writes again
+        return static, *recorded(work, self._memory)
+
+
+def padded(num_rows: int) -> int:
+    """The number of rows of the graph: the next power of two, or three quarters of it."""
+    power = 1 << (num_rows - 1).bit_length()
+    return power * 3 // 4 if power >= 8 and num_rows <= power * 3 // 4 else power

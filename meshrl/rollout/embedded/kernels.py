@@ -1,0 +1,166 @@
+"""Decode attention over the tiles of the KV cache, in Triton: three launches a layer, whatever the rows and their
+lengths. `cached_attention.TiledAttention` imports this file on devices for which `has_triton` holds.
+
+A row is cut into splits, which different programs read at the same time; `merge_kernel` joins their results. Sizes that
+change from step to step are read from the device, so that a recorded launch is valid for later steps.
+
+Letters: N rows, H query heads, K key heads, S head size, C chunks of 128 positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from meshrl.rollout.embedded.kv_cache import CHUNK
+
+HEADS = 16  # rows of the smallest matrix product, to which the query heads of a key head are padded
+PROGRAMS = 2048  # of a launch, if there are enough splits: several for each multiprocessor
+MAX_SPLITS = 64
+BLOCK = 128  # positions at a time
+BLOCKS = 16  # of sampling weights that a program computes
+LAUNCH = {"num_warps": 4, "num_stages": 4}  # so many stages, because addresses are loaded before what they point to
+
+
+@triton.jit
+def write_kernel(
+    k, v, bases, widths, lengths, k_stride, v_stride, num_chunks, num_heads,
+    CHUNK: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Write k and v [N, K, S] to the last position of each row. Rows of length 0 write nothing."""
+    row = tl.program_id(0).to(tl.int64)
+    last = tl.load(lengths + row) - 1
+    if last >= 0:
+        chunk = last // CHUNK
+        head, s = tl.arange(0, HEADS)[:, None], tl.arange(0, S)[None, :]
+        place = (row * num_heads + head) * tl.load(widths + chunk) * S + last % CHUNK * S + s
+        inside = head < num_heads
+        keys = tl.load(bases + chunk).to(tl.pointer_type(k.dtype.element_ty))
+        values = tl.load(bases + num_chunks + chunk).to(tl.pointer_type(v.dtype.element_ty))
+        tl.store(keys + place, tl.load(k + row * k_stride + head * S + s, mask=inside), mask=inside)
+        tl.store(values + place, tl.load(v + row * v_stride + head * S + s, mask=inside), mask=inside)
+
+
+@triton.jit
+def attend_kernel(
+    q, bases, widths, lengths, out, parts, stats, q_stride, num_chunks, num_heads, scale, window,
+    CHUNK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program computes one split of a row for the GROUP query heads of a key head. out [N, H, S]: with one split.
+    parts fp32[N, H, SPLITS, S] and stats fp32[2, N, H, SPLITS] otherwise: what softmax weights of this split sum up to,
+    their largest score, and their sum."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    length = tl.load(lengths + row).to(tl.int32)
+    first = tl.maximum(length - window, 0)
+    chunks = tl.cdiv(length, CHUNK) - first // CHUNK
+    begin = first // CHUNK + tl.cdiv(chunks, SPLITS) * split
+    end = tl.minimum(begin + tl.cdiv(chunks, SPLITS), tl.cdiv(length, CHUNK))
+    group, s, place = tl.arange(0, HEADS), tl.arange(0, S), tl.arange(0, BLOCK)
+    inside = (group < GROUP)[:, None]
+    head = tl.program_id(1) * GROUP + group[:, None]
+    query = tl.load(q + row * q_stride + head * S + s[None, :], mask=inside, other=0.0)
+    m = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    acc = tl.zeros((HEADS, S), tl.float32)
+    for block in range(begin * (CHUNK // BLOCK), end * (CHUNK // BLOCK)):
+        chunk = block // (CHUNK // BLOCK)
+        start = (row * num_heads + tl.program_id(1)) * tl.load(widths + chunk) * S
+        start += block % (CHUNK // BLOCK) * BLOCK * S
+        keys = tl.multiple_of(tl.load(bases + chunk).to(tl.pointer_type(q.dtype.element_ty)), 16) + start
+        values = tl.load(bases + num_chunks + chunk).to(tl.pointer_type(q.dtype.element_ty))
+        values = tl.multiple_of(values, 16) + start
+        position = block * BLOCK + place
+        seen = (position < length) & (position >= first)
+        key = tl.load(keys + place[None, :] * S + s[:, None], mask=seen[None, :], other=0.0)
+        value = tl.load(values + place[:, None] * S + s[None, :], mask=seen[:, None], other=0.0)
+        scores = tl.where(seen[None, :], tl.dot(query, key) * scale, float("-inf"))
+        top = tl.maximum(m, tl.max(scores, 1))
+        weights = tl.where(seen[None, :], tl.exp(scores - top[:, None]), 0.0)
+        shrink = tl.where(m == float("-inf"), 0.0, tl.exp(m - top))
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value)
+        m = top
+    place_of_head = row * num_heads * GROUP + head
+    if SPLITS == 1:
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + place_of_head * S + s[None, :], result.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(parts + (place_of_head * SPLITS + split) * S + s[None, :], acc, mask=inside)
+        place_of_split = (row * num_heads * GROUP + tl.program_id(1) * GROUP + group) * SPLITS + split
+        tl.store(stats + place_of_split, m, mask=group < GROUP)
+        size = tl.num_programs(0).to(tl.int64) * num_heads * GROUP * SPLITS
+        tl.store(stats + size + place_of_split, total, mask=group < GROUP)
+
+
+@triton.jit
+def merge_kernel(parts, stats, out, S: tl.constexpr, SPLITS: tl.constexpr):
+    """Join the splits of a head. out [N * H, S]."""
+    head = tl.program_id(0).to(tl.int64)
+    split, s = tl.arange(0, SPLITS), tl.arange(0, S)
+    m = tl.load(stats + head * SPLITS + split)
+    total = tl.load(stats + tl.num_programs(0).to(tl.int64) * SPLITS + head * SPLITS + split)
+    share = tl.where(total > 0, tl.exp(m - tl.max(m, 0)), 0.0)
+    part = tl.load(parts + (head * SPLITS + split)[:, None] * S + s[None, :])
+    sums = tl.sum(share * total, 0)
+    result = tl.sum(part * share[:, None], 0) / tl.where(sums > 0, sums, 1.0)
+    tl.store(out + head * S + s, result.to(out.dtype.element_ty))
+
+
+@triton.jit
+def exponentials_kernel(z, top, weights, sums, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """A program computes BLOCKS blocks of a row. z, weights [N, num_blocks * BLOCK], sums [N, num_blocks]."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    place = (row * num_blocks + block)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (block < num_blocks)[:, None]
+    weight = tl.exp(tl.load(z + place, mask=inside, other=0.0) - tl.load(top + row))
+    tl.store(weights + place, weight, mask=inside)
+    tl.store(sums + row * num_blocks + block, tl.sum(weight, 1), mask=block < num_blocks)
+
+
+def exponentials(z: torch.Tensor, top: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp(z - top) of z fp32[N, V] and top [N, 1], and its sums of each `block` columns, of which V is a multiple."""
+    z, num_blocks = z.contiguous(), z.shape[1] // block
+    weights, sums = torch.empty_like(z), z.new_empty(len(z), num_blocks)
+    grid = (len(z), triton.cdiv(num_blocks, BLOCKS))
+    exponentials_kernel[grid](z, top, weights, sums, num_blocks, BLOCK=block, BLOCKS=BLOCKS, num_warps=4)
+    return weights, sums
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bases: torch.Tensor,
+    widths: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Write k and v [N, K, S] to the tiles, then attend with q [N, H, S] to all positions of each row; returns
+    [N, H, S]. bases int64[2, C]: addresses of each chunk's keys and values, for row 0 and head 0. widths int64[C]: of
+    the tile that has the chunk. lengths int64[N]: with the new token; 0 = no row, whose result is 0."""
+    num_rows, heads, size = q.shape
+    kv_heads, num_chunks = k.shape[1], len(widths)
+    q, k, v = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (q, k, v))
+    write_kernel[(num_rows,)](
+        *(k, v, bases, widths, lengths, k.stride(0), v.stride(0), num_chunks, kv_heads),
+        CHUNK=CHUNK, S=size, HEADS=triton.next_power_of_2(kv_heads), num_warps=2,
+    )  # fmt: skip
+    splits = min(MAX_SPLITS, triton.next_power_of_2(-(-PROGRAMS // (num_rows * kv_heads))))
+    out = torch.empty((num_rows, heads, size), dtype=q.dtype, device=q.device)
+    parts = stats = out
+    if splits > 1:
+        parts = torch.empty((num_rows, heads, splits, size), dtype=torch.float32, device=q.device)
+        stats = torch.empty((2, num_rows, heads, splits), dtype=torch.float32, device=q.device)
+    attend_kernel[(num_rows, kv_heads, splits)](
+        *(q, bases, widths, lengths, out, parts, stats, q.stride(0), num_chunks, kv_heads, scale),
+        (1 << 31) - 1 if window is None else window,
+        CHUNK=CHUNK, S=size, GROUP=heads // kv_heads, HEADS=max(HEADS, triton.next_power_of_2(heads // kv_heads)),
+        SPLITS=splits, BLOCK=BLOCK if size <= 128 else BLOCK // 2, **LAUNCH,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(num_rows * heads,)](parts, stats, out, S=size, SPLITS=splits, num_warps=1)
+    return out

@@ -1,0 +1,167 @@
+"""Decode attention over tiles, and the operations of the fast decoder, in Triton's interpreter, against torch's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+import triton_interpreter  # skips this file where the interpreter can't run
+from tiny_engines import ask, run, tiny_engine
+from tiny_models import tiny_lm
+
+from meshrl.model import decoder_kernels, fast_decoder
+from meshrl.model.attention import AttentionSpec
+from meshrl.model.causal import CausalModel
+from meshrl.rollout.embedded import decode_graph, kernels, kv_cache, runner
+from meshrl.rollout.embedded.cached_attention import DecodeAttention, TiledAttention
+from meshrl.rollout.embedded.kv_cache import KVStore, TileTable, plan_writes, rows_of_tiles
+from meshrl.rollout.embedded.step_arrays import StepArrays
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, SIZE = 6, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def as_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_interpreter.bf16_as_on_devices(monkeypatch)
+    monkeypatch.setattr(kv_cache, "tile_dtype", lambda device, dtype: dtype)
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _filled(lengths: np.ndarray, layers: int) -> KVStore:
+    """A store whose rows have this many tokens in each layer."""
+    store, arrays = KVStore(), StepArrays(CPU)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    writes = plan_writes(rows, positions, arrays)
+    for layer in range(layers):
+        k, v = (_random(len(rows), KV_HEADS, SIZE, seed=10 * layer + i) for i in range(2))
+        store.write(layer, k, v, writes)
+    return store
+
+
+@pytest.mark.parametrize("window", [None, 40, 128])
+@pytest.mark.parametrize("programs", [1, 8, 64], ids=["one split", "two splits", "more splits than chunks"])
+def test_each_row_attends_to_its_positions_in_all_tiles(programs, window, monkeypatch):
+    """Rows of one and of many tiles, of wider tiles, and empty ones; results and written keys are those of torch."""
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    lengths = np.array([1400, 1, 127, 128, 129, 300])
+    stores = [_filled(lengths - 1, 2) for _ in range(2)]
+    table = TileTable(stores[1], 4096, CPU)
+    for store in stores:
+        store.reserve(rows_of_tiles(lengths))
+    table.update()
+    spec = AttentionSpec(0.3, window=window)
+    padded = torch.from_numpy(np.append(lengths, [0, 0]))
+    for layer in (1, 0):
+        qkv = _random(len(padded), HEADS + 2 * KV_HEADS, SIZE, seed=7 + layer)
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)  # views with the strides of the fused product
+        n = len(lengths)
+        want = DecodeAttention(stores[0], lengths, StepArrays(CPU)).attend(layer, q[:n], k[:n], v[:n], spec)
+        got = TiledAttention(table, lambda: padded).attend(layer, q, k, v, spec)
+        torch.testing.assert_close(got[:n], want, rtol=2e-2, atol=4e-3)
+        assert not got[n:].any()
+        for ours, theirs in zip(stores[1].layers[layer], stores[0].layers[layer], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_table_follows_tiles_that_grow_and_keeps_its_address():
+    lengths = np.array([100, 90])
+    store = _filled(lengths, 1)
+    table = TileTable(store, 4096, CPU)
+    table.update()
+    tensor, before = table.bases(0), table.bases(0).clone()
+    table.update()
+    store.reserve([40, 40])
+    table.update()
+    (keys, values), (later, _) = store.layers[0]
+    assert table.bases(0).data_ptr() == tensor.data_ptr() and not torch.equal(tensor, before)
+    assert tensor[:, 0].tolist() == [keys.data_ptr(), values.data_ptr()] and tensor[0, 1] == later.data_ptr()
+    assert table.widths[[0, 7, 8, 9, 10]].tolist() == [128, 128, 256, 256, 256]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"], ids=["plain", "norms of heads"])
+def test_the_fast_decoder_computes_the_same_with_kernels(name, monkeypatch):
+    """In bf16, to the rounding of a few sums."""
+    lm = tiny_lm(name, num_hidden_layers=2, hidden_size=64)
+    for parameter in lm.parameters():  # norms of ones and biases of zeros would hide an error
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    model = CausalModel(lm.bfloat16().eval().requires_grad_(False))
+    fast = fast_decoder.fast_decoder(model)
+    assert fast is not None
+    fast.fuse()
+    probe = fast_decoder._Probe(model)
+    want = fast.hidden(probe.tokens, probe.positions, probe)
+    monkeypatch.setattr(fast_decoder, "_kernels_of", lambda device: decoder_kernels)
+    got = fast.hidden(probe.tokens, probe.positions, probe)
+    assert not torch.equal(got, want)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
+
+
+def test_each_operation_is_that_of_transformers():
+    """To the bit: the same operations in fp32, rounded at the same places."""
+    x, weight = _random(9, 40), _random(40, seed=1)
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16() * weight
+    torch.testing.assert_close(decoder_kernels.norm(x, weight, 1e-6), normed, rtol=8e-3, atol=0)
+    gate, up = _random(9, 2 * 1100, seed=2).chunk(2, dim=-1)
+    want = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(decoder_kernels.gate(torch.cat([gate, up], -1)), want, rtol=8e-3, atol=0)
+    qkv, cos, sin = _random(9, 7, 24, seed=3), _random(9, 1, 24, seed=4), _random(9, 1, 24, seed=5)
+    qk = qkv[:, :5]
+    want = qk * cos + qk.roll(12, -1) * sin
+    assert torch.equal(decoder_kernels.rotate(qkv, cos, sin, (3, 2), None), want)
+
+
+def test_weights_of_sampling_and_their_sums_are_those_of_torch():
+    z = 3 * torch.randn(3, 17 * 128, generator=torch.Generator().manual_seed(0))
+    z[1, 5] = -torch.inf
+    top = z.amax(-1, keepdim=True)
+    weights, sums = kernels.exponentials(z, top, 128)
+    torch.testing.assert_close(weights, torch.exp(z - top), rtol=1e-6, atol=0)
+    torch.testing.assert_close(sums, weights.view(3, 17, 128).sum(-1), rtol=1e-6, atol=0)
+
+
+def test_an_engine_with_kernels_and_graphs_samples_the_same(monkeypatch):
+    """Groups that share a prompt, rows that join, end, move and grow into other tiles, a sync in between. The graph of
+    a step is stood in for by the work that it records, which reads the same tensors again."""
+
+    def recorded(work, memory):
+        result = work()
+        return lambda: result.copy_(work()), result
+
+    model = tiny_lm("qwen2", num_hidden_layers=2, hidden_size=64, max_position_embeddings=512, initializer_range=0.3)
+    requests = [
+        ask(f"{p}-{i}", [3 + (7 * p + j) % 50 for j in range(length)], seed=i, max_new_tokens=3 + 4 * i)
+        for p, length in enumerate([5, 122, 40])
+        for i in range(3)
+    ]
+
+    def off(engine) -> np.ndarray:
+        """How far the reported logprobs are from those of a forward without a cache."""
+        turns = run(engine, requests).values()
+        scored = [asyncio.run(engine.score(np.append(turn.context_ids, turn.output_ids))) for turn in turns]
+        return np.concatenate([x[len(t.context_ids) :] - t.logprobs for x, t in zip(scored, turns, strict=True)])
+
+    monkeypatch.setattr(runner, "has_triton", lambda device: True)
+    monkeypatch.setattr(fast_decoder, "_kernels_of", lambda device: decoder_kernels)
+    monkeypatch.setattr(decode_graph, "recorded", recorded)
+    monkeypatch.setattr(decode_graph, "graph_memory", lambda device: None)
+    monkeypatch.setattr(kernels, "PROGRAMS", 4)
+    engine = tiny_engine(model.bfloat16(), max_running=5)
+    for _ in range(2):
+        assert np.abs(off(engine)).mean() < 0.04
+        assert set(engine._runner._graphs._graphs) == {1, 2, 4, 6}
+        engine.drop_caches()
+    before = engine._runner._graphs._graphs[1]
+    with torch.no_grad():
+        parameter = next(engine._runner.model.parameters())
+        parameter.data = parameter.data.clone()  # as after releasing and restoring memory
+    engine.drop_caches()
+    run(engine, requests[:1])
+    assert engine._runner._graphs._graphs[1] is not before
