@@ -50,7 +50,7 @@ def clip_gradients(model: torch.nn.Module, max_norm: float, group: Any = None) -
     if group is not None:
         with timed_collective("all_reduce", norm, group.size()):
             dist.all_reduce(norm, group=group)
-    norm.sqrt_()
-    if max_norm > 0 and torch.isfinite(norm):
+    total = float(norm.sqrt_())
+    if 0 < max_norm < total + 1e-6 < math.inf:  # PyTorch's function adds 1e-6, and multiplies by 1 below the limit
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=True)
-    return float(norm)
+    return total
