@@ -55,8 +55,8 @@ def roofline_of(report: Report, peak_tflops: float | None = None) -> Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """block: parameters of the products of all blocks. head: of the head, which is tied to the embedding. total: of the
-    model. queries: heads x head size of all layers. token: bytes of a token's keys and values in bf16."""
+    """block: parameters of the products of all blocks. head: of the head, to which the embedding may be tied. total: of
+    the model. queries: heads x head size of all layers. token: bytes of a token's keys and values in bf16."""
 
     block: int
     head: int
@@ -72,7 +72,7 @@ def shape_of(config: Any) -> Shape:
     products = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * config.intermediate_size
     others = queries + 2 * keys + 2 * hidden  # biases and norms
     head = config.vocab_size * hidden
-    total = layers * (products + others) + hidden + head
+    total = layers * (products + others) + hidden + (head if config.tie_word_embeddings else 2 * head)
     return Shape(layers * products, head, total, layers * queries, layers * 2 * keys * HALF)
 
 

@@ -1,15 +1,18 @@
-"""Model FLOP utilisation (MFU) of a training step at 4k, 16k and 64k tokens on one GPU, and the time of its attention.
+"""Model FLOP utilisation (MFU) of a training step on one GPU, its memory, and the time of its attention.
 
-    python benchmarks/gpu_train.py [--peak-tflops 989]
+    python benchmarks/gpu_train.py [--shapes 1.5B] [--tokens 16384] [--checkpointing off] [--compile both]
 
 A step is a rank's work on one micro-batch: pack it, forward, backward, clip, AdamW; bf16 compute with fp32 masters
-under FSDP2 with one rank; a model of 0.5B's shape with random weights.
+under FSDP2 with one rank; a model of one of Qwen2.5's shapes with random weights.
 
     row       one row of all the tokens, each of them scored
     rows      packed rows of GSM8K's lengths, answers scored; the lengths differ in each round, as in a run
     ..._ckpt  activation checkpointing: backward recomputes each block; recomputed FLOP are not counted
+    ..._compiled  train.torch_compile
 
-mfu: FLOP of gpu_workload.step_flop over seconds and over the device's peak.
+mfu: FLOP of gpu_workload.step_flop over seconds and over the rate of a large matrix product, which is measured before;
+mfu_sheet: over the rate of the data sheet. memory_over_predicted: the peak of the device's memory over
+`predicted_bytes`. What is not expected to fit is skipped.
 
 Then packed attention by itself, forward and backward, one layer: PyTorch's varlen kernel, and the buckets that replace
 it on devices without one. Lengths differ from round to round. family: groups of 8 that share their prompt.
@@ -17,7 +20,9 @@ it on devices without one. Lengths differ from round to round. family: groups of
 
 from __future__ import annotations
 
+import gc
 import itertools
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,16 +31,29 @@ import gpu_predict
 import numpy as np
 import torch
 from gpu_predict import Roofline, pairs, pairs_of_segments, predict, roofline_of, shape_of
-from gpu_workload import config_of, gpu_parser, peak_bytes, random_model, seconds, start, start_single_rank, step_flop
+from gpu_workload import (
+    SHAPES,
+    config_of,
+    gpu_parser,
+    peak_bytes,
+    random_model,
+    seconds,
+    start,
+    start_single_rank,
+    step_flop,
+)
 from measure import Report, median
 from workload import gsm8k_groups, training_samples
 
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
+from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
-from meshrl.core.device import empty_cache, reset_peak_memory
+from meshrl.core.device import empty_cache, free_bytes, reset_peak_memory
 from meshrl.core.types import Sample
 from meshrl.model.attention import AttentionSpec, PackedAttention
+from meshrl.model.limits import stored_numbers
+from meshrl.model.memory import model_memory
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
@@ -67,65 +85,106 @@ def gsm8k_rows(tokens: int, seed: int) -> list[Sample]:
 ROWS: dict[str, Callable[[int, int], list[Sample]]] = {"row": one_row, "rows": gsm8k_rows}
 
 
-def measure_gemm(report: Report, device: torch.device, size: int, roofline: Roofline) -> None:
-    """Measure the rate of a large bf16 matrix product on this device: the upper limit of all figures below."""
+def measure_gemm(report: Report, device: torch.device, size: int, roofline: Roofline) -> float:
+    """Measure FLOP/s of a large bf16 matrix product on this device: the upper limit of all figures below."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    took = [seconds(device, lambda: [a @ b for _ in range(5)]) / 5 for _ in range(4)][1:]
+    took = [seconds(device, lambda: [a @ b for _ in range(10)]) / 10 for _ in range(6)][1:]
     report.figure("gemm_tflop_per_s", 2 * size**3 / median(took) / 1e12)
     predict(report, "gemm_tflop_per_s", 2 * size**3 / gpu_predict.product(roofline, size) / 1e12)
+    return 2 * size**3 / median(took)
 
 
-def measure_steps(report: Report, args: Any, device: torch.device, sizes: list[int], roofline: Roofline) -> None:
-    shape = "smoke" if args.smoke else "0.5B"
+def predicted_bytes(shape: str, cfg: TrainConfig, tokens: int) -> int:
+    """Bytes of a step: masters and moments; the gradients, or what backward reads if that is more; and what it reads in
+    one block. The same functions compute a run's memory for `--explain` and its micro-batches."""
     config = config_of(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        memory = model_memory(ModelConfig(path=folder, dtype="bfloat16"), cfg, 1)
+    block = stored_numbers(config) * tokens * gpu_predict.HALF
+    stored = block if not cfg.activation_checkpointing else config.hidden_size * tokens * gpu_predict.HALF
+    return memory.masters + memory.moments + max(memory.gradients, config.num_hidden_layers * stored) + block
+
+
+def measure_steps(report: Report, args: Any, device: torch.device, gemm: float, roofline: Roofline) -> None:
     mesh = start_single_rank(device)
-    cfg = TrainConfig(activation_checkpointing=True)
-    engine = TrainEngine.wrap(random_model(shape, device), cfg, mesh, "policy", torch.bfloat16)
-    loss = make_policy_loss(AlgoConfig())
-    for tokens, kind, checkpointing in itertools.product(sizes, ROWS, (True, False)):
-        if tokens == max(sizes) and not checkpointing:
-            continue  # without checkpointing, the activations of the longest size exceed the memory
-        lm = engine.model.lm
-        if checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            lm.gradient_checkpointing_disable()
-        rounds = {i: ROWS[kind](tokens, 100 + i) for i in range(-1, args.rounds)}
-        took, flop, bound = [], [], []
-        for i, samples in rounds.items():
-            if i == 0:
-                reset_peak_memory(device)
-
-            def step(samples: list[Sample] = samples) -> None:
-                batch = pack(samples, range(len(samples)), device, share_prefix=False)
-                engine.forward_backward([batch], loss)
-                engine.optim_step(LR)
-
-            spent = seconds(device, step)
-            if i >= 0:
-                took.append(spent)
-                scored = sum(int(s.mask.sum()) for s in samples)
-                lengths = [len(s) for s in samples]
-                flop.append(step_flop(config, lengths, scored))
-                work = sum(lengths), pairs(lengths), scored
-                bound.append(gpu_predict.train_step(roofline, shape_of(config), *work, checkpointing))
-        name = f"{kind}_{tokens}{'_ckpt' if checkpointing else ''}"
-        report.raw[f"step_{name}"] = {"seconds": took, "flop": flop}
-        report.figure(f"mfu_{name}", median([f / s for f, s in zip(flop, took, strict=True)]) / roofline.flop_per_s)
-        predict(report, f"mfu_{name}", median([f / s for f, s in zip(flop, bound, strict=True)]) / roofline.flop_per_s)
-        computed = [sum(len(s) for s in rounds[i]) for i in range(args.rounds)]
-        for record, spent_s in ((report.figure, took), (partial(predict, report), bound)):
-            record(f"train_tokens_per_s_{name}", median([n / s for n, s in zip(computed, spent_s, strict=True)]))
-        if peak := peak_bytes(device):
-            report.figure(f"train_peak_gib_{name}", peak / 2**30)
-        empty_cache(device)
+    for shape, checkpointing, compiled in itertools.product(args.shapes, args.checkpointing, args.compile):
+        cfg = TrainConfig(activation_checkpointing=checkpointing, torch_compile=compiled)
+        fitting = []
+        for tokens in args.tokens:
+            need, free = predicted_bytes(shape, cfg, tokens), free_bytes(device)
+            if free is None or need < free:
+                fitting.append(tokens)
+            else:
+                report.print_line(f"skipped: {shape}, {tokens} tokens, {cell_of(cfg)}: {need:.3g} of {free:.3g} bytes")
+        if fitting:
+            model = random_model(shape, device)
+            engine = TrainEngine.wrap(model, cfg, mesh, "policy", torch.bfloat16)
+            try:
+                for tokens, kind in itertools.product(sorted(fitting), args.rows):
+                    measure_cell(report, args.rounds, engine, shape, kind, tokens, gemm, roofline)
+                    empty_cache(device)
+            except torch.OutOfMemoryError as error:
+                report.print_line(f"out of memory: {shape}, {tokens} tokens, {kind}, {cell_of(cfg)}: {error}"[:300])
+            del model, engine
+            gc.collect()  # sharded modules are reference cycles
+            empty_cache(device)
     torch.distributed.destroy_process_group()
 
 
-def measure_attention(report: Report, args: Any, device: torch.device, sizes: list[int], roofline: Roofline) -> None:
+def cell_of(cfg: TrainConfig) -> str:
+    return ("_ckpt" if cfg.activation_checkpointing else "") + ("_compiled" if cfg.torch_compile else "")
+
+
+def measure_cell(
+    report: Report,
+    num_rounds: int,
+    engine: TrainEngine,
+    shape: str,
+    kind: str,
+    tokens: int,
+    gemm: float,
+    roofline: Roofline,
+) -> None:
+    device, config, loss = engine.device, config_of(shape), make_policy_loss(AlgoConfig())
+    rounds = {i: ROWS[kind](tokens, 100 + i) for i in range(-2, num_rounds)}  # a second warm-up: moments exist
+    took, flop, bound = [], [], []
+    for i, samples in rounds.items():
+        if i == 0:
+            reset_peak_memory(device)
+
+        def step(samples: list[Sample] = samples) -> None:
+            batch = pack(samples, range(len(samples)), device, share_prefix=False)
+            engine.forward_backward([batch], loss)
+            engine.optim_step(LR)
+
+        spent = seconds(device, step)
+        if i >= 0:
+            took.append(spent)
+            scored = sum(int(s.mask.sum()) for s in samples)
+            lengths = [len(s) for s in samples]
+            flop.append(step_flop(config, lengths, scored))
+            work = sum(lengths), pairs(lengths), scored
+            checkpointing = engine.cfg.activation_checkpointing
+            bound.append(gpu_predict.train_step(roofline, shape_of(config), *work, checkpointing))
+    name = f"{shape}_{kind}_{tokens}{cell_of(engine.cfg)}"
+    report.raw[f"step_{name}"] = {"seconds": took, "flop": flop}
+    for figure, peak_flop in (("mfu", gemm), ("mfu_sheet", roofline.flop_per_s)):
+        report.figure(f"{figure}_{name}", median([f / s for f, s in zip(flop, took, strict=True)]) / peak_flop)
+        predict(report, f"{figure}_{name}", median([f / s for f, s in zip(flop, bound, strict=True)]) / peak_flop)
+    computed = [sum(len(s) for s in rounds[i]) for i in range(num_rounds)]
+    for record, spent_s in ((report.figure, took), (partial(predict, report), bound)):
+        record(f"train_tokens_per_s_{name}", median([n / s for n, s in zip(computed, spent_s, strict=True)]))
+    if peak := peak_bytes(device):
+        report.figure(f"train_peak_gib_{name}", peak / 2**30)
+        ratio = report.figure(f"memory_over_predicted_{name}", peak / predicted_bytes(shape, engine.cfg, tokens))
+        report.bar(f"memory_over_predicted_{name}, or its inverse", max(ratio, 1 / ratio), at_most=1.1)
+
+
+def measure_attention(report: Report, args: Any, device: torch.device, roofline: Roofline) -> None:
     """One layer of packed attention, forward and backward, with each implementation that this device has."""
     ways = ["varlen", "buckets"] if PackedAttention([0, 1], device).use_varlen else ["buckets"]
-    for tokens, kind in itertools.product(sizes, ("row", "rows", "family")):
+    for tokens, kind in itertools.product(args.tokens[-1:], ("row", "rows", "family")):
         packs = {i: pack_of(kind, tokens, 500 + i) for i in range(-1, args.rounds)}
         bound = [
             gpu_predict.attention(roofline, pairs_of_segments(cu, parents), cu[-1], HEADS, KV_HEADS, HEAD_SIZE)
@@ -162,14 +221,31 @@ def pack_of(kind: str, tokens: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def main() -> None:
-    args = gpu_parser(__doc__, rounds=3).parse_args()
+    p = gpu_parser(__doc__, rounds=3)
+    choices = {"off": [False], "on": [True], "both": [True, False]}
+    p.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.5B", "1.5B"])
+    p.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384])
+    p.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    p.add_argument(
+        "--checkpointing", choices=list(choices), default="both", help="activation checkpointing (default both)"
+    )
+    p.add_argument("--compile", choices=list(choices), default="off", help="train.torch_compile (default off)")
+    p.add_argument("--only", choices=["steps", "attention"])
+    args = p.parse_args()
     report, device = start("gpu_train", args)
-    sizes = [64, 256] if args.smoke else [4096, 16384, 65536]
+    args.checkpointing, args.compile = choices[args.checkpointing], choices[args.compile]
+    if args.smoke:
+        args.shapes, args.tokens = ["smoke"], [64, 256]
     roofline = roofline_of(report, args.peak_tflops)
-    report.figure("peak_tflops_of_mfu", roofline.flop_per_s / 1e12)
-    measure_gemm(report, device, 128 if args.smoke else GEMM, roofline)
-    measure_steps(report, args, device, sizes, roofline)
-    measure_attention(report, args, device, sizes[1:], roofline)
+    report.figure("peak_tflops_of_mfu_sheet", roofline.flop_per_s / 1e12)
+    gemm = measure_gemm(report, device, 128 if args.smoke else GEMM, roofline)
+    if args.only != "attention":
+        measure_steps(report, args, device, gemm, roofline)
+    if args.only != "steps":
+        measure_attention(report, args, device, roofline)
+    reached = [value for name, value in report.figures.items() if name.startswith("mfu_1.5B_row_16384")]
+    if reached:
+        report.bar("mfu_1.5B_row_16384", max(reached), at_least=0.5)
     report.finish()
 
 

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.core.device import dist_backend, local_device, memory_stats, synchronize
 from meshrl.parallel.mesh import build_mesh
 
-# The shape of Qwen2.5-0.5B: 494 M parameters, including 136 M of the embedding, which is tied to the head.
+# Shapes of Qwen2.5: 494 M and 1.54 B parameters, with embeddings that are tied to the head; and 14 of the 28 layers of
+# 7B, whose full state for training exceeds the memory of one GPU: 4.35 B parameters.
 SHAPES: dict[str, dict[str, int]] = {
     "0.5B": dict(
         vocab_size=151936,
@@ -31,6 +32,25 @@ SHAPES: dict[str, dict[str, int]] = {
         num_attention_heads=14,
         num_key_value_heads=2,
         max_position_embeddings=131072,
+    ),
+    "1.5B": dict(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=131072,
+    ),
+    "7B_14": dict(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=14,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
     ),
     "smoke": dict(
         vocab_size=2048,
@@ -96,7 +116,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 def config_of(shape: str) -> Any:
     from transformers import Qwen2Config
 
-    return Qwen2Config(tie_word_embeddings=True, **SHAPES[shape])
+    return Qwen2Config(**{"tie_word_embeddings": True, **SHAPES[shape]})
 
 
 def random_model(shape: str, device: torch.device) -> torch.nn.Module:

@@ -28,8 +28,8 @@ def test_h200_sh_runs_in_smoke_mode(tmp_path: Path) -> None:
     assert figures["parts_missing"] == 0
     assert {
         "gemm_tflop_per_s",
-        "mfu_row_256_ckpt",
-        "mfu_rows_64",
+        "mfu_smoke_row_256_ckpt",
+        "mfu_sheet_smoke_rows_64",
         "attention_ms_family_256_buckets",
         "ratio_mixed_16_embedded_over_generate",
         "step_s",
