@@ -7,15 +7,21 @@ last L positions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
     from meshrl.model.attention import AttentionSpec
+
+# Kernels that run at once in any shape. cuDNN's takes up to a second for the first call in a shape, and the shapes of
+# packs differ from step to step.
+READY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def padded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -25,8 +31,10 @@ def padded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: At
     return sdpa_attention(q, k, v, spec)
 
 
-def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """As padded_attention, where `no_sdpa` allows it; PyTorch chooses the kernel."""
+def sdpa_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, kernels: list[SDPBackend] = READY
+) -> torch.Tensor:
+    """As padded_attention, where `no_sdpa` allows it; PyTorch chooses one of these kernels."""
     n = k.shape[2]
     plain = spec.sinks is None and spec.slopes is None
     causal = plain and q.shape[2] == n and (spec.window is None or n <= spec.window)
@@ -39,9 +47,10 @@ def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Atte
             mask = torch.cat([mask, spec.sinks.to(mask.dtype)[:, None, None].expand(-1, len(mask[0]), 1)], dim=-1)
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped
-    )
+    with nullcontext() if q.device.type == "cpu" else sdpa_kernel(kernels):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped
+        )
 
 
 def no_sdpa(q: torch.Tensor, spec: AttentionSpec) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from meshrl.model.attention import AttentionSpec, PackedAttention
+from meshrl.model.attention_kernels import sdpa_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -120,7 +122,6 @@ def test_buckets_of_equal_rows_reach_a_fused_kernel(accelerator):
     if accelerator.type != "cuda":
         pytest.skip(f"{accelerator.type} has kernels of its own")
     packed = PackedAttention([0, 128, 256], accelerator)
-    packed.use_varlen = False
     qkv = [x.to(accelerator) for x in _qkv(256, 14, 2, 64, torch.bfloat16)]
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert packed.attend(0, *qkv, SPECS["all"]).isfinite().all()
+    fused = partial(sdpa_attention, kernels=[SDPBackend.FLASH_ATTENTION])
+    assert packed.in_rows(fused, *qkv, SPECS["all"]).isfinite().all()
