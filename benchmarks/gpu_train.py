@@ -14,8 +14,9 @@ mfu: FLOP of gpu_workload.step_flop over seconds and over the rate of a large ma
 mfu_sheet: over the rate of the data sheet. memory_over_predicted: the peak of the device's memory over
 `predicted_bytes`. What is not expected to fit is skipped.
 
-Then packed attention by itself, forward and backward, one layer: PyTorch's varlen kernel, and the buckets that replace
-it on devices without one. Lengths differ from round to round. family: groups of 8 that share their prompt.
+Then packed attention by itself, forward and backward, one layer: PyTorch's varlen kernel; the one that is used (auto),
+which may be another one for long rows; and the buckets that replace it on devices without one. Lengths differ from
+round to round. family: groups of 8 that share their prompt.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def measure_cell(
 
 def measure_attention(report: Report, args: Any, device: torch.device, roofline: Roofline) -> None:
     """One layer of packed attention, forward and backward, with each implementation that this device has."""
-    ways = ["varlen", "buckets"] if PackedAttention([0, 1], device).use_varlen else ["buckets"]
+    ways = ["varlen", "auto", "buckets"] if PackedAttention([0, 1], device).use_varlen else ["buckets"]
     for tokens, kind in itertools.product(args.tokens[-1:], ("row", "rows", "family")):
         packs = {i: pack_of(kind, tokens, 500 + i) for i in range(-1, args.rounds)}
         bound = [
@@ -192,7 +193,7 @@ def measure_attention(report: Report, args: Any, device: torch.device, roofline:
             if i >= 0
         ]
         for way in ways:
-            took = []
+            took, spec = [], AttentionSpec(HEAD_SIZE**-0.5, implementation="flash" if way == "varlen" else "auto")
             for i, (cu, parents) in packs.items():
                 q, k, v = (
                     torch.randn(cu[-1], h, HEAD_SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -201,8 +202,8 @@ def measure_attention(report: Report, args: Any, device: torch.device, roofline:
 
                 def work(cu: Any = cu, parents: Any = parents, q: Any = q, k: Any = k, v: Any = v) -> None:
                     packed = PackedAttention(cu, device, parents)
-                    packed.use_varlen = way == "varlen"  # noqa: B023  (called at once)
-                    packed.attend(0, q, k, v, AttentionSpec(HEAD_SIZE**-0.5)).sum().backward()
+                    packed.use_varlen &= way != "buckets"  # noqa: B023  (called at once)
+                    packed.attend(0, q, k, v, spec).sum().backward()  # noqa: B023
 
                 spent = seconds(device, work)
                 if i >= 0:

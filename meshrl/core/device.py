@@ -308,6 +308,11 @@ def has_varlen_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def has_long_row_kernels(device: torch.device) -> bool:
+    """Whether cuDNN's attention has kernels made for this device: NVIDIA GPUs of the generations of H100 and B200."""
+    return has_varlen_kernels(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def has_triton(device: torch.device) -> bool:
     """Whether our Triton kernels are used for tensors on this device: on NVIDIA GPUs from Ampere on, where Triton is
     installed (PyTorch for CUDA requires it). MESHRL_TRITON=0 keeps torch's functions."""

@@ -20,10 +20,18 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 
-from meshrl.core.device import has_triton, has_varlen_kernels, upload
+from meshrl.core.device import has_long_row_kernels, has_triton, has_varlen_kernels, upload
 from meshrl.core.errors import ConfigError
-from meshrl.model.attention_kernels import Flex, eager_attention, no_sdpa, padded_attention, sdpa_attention
+from meshrl.model.attention_kernels import (
+    Flex,
+    cudnn_attention,
+    eager_attention,
+    no_sdpa,
+    padded_attention,
+    sdpa_attention,
+)
 from meshrl.parallel.exchange import Axis, swapped
 from meshrl.parallel.peers import sizes_for
 
@@ -34,6 +42,7 @@ ONLY_CACHE = (*OWN_CODE, "nemotron", "stablelm")  # model types that pass nothin
 NAMES = {"auto": NAME, **{name: f"{NAME}_{name}" for name in ("sdpa", "eager", "flex")}, "flash": f"{NAME}_varlen"}
 PAD_WASTE = 1.25  # a padded bucket may cost at most this many times what its rows cost one by one
 ALIGNED_KEYS = 16  # on a CPU, 316 keys take 11 ms and 320 take 7 ms (bf16, forward): a softmax computes full vectors
+LONG_ROW = 4096  # tokens; from here on cuDNN computes rows, where it can
 CHEAP_WASTE = 128 * 128  # scores of padding that cost less than the kernel launches of one more bucket
 
 
@@ -181,6 +190,7 @@ class PackedAttention:
     def __init__(self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None):
         self.num_tokens = cu_seqlens[-1]
         self.use_varlen = has_varlen_kernels(device)  # when False, buckets compute the same result
+        self.use_cudnn = has_long_row_kernels(device)
         self.used: dict[int, tuple[str, str]] = {}
         self._segments = (cu_seqlens, parents, device)
         self._padded: dict[int, _Padded] = {}
@@ -202,8 +212,31 @@ class PackedAttention:
         elif spec.implementation == "sdpa":
             problem = no_sdpa(q, spec)
         if problem or spec.implementation == "auto":
-            return "padded" if no_flash else "flash", problem
+            return "padded" if no_flash else "cudnn" if self._suits_cudnn(q, spec) else "flash", problem
         return spec.implementation, ""
+
+    def _suits_cudnn(self, q: torch.Tensor, spec: AttentionSpec) -> bool:
+        """Whether cuDNN computes what the kernel for packed rows can compute, in less time: long rows by themselves."""
+        if not self.use_cudnn or q.shape[2] > 128 or any(parent >= 0 for parent in self._segments[1] or ()):
+            return False
+        lengths = self._lengths()
+        return min(lengths) >= LONG_ROW and (spec.window is None or spec.window >= max(lengths))
+
+    def _lengths(self) -> list[int]:
+        return [b - a for a, b in itertools.pairwise(self._segments[0])]
+
+    def row_by_row(
+        self, compute: RowKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """The attention of a pack without parents by a function of one row. Rows are padded to one of 8 lengths between
+        two powers of two, so that a kernel that prepares itself for a length does so for few."""
+        lengths, outs = self._lengths(), []
+        for row in zip(lengths, *(x.split(lengths) for x in (q, k, v)), strict=True):
+            n, parts = row[0], row[1:]
+            more = -n % max(128, 1 << n.bit_length() >> 4)
+            x, y, z = (_in_rows(F.pad(part, (0, 0, 0, 0, 0, more)) if more else part, 1) for part in parts)
+            outs.append(compute(x, y, z, spec)[0].transpose(0, 1)[:n])
+        return torch.cat(outs)
 
     def in_rows(
         self, compute: RowKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
@@ -422,6 +455,7 @@ KERNELS: dict[str, Kernel] = {
     "sdpa": lambda pack, *layer: pack.in_rows(sdpa_attention, *layer),
     "eager": lambda pack, *layer: pack.in_rows(eager_attention, *layer),
     "flash": lambda pack, *layer: pack.varlen.attend(*layer),
+    "cudnn": lambda pack, *layer: pack.row_by_row(cudnn_attention, *layer),
     "flex": lambda pack, *layer: pack.flex.attend(*layer),
 }
 _TEXTS = {
@@ -429,6 +463,7 @@ _TEXTS = {
     "sdpa": "SDPA over padded rows",
     "eager": "plain matrix products",
     "flash": "torch's kernel for packed rows (varlen_attn)",
+    "cudnn": "cuDNN's kernel, row by row",
     "flex": "torch's flex_attention, compiled",
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +51,9 @@ def sdpa_attention(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped
         )
+
+
+cudnn_attention = partial(sdpa_attention, kernels=[SDPBackend.CUDNN_ATTENTION])
 
 
 def no_sdpa(q: torch.Tensor, spec: AttentionSpec) -> str:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from meshrl.model.attention import AttentionSpec, PackedAttention
+from meshrl.core.device import has_long_row_kernels
+from meshrl.model.attention import KERNELS, LONG_ROW, AttentionSpec, PackedAttention
 from meshrl.model.attention_kernels import sdpa_attention
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +92,37 @@ def test_each_implementation_has_the_values_and_gradients_of_the_definition(acce
     got = _run(lambda q, k, v: packed.attend(0, q, k, v, replace(spec, implementation=name)), qkv)
     for one, other in zip(got, want, strict=True):
         assert (one - other).norm() < OFF[torch.bfloat16] * other.norm()
+
+
+@pytest.fixture
+def hopper(accelerator: torch.device) -> torch.device:
+    if not has_long_row_kernels(accelerator):
+        pytest.skip("cuDNN's kernels are not used on this accelerator")
+    return accelerator
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("heads", [(14, 2, 64), (4, 4, 128), (12, 2, 128)], ids=str)
+def test_rows_of_cudnn_have_the_values_and_gradients_of_the_definition(hopper, heads, dtype):
+    pack = ([0, *itertools.accumulate(n for n in LENGTHS if n)], [-1] * (len(LENGTHS) - 1))
+    qkv, spec = [x.to(hopper) for x in _qkv(pack[0][-1], *heads, dtype)], SPECS["all"]
+    want = _run(lambda q, k, v: _definition(pack, q, k, v, spec), [x.double() for x in qkv])
+    got = _run(lambda q, k, v: KERNELS["cudnn"](PackedAttention(pack[0], hopper), q, k, v, spec), qkv)
+    for name, one, other in zip(("output", "dq", "dk", "dv"), got, want, strict=True):
+        off = float((one - other).norm() / other.norm())
+        assert off < OFF[dtype], f"{name} is {off:.2e} of its norm off"
+
+
+def test_cudnn_computes_long_rows_as_the_kernel_for_packed_rows_does(hopper):
+    """A row does not depend on its neighbour, to the bit."""
+    cu = [0, LONG_ROW, 2 * LONG_ROW + 1000]
+    packed, qkv = PackedAttention(cu, hopper), [x.to(hopper) for x in _qkv(cu[-1], 12, 2, 128, torch.bfloat16)]
+    out = packed.attend(0, *qkv, SPECS["all"])
+    assert packed.used[0] == ("cudnn", "")
+    flash = packed.attend(0, *qkv, replace(SPECS["all"], implementation="flash"))
+    assert (out - flash).norm() < OFF[torch.bfloat16] * flash.norm()
+    alone = PackedAttention([0, LONG_ROW], hopper).attend(0, *(x[:LONG_ROW] for x in qkv), SPECS["all"])
+    assert torch.equal(out[:LONG_ROW], alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

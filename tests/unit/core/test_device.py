@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_run import train, write_run
 
-from meshrl.core.device import device_notice, device_type, has_triton, upload
+from meshrl.core.device import device_notice, device_type, has_long_row_kernels, has_triton, upload
 from meshrl.core.errors import ConfigError
 
 
@@ -72,6 +72,23 @@ def test_triton_is_used_on_nvidia_gpus_from_ampere_on(device, capability, hip, i
     if setting is not None:
         monkeypatch.setenv("MESHRL_TRITON", setting)
     assert has_triton(torch.device(device)) is used
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "used"),
+    [
+        ("cuda", (9, 0), None, True),
+        ("cuda", (10, 0), None, True),
+        ("cuda", (8, 0), None, False),
+        ("cuda", (12, 0), None, False),
+        ("cuda", (9, 4), "7.0", False),
+        ("cpu", (9, 0), None, False),
+    ],
+)
+def test_kernels_of_long_rows_are_those_of_two_generations(device, capability, hip, used, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert has_long_row_kernels(torch.device(device)) is used
 
 
 def test_a_run_trains_on_the_cpu_with_a_notice_where_the_accelerator_has_no_backend(

@@ -1,0 +1,74 @@
+"""Packs of long rows, which a kernel computes row by row; cuDNN's kernel itself needs a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from meshrl.model.attention import LONG_ROW, AttentionSpec, PackedAttention
+from meshrl.model.attention_kernels import sdpa_attention
+
+CPU = torch.device("cpu")
+
+
+def _qkv(tokens: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(tokens, h, 8, generator=g, requires_grad=True) for h in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("cu", [[0, 1, 206, 506], [0, 128]], ids=["padded", "one row"])
+def test_row_by_row_equals_the_buckets(cu):
+    """Values and gradients, also of rows that are padded."""
+    found = []
+    for by_row in (True, False):
+        pack, qkv, spec = PackedAttention(cu, CPU), _qkv(cu[-1]), AttentionSpec(0.3)
+        out = pack.row_by_row(sdpa_attention, *qkv, spec) if by_row else pack.attend(0, *qkv, spec)
+        out.square().sum().backward()
+        found.append([out, *(x.grad for x in qkv)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_kernel_sees_few_lengths():
+    """Rows of all lengths between two powers of two have at most 8, and each is at most an eighth longer."""
+    seen = set()
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        assert q.shape[2] == k.shape[2] == v.shape[2] < n * 9 / 8 + 1
+        seen.add(q.shape[2])
+        return q
+
+    for n in range(8193, 16385, 37):
+        pack, x = PackedAttention([0, n], CPU), torch.ones(n, 1, 1)
+        assert len(pack.row_by_row(kernel, x, x, x, AttentionSpec(1.0))) == n
+    assert len(seen) == 8
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "spec", "size", "kernel"),
+    [
+        ([LONG_ROW, 2 * LONG_ROW], None, AttentionSpec(0.3), 64, "cudnn"),
+        ([LONG_ROW, LONG_ROW], [-1, -1], AttentionSpec(0.3, window=LONG_ROW), 128, "cudnn"),
+        ([LONG_ROW, LONG_ROW - 1], None, AttentionSpec(0.3), 64, "flash"),
+        ([LONG_ROW, LONG_ROW], [-1, 0], AttentionSpec(0.3), 64, "flash"),
+        ([LONG_ROW], None, AttentionSpec(0.3, window=100), 64, "flash"),
+        ([LONG_ROW], None, AttentionSpec(0.3), 136, "flash"),
+        ([LONG_ROW], None, AttentionSpec(0.3, implementation="flash"), 64, "flash"),
+        ([LONG_ROW], None, AttentionSpec(0.3, softcap=3.0), 64, "padded"),
+    ],
+    ids=["rows", "wide window", "short row", "parents", "window", "wide head", "asked", "softcap"],
+)
+@pytest.mark.parametrize("has_cudnn", [True, False])
+def test_long_rows_are_those_of_cudnn(monkeypatch, lengths, parents, spec, size, kernel, has_cudnn):
+    called = []
+    for name in ("flash", "cudnn", "padded"):
+        monkeypatch.setitem(
+            PackedAttention.attend.__globals__["KERNELS"], name, lambda *args, name=name: called.append(name)
+        )
+    pack = PackedAttention([0, *itertools.accumulate(lengths)], CPU, parents)
+    pack.use_varlen, pack.use_cudnn = True, has_cudnn
+    q = torch.empty(1, 2, size, dtype=torch.bfloat16)
+    pack.attend(0, q, q, q, spec)
+    assert called == ["flash" if kernel == "cudnn" and not has_cudnn else kernel]
