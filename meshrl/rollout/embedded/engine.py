@@ -252,7 +252,7 @@ class EmbeddedEngine:
         return np.delete(padded, slice(first, first + s.first_position), axis=0)
 
     def _compact(self, gone: Collection[int]) -> None:
-        running, prompts = self._scheduler.compact(gone)
+        running, prompts = self._scheduler.compact(gone, sort=not self._runner.kernels_fit)
         self._runner.move_rows(running, prompts, len(self._scheduler.running))
         self._sampling = None
 

@@ -129,6 +129,40 @@ def exponentials(z: torch.Tensor, top: torch.Tensor, block: int) -> tuple[torch.
     return weights, sums
 
 
+@triton.jit
+def copy_kernel(
+    sources, targets, widths, copies, num_copies, num_chunks, num_heads,
+    CHUNK: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program copies one chunk of a row's keys or values in one layer. copies int64[3, M]: new row, old row, tokens.
+    sources, targets int64[L, 2, C]."""
+    copy, chunk, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if chunk * CHUNK < tl.load(copies + 2 * num_copies + copy):
+        size = tl.load(widths + chunk) * S
+        here, there = tl.load(copies + num_copies + copy) * num_heads * size, tl.load(copies + copy) * num_heads * size
+        source = tl.load(sources + side * num_chunks + chunk).to(tl.pointer_type(tl.int16))
+        target = tl.load(targets + side * num_chunks + chunk).to(tl.pointer_type(tl.int16))
+        for head in range(num_heads):
+            for first in range(0, CHUNK * S, BLOCK):
+                place = head * size + first + tl.arange(0, BLOCK)
+                taken = tl.load(tl.multiple_of(source, 16) + here + place)
+                tl.store(tl.multiple_of(target, 16) + there + place, taken)
+
+
+def copy_rows(
+    sources: torch.Tensor, targets: torch.Tensor, widths: torch.Tensor, copies: torch.Tensor, longest: int,
+    num_heads: int, size: int,
+) -> None:  # fmt: skip
+    """Copy rows from the tiles of one store to those of a store, in all layers; no new row may be an old one. sources,
+    targets int64[L, 2, C]: addresses of each chunk, of numbers of 16 bits. widths: as for `attend`. copies int64[3, M]:
+    new rows, old rows, their tokens, of which `longest` is the most."""
+    grid = (copies.shape[1], triton.cdiv(longest, CHUNK), sources[..., 0].numel())
+    copy_kernel[grid](
+        *(sources, targets, widths, copies, copies.shape[1], sources.shape[2], num_heads),
+        CHUNK=CHUNK, S=size, BLOCK=min(2048, CHUNK * size), num_warps=4,
+    )  # fmt: skip
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -98,11 +98,12 @@ def rows_of_tiles(lengths: np.ndarray) -> list[int]:
     return [int(np.count_nonzero(reach > start)) for start in STARTS[:num_tiles]]
 
 
-def arrange(lengths: Sequence[int], gone: Collection[int]) -> list[int]:
+def arrange(lengths: Sequence[int], gone: Collection[int], sort: bool = True) -> list[int]:
     """New order of rows (old index of each new row) without the rows in `gone`.
 
     Rows from the end fill the gaps, which moves the fewest rows. If the tiles are then larger than needed by MAX_WASTE,
     rows are sorted, long ones first: all rows grow at the same speed, so they stay sorted until one joins or leaves.
+    sort: False for kernels, which read the tokens of each row alone.
     """
     num_left = len(lengths) - len(gone)
     order = list(range(num_left))
@@ -112,7 +113,7 @@ def arrange(lengths: Sequence[int], gone: Collection[int]) -> list[int]:
     after = np.array([lengths[row] for row in order], dtype=np.int64)
     read = sum(rows * int(STARTS[t + 1] - STARTS[t]) for t, rows in enumerate(rows_of_tiles(after)))
     needed = int(STARTS[np.searchsorted(STARTS, after, side="left")].sum())
-    if read > MAX_WASTE * needed:
+    if sort and read > MAX_WASTE * needed:
         order.sort(key=lambda row: -lengths[row])
     return order
 
@@ -155,12 +156,12 @@ class KVStore:
         tiles = sum(x.nbytes for tiles in self.layers.values() for pair in tiles for x in pair)
         return tiles + sum(x.nbytes for states in self.states.values() for x in states.values())
 
-    def reserve(self, rows_of_tiles: Sequence[int]) -> None:
+    def reserve(self, rows_of_tiles: Sequence[int], like: KVStore | None = None) -> None:
         """Make room for these rows of each tile in the layers that have tiles, so that none is allocated while the
-        model computes: a decode step is then one graph."""
+        model computes: a decode step is then one graph. like: a store that has the layers already."""
         rooms = self.rooms
         missing = [(t, rows) for t, rows in enumerate(rows_of_tiles) if t >= len(rooms) or rooms[t] < rows]
-        for layer, tiles in self.layers.items() if missing else ():
+        for layer, tiles in (like or self).layers.items() if missing else ():
             for tile, rows in missing:
                 self._tile(layer, tile, rows, *(x[0].transpose(0, 1) for x in tiles[0]))
 
@@ -201,11 +202,7 @@ class KVStore:
 
     def copy_rows(self, source: KVStore, copies: Sequence[RowCopy], device: torch.device) -> None:
         """Copy rows of `source`, all at once, so that rows of this store may move."""
-        new_rows, old_rows = [copy[0] for copy in copies], [copy[1] for copy in copies]
-        for layer, of_layer in source.states.items() if copies else ():
-            for name, taken in of_layer.items():
-                target = self._state(layer, name, max(new_rows) + 1, taken[0])
-                target[new_rows] = taken[old_rows]
+        self.copy_states(source, copies)
         for t, start in enumerate(STARTS):
             copies = [copy for copy in copies if copy[2] > start]
             if not copies:
@@ -216,6 +213,14 @@ class KVStore:
                 targets = self._tile(layer, t, num_rows, *(x[0].transpose(0, 1) for x in tiles[t]))
                 for x, taken in zip(targets, tiles[t], strict=True):
                     x.index_copy_(0, new, taken.index_select(0, old))
+
+    def copy_states(self, source: KVStore, copies: Sequence[RowCopy]) -> None:
+        """As copy_rows, without keys and values."""
+        new_rows, old_rows = [copy[0] for copy in copies], [copy[1] for copy in copies]
+        for layer, of_layer in source.states.items() if copies else ():
+            for name, taken in of_layer.items():
+                target = self._state(layer, name, max(new_rows) + 1, taken[0])
+                target[new_rows] = taken[old_rows]
 
     def clear(self) -> None:
         """Free the memory."""
@@ -256,14 +261,18 @@ class TileTable:
         self.store, self._seen = store, -1
         self._starts = STARTS[: 1 + int(np.searchsorted(STARTS, max_tokens))]
         self._device, self._num_chunks = device, int(self._starts[-1]) // CHUNK
-        self._tables: torch.Tensor | None = None
+        self.tables = torch.empty(0, dtype=torch.int64)  # of all layers [L, 2, C], in their order in the store
+        self.widths = torch.empty(0, dtype=torch.int64)  # of the tile of each chunk
         self._index: dict[int, int] = {}
-        self.widths = torch.empty(0, dtype=torch.int64)
 
     def bases(self, layer: int) -> torch.Tensor:
         """int64[2, C]: addresses of the keys and values of each chunk in its tile's first row and head."""
-        assert self._tables is not None
-        return self._tables[self._index[layer]]
+        return self.tables[self._index[layer]]
+
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """Key heads and head size of the layers."""
+        return {(tiles[0][0].shape[1], tiles[0][0].shape[3]) for tiles in self.store.layers.values()}
 
     def update(self) -> None:
         """To be called before a step."""
@@ -277,12 +286,12 @@ class TileTable:
                 for side, x in enumerate(pair):
                     found[side, chunks] = x.data_ptr() + (chunks * CHUNK - start) * x.shape[3] * x.itemsize
         (sent,) = upload([torch.from_numpy(tables)], self._device)
-        if self._tables is None or self._tables.shape != sent.shape:
+        if self.tables.shape != sent.shape:
             widths = np.repeat(np.diff(self._starts), np.diff(self._starts) // CHUNK)
             self.widths = torch.from_numpy(widths).to(self._device)
-            self._tables = sent.clone()
+            self.tables = sent.clone()
         self._index = {layer: i for i, layer in enumerate(self.store.layers)}
-        self._tables.copy_(sent)
+        self.tables.copy_(sent)
 
 
 def _empty(like: torch.Tensor, width: int) -> torch.Tensor:

@@ -53,8 +53,10 @@ class Runner:
         self._fast, self._hidden = fast, model.hidden if fast is None else fast.hidden
         self._head: Head | None = None  # prepared for these weights, like the fast decoder
         self.running, self.prompts = KVStore(), KVStore()
-        self._kernels_fit = routing is None and has_triton(device)  # all layers; prefill may show that one does not
-        self._table = TileTable(self.running, max_context_tokens, device)
+        self.kernels_fit = routing is None and has_triton(device)  # all layers; prefill may show that one does not
+        self._table, self._of_prompts = (
+            TileTable(store, max_context_tokens, device) for store in (self.running, self.prompts)
+        )
         self._graphs = None if fast is None else DecodeGraphs(fast.hidden, partial(TiledAttention, self._table), device)
         self._addresses: list[int] = []  # of the weights that the graphs read
         self._ahead: torch.Tensor | None = None  # final states of the running rows, from `look_ahead`
@@ -90,7 +92,7 @@ class Runner:
         if not rows and not prefills:  # all running rows have just joined, with a prompt that is computed already
             weight = self.model.head().weight
             return weight.new_empty(0, weight.shape[1])
-        if self._kernels_fit and rows:
+        if self.kernels_fit and rows:
             self._locate(np.array([s.cached + 1 for s in rows], np.int64))
         tokens = [prefill.ids for prefill in prefills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
         positions = [np.arange(len(prefill.ids)) for prefill in prefills] + [
@@ -100,7 +102,7 @@ class Runner:
         context = self._context(rows, prefills, arrays)
         hidden = self._hidden(ids(), places(), context)
         if isinstance(context, PrefillAttention):
-            self._kernels_fit &= context.fit_kernels
+            self.kernels_fit &= context.fit_kernels
         if self._routing is not None:
             routes = self._routing.recorded().flatten(1)[:, None]  # [T, 1, L * K]
             context.write(_ROUTES, routes, routes[..., :1])
@@ -117,7 +119,7 @@ class Runner:
         the tokens int64[N] of this one. A row that this token ends has none; for one that ends for another reason it
         is computed in vain."""
         goes_on = [len(s.tokens) + 1 < s.bounds.limit for s in rows]
-        if self._graphs is None or not self._kernels_fit or not any(goes_on):
+        if self._graphs is None or not self.kernels_fit or not any(goes_on):
             return
         inputs = np.zeros((2, padded(len(rows))), np.int64)
         inputs[0, : len(rows)] = [s.cached * on for s, on in zip(rows, goes_on, strict=True)]
@@ -150,7 +152,7 @@ class Runner:
         unshared = iter(alone)
         states = [next(unshared) if prompt is None else prompt.last_hidden for _, prompt in admission.joined]
         copies = [(num_rows + i, p.row, p.length) for i, (_, p) in enumerate(admission.joined) if p is not None]
-        self.running.copy_rows(self.prompts, copies, self.device)
+        self._copy(self._table, self._of_prompts, copies)
         return torch.cat([hidden[end:], torch.stack(states)])
 
     def _context(
@@ -159,7 +161,7 @@ class Runner:
         if not rows:
             return self._prefill(prefills, arrays)
         lengths = np.array([s.cached + 1 for s in rows], np.int64)
-        if self._kernels_fit:
+        if self.kernels_fit:
             decode: DecodeAttention = TiledAttention(self._table, arrays.add(lengths))
         else:
             decode = DecodeAttention(self.running, lengths, arrays)
@@ -190,8 +192,30 @@ class Runner:
                 order[row] = old
             (sent,) = upload([torch.from_numpy(order)], self.device)
             self._ahead = self._ahead.index_select(0, sent)
-        self.running.copy_rows(self.running, running, self.device)
-        self.prompts.copy_rows(self.prompts, prompts, self.device)
+        self._copy(self._table, self._table, running)
+        self._copy(self._of_prompts, self._of_prompts, prompts)
+
+    def _copy(self, into: TileTable, source: TileTable, copies: list[RowCopy]) -> None:
+        """Copy rows of keys, values and states; with kernels, by one launch for all layers. Then rows are not sorted,
+        so no new row is an old one."""
+        if not copies:
+            return
+        shapes = source.shapes
+        if not self.kernels_fit or len(shapes) != 1:
+            into.store.copy_rows(source.store, copies, self.device)
+            return
+        from meshrl.rollout.embedded.kernels import copy_rows  # Triton is not installed everywhere
+
+        ((num_heads, size),) = shapes
+        table = np.array(copies, np.int64).T.copy()
+        lengths = np.zeros(table[0].max() + 1, np.int64)
+        lengths[table[0]] = table[2]
+        into.store.copy_states(source.store, copies)
+        into.store.reserve(rows_of_tiles(lengths), source.store)
+        source.update()
+        into.update()
+        (sent,) = upload([torch.from_numpy(table)], self.device)
+        copy_rows(source.tables, into.tables, into.widths, sent, int(table[2].max()), num_heads, size)
 
     @torch.inference_mode()
     def score(self, ids: np.ndarray) -> np.ndarray:

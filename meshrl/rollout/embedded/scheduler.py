@@ -154,19 +154,19 @@ class Scheduler:
         prompts = [p.length for p in self.prompts] + [new_prompt] * (new_prompt > 0)
         return self.bound.fits(len(self.running) + 1, longest, len(prompts), max(prompts, default=0))
 
-    def compact(self, gone: Collection[int]) -> tuple[list[RowCopy], list[RowCopy]]:
-        """Remove the rows in `gone`, drop prompts that no sequence waits for, and close the gaps.
+    def compact(self, gone: Collection[int], sort: bool = True) -> tuple[list[RowCopy], list[RowCopy]]:
+        """Remove the rows in `gone`, drop prompts that no sequence waits for, and close the gaps. sort: see `arrange`.
 
         Returns the moves of running rows and of prompt rows; the caller must move the rows of the KV cache before the
         next step.
         """
-        order = arrange([s.cached for s in self.running], gone)
+        order = arrange([s.cached for s in self.running], gone, sort)
         running = [(row, old, self.running[old].cached) for row, old in enumerate(order) if row != old]
         self.running = [self.running[row] for row in order]
         unused = {p.row for p in self.prompts if not self._waiting_of_key[p.key]}
         for row in unused:
             del self._prompt_of_key[self.prompts[row].key]
-        order = arrange([p.length for p in self.prompts], unused)
+        order = arrange([p.length for p in self.prompts], unused, sort)
         self.prompts = [self.prompts[row] for row in order]
         prompts = [(row, p.row, p.length) for row, p in enumerate(self.prompts) if row != p.row]
         for row, prompt in enumerate(self.prompts):

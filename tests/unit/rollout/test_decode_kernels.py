@@ -70,6 +70,28 @@ def test_each_row_attends_to_its_positions_in_all_tiles(programs, window, monkey
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_rows_are_copied_in_all_layers_by_one_launch():
+    """From another store, and within one; rows of one and of many tiles, into a store without tiles."""
+    lengths = np.array([1, 128, 129, 700])
+    prompts = _filled(lengths, 2)
+    stores = [KVStore(), KVStore()]
+    tables = TileTable(stores[1], 4096, CPU), TileTable(prompts, 4096, CPU)
+    for copies in ([(3, 2, 129), (0, 3, 700), (1, 0, 1)], [(2, 0, 700), (4, 3, 129)]):
+        source = prompts if copies[0][0] == 3 else stores[1]
+        stores[0].copy_rows(prompts if copies[0][0] == 3 else stores[0], copies, CPU)
+        needed = np.zeros(5, np.int64)
+        needed[[new for new, _, _ in copies]] = [length for _, _, length in copies]
+        stores[1].reserve(rows_of_tiles(needed), source)
+        for table in tables:
+            table.update()
+        sources = tables[1].tables if source is prompts else tables[0].tables
+        moves = torch.tensor(copies).T.contiguous()
+        kernels.copy_rows(sources, tables[0].tables, tables[0].widths, moves, int(moves[2].max()), KV_HEADS, SIZE)
+        for layer in range(2):
+            for ours, theirs in zip(stores[1].layers[layer], stores[0].layers[layer], strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_the_table_follows_tiles_that_grow_and_keeps_its_address():
     lengths = np.array([100, 90])
     store = _filled(lengths, 1)
@@ -137,8 +159,8 @@ def test_an_engine_with_kernels_and_graphs_samples_the_same(monkeypatch):
 
     model = tiny_lm("qwen2", num_hidden_layers=2, hidden_size=64, max_position_embeddings=512, initializer_range=0.3)
     requests = [
-        ask(f"{p}-{i}", [3 + (7 * p + j) % 50 for j in range(length)], seed=i, max_new_tokens=3 + 4 * i)
-        for p, length in enumerate([5, 122, 40])
+        ask(f"{p}-{i}", [3 + (7 * p + j) % 50 for j in range(length)], seed=i, max_new_tokens=2 + 3 * i)
+        for p, length in enumerate([5, 122])
         for i in range(3)
     ]
 
