@@ -184,7 +184,7 @@ class PackedAttention:
     stays within PAD_WASTE times the sum of queries x keys, so a pack costs about what its rows cost one by one, with
     few kernel launches. Right padding can't leak: attention is causal.
 
-    used: layer -> its kernel, and why it is not the one that was asked for.
+    lengths: of the segments. used: layer -> its kernel, and why it is not the one that was asked for.
     """
 
     def __init__(self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None):
@@ -192,6 +192,7 @@ class PackedAttention:
         self.use_varlen = has_varlen_kernels(device)  # when False, buckets compute the same result
         self.use_cudnn = has_long_row_kernels(device)
         self.used: dict[int, tuple[str, str]] = {}
+        self.lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
         self._segments = (cu_seqlens, parents, device)
         self._padded: dict[int, _Padded] = {}
 
@@ -219,20 +220,15 @@ class PackedAttention:
         """Whether cuDNN computes what the kernel for packed rows can compute, in less time: long rows by themselves."""
         if not self.use_cudnn or q.shape[2] > 128 or any(parent >= 0 for parent in self._segments[1] or ()):
             return False
-        lengths = self._lengths()
-        return min(lengths) >= LONG_ROW and (spec.window is None or spec.window >= max(lengths))
-
-    def _lengths(self) -> list[int]:
-        return [b - a for a, b in itertools.pairwise(self._segments[0])]
+        return min(self.lengths) >= LONG_ROW and (spec.window is None or spec.window >= max(self.lengths))
 
     def row_by_row(
         self, compute: RowKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """The attention of a pack without parents by a function of one row. Rows are padded to one of 8 lengths between
         two powers of two, so that a kernel that prepares itself for a length does so for few."""
-        lengths, outs = self._lengths(), []
-        for row in zip(lengths, *(x.split(lengths) for x in (q, k, v)), strict=True):
-            n, parts = row[0], row[1:]
+        outs = []
+        for n, *parts in zip(self.lengths, *(x.split(self.lengths) for x in (q, k, v)), strict=True):
             more = -n % max(128, 1 << n.bit_length() >> 4)
             x, y, z = (_in_rows(F.pad(part, (0, 0, 0, 0, 0, more)) if more else part, 1) for part in parts)
             outs.append(compute(x, y, z, spec)[0].transpose(0, 1)[:n])
@@ -272,7 +268,7 @@ class PackedAttention:
 
     def _buckets(self, align: int) -> _Padded:
         cu_seqlens, parents, device = self._segments
-        starts, lengths = cu_seqlens[:-1], [b - a for a, b in itertools.pairwise(cu_seqlens)]
+        starts, lengths = cu_seqlens[:-1], self.lengths
         prefixes = [range(starts[p], starts[p] + lengths[p]) if p >= 0 else range(0) for p in parents or ()]
         prefixes = prefixes or [range(0)] * len(lengths)
         by_prefix: dict[int, list[int]] = {}

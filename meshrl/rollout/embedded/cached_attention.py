@@ -32,7 +32,6 @@ class PrefillAttention(PackedAttention):
     ):
         super().__init__(cu_seqlens, device)
         self.writes, self.rows = writes, rows
-        self._lengths = np.diff(cu_seqlens).tolist()
         self.fit_kernels = True  # all layers so far
 
     def attend(
@@ -48,10 +47,10 @@ class PrefillAttention(PackedAttention):
 
     def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
         """Contexts of equal length at once: padding would change the states after them."""
-        contexts = x.split(self._lengths)
+        contexts = x.split(self.lengths)
         results: dict[int, list[torch.Tensor | None]] = {}
-        for length in set(self._lengths):
-            members = [i for i, n in enumerate(self._lengths) if n == length]
+        for length in set(self.lengths):
+            members = [i for i, n in enumerate(self.lengths) if n == length]
             cache = StateCache(layer)
             outs = compute(torch.stack([contexts[i] for i in members]), cache)
             for at, i in enumerate(members):

@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from meshrl.model.attention import LONG_ROW, AttentionSpec, PackedAttention
+from meshrl.model.attention import KERNELS, LONG_ROW, AttentionSpec, PackedAttention
 from meshrl.model.attention_kernels import sdpa_attention
+from meshrl.rollout.embedded.cached_attention import PrefillAttention
 
 CPU = torch.device("cpu")
 
@@ -46,6 +47,15 @@ def test_a_kernel_sees_few_lengths():
     assert len(seen) == 8
 
 
+@pytest.fixture
+def kernels_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are called, in place of the kernels."""
+    called: list[str] = []
+    for name in KERNELS:
+        monkeypatch.setitem(KERNELS, name, lambda *args, name=name: called.append(name))
+    return called
+
+
 @pytest.mark.parametrize(
     ("lengths", "parents", "spec", "size", "kernel"),
     [
@@ -61,14 +71,18 @@ def test_a_kernel_sees_few_lengths():
     ids=["rows", "wide window", "short row", "parents", "window", "wide head", "asked", "softcap"],
 )
 @pytest.mark.parametrize("has_cudnn", [True, False])
-def test_long_rows_are_those_of_cudnn(monkeypatch, lengths, parents, spec, size, kernel, has_cudnn):
-    called = []
-    for name in ("flash", "cudnn", "padded"):
-        monkeypatch.setitem(
-            PackedAttention.attend.__globals__["KERNELS"], name, lambda *args, name=name: called.append(name)
-        )
+def test_long_rows_are_those_of_cudnn(kernels_called, lengths, parents, spec, size, kernel, has_cudnn):
     pack = PackedAttention([0, *itertools.accumulate(lengths)], CPU, parents)
     pack.use_varlen, pack.use_cudnn = True, has_cudnn
     q = torch.empty(1, 2, size, dtype=torch.bfloat16)
     pack.attend(0, q, q, q, spec)
-    assert called == ["flash" if kernel == "cudnn" and not has_cudnn else kernel]
+    assert kernels_called == ["flash" if kernel == "cudnn" and not has_cudnn else kernel]
+
+
+@pytest.mark.parametrize(("length", "kernel"), [(LONG_ROW, "cudnn"), (5, "flash")])
+def test_a_sampler_computes_prompts_by_the_same_kernels(kernels_called, length, kernel):
+    pack = PrefillAttention([0, length], CPU, [], [])
+    pack.use_varlen = pack.use_cudnn = True
+    q = torch.empty(1, 2, 64, dtype=torch.bfloat16)
+    pack.attend(0, q, q, q, AttentionSpec(0.3))
+    assert kernels_called == [kernel]
