@@ -223,7 +223,7 @@ def pack_of(kind: str, tokens: int, seed: int) -> tuple[list[int], list[int]]:
 
 def main() -> None:
     p = gpu_parser(__doc__, rounds=3)
-    choices = {"off": [False], "on": [True], "both": [True, False]}
+    choices = {"off": [False], "on": [True], "both": [False, True]}
     p.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.5B", "1.5B"])
     p.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384])
     p.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))

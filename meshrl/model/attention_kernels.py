@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 if TYPE_CHECKING:
     from meshrl.model.attention import AttentionSpec
 
-# Kernels that run at once in any shape. cuDNN's takes up to a second for the first call in a shape, and the shapes of
-# packs differ from step to step.
-READY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# All but cuDNN's kernel, which takes up to a second for the first call in a shape: the shapes of packs differ from step
+# to step.
+READY = [kernel for name, kernel in SDPBackend.__members__.items() if name not in ("ERROR", "CUDNN_ATTENTION")]
 
 
 def padded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
