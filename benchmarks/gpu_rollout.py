@@ -20,6 +20,7 @@ generate is one left-padded batch with SDPA and a dynamic cache, run to the long
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import gpu_predict
 import numpy as np
 import torch
 from gpu_predict import Roofline, predict, roofline_of, shape_of
-from gpu_workload import gpu_parser, model_folder, peak_bytes, seconds, start
+from gpu_workload import gpu_parser, measure_copy, model_folder, peak_bytes, seconds, start
 from measure import Report, median, paired_ratio
 from transformers import AutoConfig
 from workload import VOCAB, gsm8k_groups
@@ -147,22 +148,17 @@ def measure_cell(
     predict_cell(report, lm.config, roofline, name, works)
 
 
-def measure_copy(report: Report, device: torch.device, num_bytes: int) -> float:
-    """Bytes per second of a large copy within the device's memory, read plus written."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    took = [seconds(device, lambda: [target.copy_(source) for _ in range(10)]) / 10 for _ in range(4)][1:]
-    rate = 2 * num_bytes / median(took)
-    report.figure("copy_gb_per_s", rate / 1e9)
-    return rate
-
-
 def build_engine(folder: Path, device: torch.device, max_context_tokens: int) -> EmbeddedEngine:
     cfg = ModelConfig(path=str(folder), dtype="bfloat16")
     limit = RolloutConfig(max_context_tokens=max_context_tokens, max_running_requests=MAX_RUNNING)
     engine = build_embedded_engine(cfg, limit, device, "benchmark", ())
     engine.trust_loaded_weights()
     return engine
+
+
+def run_steps(engine: EmbeddedEngine, num_steps: int) -> None:
+    for _ in range(num_steps):
+        engine.step()
 
 
 def measure_decode(report: Report, args: Any, device: torch.device, shape: str, rate: float) -> None:
@@ -182,11 +178,11 @@ def measure_decode(report: Report, args: Any, device: torch.device, shape: str, 
             engine.step()
         for _ in range(4):
             engine.step()
-        took, num_bytes = [], []
-        reset_peak_memory(device)
-        for _ in range(num_steps):
-            took.append(seconds(device, engine.step))
-            num_bytes.append(model.total * gpu_predict.HALF + engine.stats().cached_tokens * model.token)
+        took, num_bytes, span = [], [], num_steps // 4
+        for _ in range(4):  # a step of the host overlaps with the next forward, so steps are not timed one by one
+            took.append(seconds(device, partial(run_steps, engine, span)) / span)
+            cached = engine.stats().cached_tokens - num_rows * span // 2
+            num_bytes.append(model.total * gpu_predict.HALF + cached * model.token)
         name = f"{shape}_{context}"
         report.raw[f"decode_{name}"] = {"seconds": took, "bytes": num_bytes}
         report.figure(f"decode_step_ms_{name}", 1e3 * median(took))

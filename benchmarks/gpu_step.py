@@ -6,8 +6,10 @@ A step is that of a run, with the same groups (executor inline): sample groups o
 update with the sampler's proof before it, sync with digests. Weights are random; the reward is a share of the answer's
 tokens; the number of tokens of each answer is fixed in advance, by GSM8K's lengths. The first step is a warm-up.
 
-sync_gb_per_s: bytes of the weights in bf16 over seconds of a complete sync with all proofs. step_peak_gib_PHASE: peak
-of the device's memory in that phase.
+sync_gb_per_s: bytes of the weights in bf16 over seconds of a complete sync with all proofs; sync_over_copy: over the
+same rate of a bare copy within the device. A sync reads the fp32 masters, writes bf16, and reads that twice for its
+proofs, 10 bytes where a copy of bf16 moves 4: at most 0.4. step_peak_gib_PHASE: peak of the device's memory in that
+phase.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import gpu_predict
 import numpy as np
 import torch
 from gpu_predict import Roofline, predict, roofline_of, shape_of
-from gpu_workload import gpu_parser, model_folder, peak_bytes, start
+from gpu_workload import gpu_parser, measure_copy, model_folder, peak_bytes, start
 from measure import Report, median
 from transformers import AutoConfig
 from workload import VOCAB, GroupLengths, gsm8k_groups
@@ -149,6 +151,8 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
         held = (await trainer.memory())[0][1]
     report.raw |= {"steps": steps, "syncs_s": syncs, "sync_bytes": layout.num_bytes, "trainer_bytes": held}
     config, roofline = AutoConfig.from_pretrained(folder), roofline_of(report, args.peak_tflops)
+    rate = measure_copy(report, device, 1 << 20 if args.smoke else 1 << 31) / 2
+    report.bar("sync_over_copy", layout.num_bytes / median(syncs) / rate, at_least=0.6)
     report_figures(report, steps[1:], peaks, layout.num_bytes, syncs)
     works = [gsm8k_groups(run.num_groups, 8, ordinal, run.scale) for ordinal in range(1, args.rounds + 1)]
     predict_figures(report, config, roofline, works, layout.num_bytes)

@@ -102,7 +102,7 @@ def predicted_bytes(shape: str, cfg: TrainConfig, tokens: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         memory = model_memory(ModelConfig(path=folder, dtype="bfloat16"), cfg, 1)
-    block = stored_numbers(config) * tokens * gpu_predict.HALF
+    block = stored_numbers(config, cfg.torch_compile) * tokens * gpu_predict.HALF
     stored = block if not cfg.activation_checkpointing else config.hidden_size * tokens * gpu_predict.HALF
     return memory.masters + memory.moments + max(memory.gradients, config.num_hidden_layers * stored) + block
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Report, parser
+from measure import Report, median, parser
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.core.device import dist_backend, local_device, memory_stats, synchronize
@@ -156,6 +156,16 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
     work()
     synchronize(device)
     return time.perf_counter() - began
+
+
+def measure_copy(report: Report, device: torch.device, num_bytes: int) -> float:
+    """Bytes per second of a large copy within the device's memory, read plus written."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    took = [seconds(device, lambda: [target.copy_(source) for _ in range(10)]) / 10 for _ in range(4)][1:]
+    rate = 2 * num_bytes / median(took)
+    report.figure("copy_gb_per_s", rate / 1e9)
+    return rate
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -42,16 +42,18 @@ def micro_batch_tokens(model: ModelConfig, train: TrainConfig) -> int:
     """The value of train.max_tokens_per_microbatch when it is null: a power of two, and a function of the configs
     alone, so that a run's micro-batches are the same on every machine. Raises: ConfigError."""
     config = text_config(model.path)
-    stored = config.hidden_size if train.activation_checkpointing else stored_numbers(config)
+    stored = config.hidden_size if train.activation_checkpointing else stored_numbers(config, train.torch_compile)
     num_bytes = stored * config.num_hidden_layers * (4 if model.dtype == "float32" else 2)
     fitting = 1 << (ACTIVATION_BYTES // num_bytes).bit_length() - 1
     return min(MOST_TOKENS, max(FEWEST_TOKENS, fitting))
 
 
-def stored_numbers(config: Any) -> int:
+def stored_numbers(config: Any, compiled: bool = False) -> int:
     """About how many numbers a decoder block stores of each token for its backward pass: what its norms, products and
-    attention read again. With activation checkpointing it stores its input alone."""
-    return 12 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    attention read again. torch.compile computes some of them again. With activation checkpointing it stores its input
+    alone."""
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return 7 * hidden + 3 * inner if compiled else 10 * hidden + 4 * inner
 
 
 def has_experts(path: str) -> bool:

@@ -16,7 +16,7 @@ import triton.language as tl
 from meshrl.rollout.embedded.kv_cache import CHUNK
 
 HEADS = 16  # rows of the smallest matrix product, to which the query heads of a key head are padded
-PROGRAMS = 2048  # of a launch, if there are enough splits: several for each multiprocessor
+PROGRAMS = 1024  # of a launch, if there are enough splits: several for each multiprocessor
 MAX_SPLITS = 64
 BLOCK = 128  # positions at a time
 BLOCKS = 16  # of sampling weights that a program computes
