@@ -1,8 +1,8 @@
 """Everything that depends on the kind of accelerator: device type, backend, threads, memory and random generators. No
 other file names a kind.
 
-The CPU is tested; tests of CUDA exist (tests/gpu), but were not run yet. NPU and XPU have the same torch.accelerator
-interface, and are untested. AMD GPUs appear as "cuda" in PyTorch.
+CPUs are tested, and CUDA on one H200 (docs/perf/gpu.md). NPU and XPU have the same torch.accelerator interface, and are
+untested. AMD GPUs appear as "cuda" in PyTorch.
 """
 
 from __future__ import annotations
