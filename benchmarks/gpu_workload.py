@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_predict import predict, roofline_of
 from measure import Report, median, parser
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -165,6 +166,7 @@ def measure_copy(report: Report, device: torch.device, num_bytes: int) -> float:
     took = [seconds(device, lambda: [target.copy_(source) for _ in range(10)]) / 10 for _ in range(4)][1:]
     rate = 2 * num_bytes / median(took)
     report.figure("copy_gb_per_s", rate / 1e9)
+    predict(report, "copy_gb_per_s", roofline_of(report).bytes_per_s / 1e9)
     return rate
 
 

@@ -225,11 +225,11 @@ class PackedAttention:
     def row_by_row(
         self, compute: RowKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """The attention of a pack without parents by a function of one row. Rows are padded to one of 8 lengths between
-        two powers of two, so that a kernel that prepares itself for a length does so for few."""
+        """The attention of a pack without parents by a function of one row. Rows are padded to one of 16 lengths
+        between two powers of two, so that a kernel that prepares itself for a length does so for few."""
         outs = []
         for n, *parts in zip(self.lengths, *(x.split(self.lengths) for x in (q, k, v)), strict=True):
-            more = -n % max(128, 1 << n.bit_length() >> 4)
+            more = -n % max(128, 1 << n.bit_length() >> 5)
             x, y, z = (_in_rows(F.pad(part, (0, 0, 0, 0, 0, more)) if more else part, 1) for part in parts)
             outs.append(compute(x, y, z, spec)[0].transpose(0, 1)[:n])
         return torch.cat(outs)

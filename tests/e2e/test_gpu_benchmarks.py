@@ -31,6 +31,7 @@ def test_h200_sh_runs_in_smoke_mode(tmp_path: Path) -> None:
         "mfu_smoke_row_256_ckpt",
         "mfu_sheet_smoke_rows_64",
         "attention_ms_family_256_buckets",
+        "decode_step_ms_smoke_16",
         "ratio_mixed_16_embedded_over_generate",
         "step_s",
         "step_proof_logprob_abs_diff_mean",
@@ -41,7 +42,8 @@ def test_h200_sh_runs_in_smoke_mode(tmp_path: Path) -> None:
     (record,) = tmp_path.glob("h200_*.json")
     written = json.loads(record.read_text())
     predictions = written["raw"]["predictions"]
-    measured = {name for name in figures if "_per_s" in name or name.startswith(("mfu", "ratio", "attention_ms"))}
+    kinds = ("mfu", "ratio", "attention_ms", "decode_step_ms")
+    measured = {name for name in figures if "_per_s" in name or name.startswith(kinds)}
     measured = {name for name in measured if not name.endswith(("_low", "_high"))}
     assert predictions.keys() == measured | {"step_s", "step_rollout_s", "step_train_s", "step_sync_s"}
     for name, bound in predictions.items():
