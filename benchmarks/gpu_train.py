@@ -96,15 +96,19 @@ def measure_gemm(report: Report, device: torch.device, size: int, roofline: Roof
 
 
 def predicted_bytes(shape: str, cfg: TrainConfig, tokens: int) -> int:
-    """Bytes of a step: masters and moments; the gradients, or what backward reads if that is more; and what it reads in
-    one block. The same functions compute a run's memory for `--explain` and its micro-batches."""
+    """Bytes of a step: masters and moments; the gradients, or what backward reads if that is more; what it reads in one
+    block and about the gradients of that; embedding and head in bf16 with their gradients. Masters, gradients, moments
+    and stored numbers are those of `--explain` and of a run's micro-batches."""
     config = config_of(shape)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         memory = model_memory(ModelConfig(path=folder, dtype="bfloat16"), cfg, 1)
-    block = stored_numbers(config, cfg.torch_compile) * tokens * gpu_predict.HALF
-    stored = block if not cfg.activation_checkpointing else config.hidden_size * tokens * gpu_predict.HALF
-    return memory.masters + memory.moments + max(memory.gradients, config.num_hidden_layers * stored) + block
+    token = config.hidden_size * gpu_predict.HALF
+    block = stored_numbers(config, cfg.torch_compile) * gpu_predict.HALF
+    stored = config.num_hidden_layers * tokens * (token if cfg.activation_checkpointing else block)
+    inside = tokens * (block + 2 * token + 2 * config.intermediate_size * gpu_predict.HALF)
+    words = 2 * config.vocab_size * token * (1 if config.tie_word_embeddings else 2)
+    return memory.masters + memory.moments + max(memory.gradients, stored) + inside + words
 
 
 def measure_steps(report: Report, args: Any, device: torch.device, gemm: float, roofline: Roofline) -> None:
