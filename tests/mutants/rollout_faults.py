@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         "the states of a row stay behind when it moves",
-        "meshrl/rollout/embedded/kv_cache.py::KVStore.copy_rows",
+        "meshrl/rollout/embedded/kv_cache.py::KVStore.copy_states",
         "target[new_rows] = taken[old_rows] => pass",
         _STATE_ROWS + "test_rows_keep_their_states_when_they_move[lfm2]",
     ),
