@@ -43,8 +43,10 @@ run() {
   printf '== %s s of %s\n' $((SECONDS - began)) "$limit"
 }
 
-run 165 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider --junitxml="$parts/tests.xml"
-run 120 "$python" benchmarks/gpu_train.py --results "$parts" "${smoke[@]}" "${peak[@]}"
-run 100 "$python" benchmarks/gpu_rollout.py --results "$parts" "${smoke[@]}"
+train=(--shapes 1.5B --rows row --checkpointing off --compile both --only steps) rollout=(--requests 256 --rounds 1)
+[ ${#smoke[@]} -eq 0 ] || train=() rollout=()
+run 165 "$python" -m pytest tests/gpu -m gpu -vv -p no:cacheprovider --junitxml="$parts/tests.xml"
+run 90 "$python" benchmarks/gpu_train.py --results "$parts" "${train[@]}" "${smoke[@]}" "${peak[@]}"
+run 130 "$python" benchmarks/gpu_rollout.py --results "$parts" "${rollout[@]}" "${smoke[@]}"
 run 65 "$python" benchmarks/gpu_step.py --results "$parts" "${smoke[@]}"
 "$python" benchmarks/gpu_table.py --parts "$parts" --tests "$parts/tests.xml" "${results[@]}" "${smoke[@]}"

@@ -42,7 +42,7 @@ class ModelConfig(Slice):
     auto = flash where the device and the model permit it (cuDNN for rows of 4,096 tokens and more on H100 and B200),
     else sdpa, and matrix products for short rows on a CPU. The run reports what it uses, and why where it can't be the
     one that is set: then it is as auto. Embedded samplers compute prompts in this way, and new tokens by matrix
-    products over their KV cache; servers have their own"""
+    products over their KV cache, on NVIDIA GPUs by kernels of meshrl; servers have their own"""
     router_dtype: Literal["auto", "float32"] = "auto"
     """dtype in which the routers of a mixture of experts compute, in trainer and embedded sampler (Megatron's
     moe_router_dtype): float32 = their parameters, of model.dtype, their logits and scores are widened to fp32; auto =
