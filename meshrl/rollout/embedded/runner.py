@@ -184,9 +184,7 @@ class Runner:
     @torch.inference_mode()
     def move_rows(self, running: list[RowCopy], prompts: list[RowCopy], num_running: int) -> None:
         """Move rows as `Scheduler.compact` decided. num_running: rows that are left."""
-        if num_running == 0:
-            self._ahead = None
-        elif self._ahead is not None:
+        if self._ahead is not None:
             order = np.arange(num_running)
             for row, old, _ in running:
                 order[row] = old
