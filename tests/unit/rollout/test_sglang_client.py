@@ -75,13 +75,14 @@ def test_a_server_that_does_not_fit_the_config_is_refused():
             require_fit({**INFO, **change}, "sglang-0", True, 256, "float32")
 
 
-def _event(total, ids, reason=None):
-    pairs = [[-0.5, token, None] for token in ids]
-    spans = [{"version": "run:3", "start": 0, "end": total}]
+def _event(total, ids, reason=None, context=CONTEXT, label="run:3"):
+    """Each token has a logprob of its own."""
+    pairs = [[-token / 100, token, None] for token in ids]
+    spans = [{"version": label, "start": 0, "end": total}]
     meta = {"completion_tokens": total, "output_token_logprobs": pairs, "finish_reason": reason}
     return {
         "output_ids": ids,
-        "prompt_token_ids": CONTEXT,
+        "prompt_token_ids": context,
         "meta_info": meta | ({"weight_versions": spans} if reason else {}),
     }
 
@@ -117,7 +118,8 @@ def test_every_token_counts_once(events):
     answer = _answer()
     assert [answer.add(part) for part in _parts(events)] == [1, 2, 0]
     turn = answer.turn("sglang-0")
-    assert turn.output_ids.tolist() == [5, 6, 7] and turn.versions.tolist() == [3, 3, 3] and len(turn.logprobs) == 3
+    assert turn.output_ids.tolist() == [5, 6, 7] and turn.versions.tolist() == [3, 3, 3]
+    np.testing.assert_allclose(turn.logprobs, [-0.05, -0.06, -0.07])
 
 
 def test_tokens_after_a_stop_string_are_not_part_of_the_turn():
@@ -202,21 +204,42 @@ class Script:
         elif path == "/model_info":
             return {"weight_version": self.served}
         elif path == "/generate" and body.get("stream"):
-            return self.events()
+            return self.events(body)
         elif path == "/generate":
-            return {"meta_info": {"input_token_logprobs": [[-0.5, token, None] for token in self.scored]}}
+            pairs = [[-i if i else None, token, None] for i, token in enumerate(self.scored)]
+            return {"meta_info": {"input_token_logprobs": pairs}}
         elif path == "/abort_request":
             self.num_aborts += 1
             if self.num_aborts == 3:  # the request had not reached the scheduler before
                 self.aborted.set()
         return {}
 
-    async def events(self):
+    async def events(self, body):
         yield _event(1, [5])
         if self.breaks:
             raise ConnectionError
         await self.aborted.wait()
         yield _event(1, [], {"type": "abort"})
+
+
+class Counting(Script):
+    """Answers a request that begins with n by 18 tokens n, n + 1, ... in three events. The second one waits for
+    `goes_on`."""
+
+    def __init__(self, lm):
+        super().__init__(lm)
+        self.goes_on = asyncio.Event()
+
+    async def events(self, body):
+        context, spans = body["input_ids"], []
+        for start, end in ((0, 1), (1, 17), (17, 18)):
+            if start == 1:
+                await self.goes_on.wait()
+            spans.append({"version": self.served, "start": start, "end": end})
+            reason = {"type": "length"} if end == 18 else None
+            event = _event(end, [context[0] + i for i in range(start, end)], reason, context)
+            event["meta_info"]["weight_versions"] = spans
+            yield event
 
 
 def scripted(script, main):
@@ -249,6 +272,46 @@ def test_every_update_is_ended_before_the_server_samples_again():
         assert not script.is_open and script.served == "mixed"
 
     scripted(script, main)
+
+
+def test_each_token_has_its_own_logprob_and_the_version_that_sampled_it():
+    """Also if two requests run at the same time, and new weights arrive in between. A mistake is not visible in a run:
+    the ratios of the loss are wrong, and no value is unusual."""
+    lm = tiny_lm("qwen2")
+    script = Counting(lm)
+
+    async def main(engine):
+        await ready(engine, lm)
+        asked = [ask(str(n), [n, 7], max_new_tokens=18, ignore_eos=True) for n in (3, 30)]
+        tasks = [asyncio.create_task(engine.generate(request)) for request in asked]
+        while engine.stats().decode_tokens < 2:
+            await asyncio.sleep(0.001)
+        await sync(lm, engine, 1)
+        script.goes_on.set()
+        for n, turn in zip((3, 30), await asyncio.gather(*tasks), strict=True):
+            assert turn.output_ids.tolist() == list(range(n, n + 18)) and turn.stop_reason == "length"
+            np.testing.assert_allclose(turn.logprobs, -turn.output_ids / 100, rtol=1e-6)
+            assert turn.versions.tolist() == [0] + [1] * 17
+
+    scripted(script, main)
+
+
+def test_labels_of_another_client_are_no_versions_of_this_one():
+    """Also if both count their versions in the same way: it has other weights."""
+    lm = tiny_lm("qwen2")
+    script = Counting(lm)
+    script.goes_on.set()
+
+    async def ours(engine):
+        theirs = script.served
+        await ready(engine, lm)
+        assert set((await engine.generate(ask("a", CONTEXT, max_new_tokens=18))).versions) == {0}
+        script.served = theirs
+        with pytest.raises(EngineFailure, match=theirs):
+            await engine.generate(ask("b", CONTEXT, max_new_tokens=18))
+
+    scripted(script, lambda engine: ready(engine, lm))
+    scripted(script, ours)
 
 
 def test_a_label_that_the_server_does_not_take_ends_the_sync():
@@ -325,7 +388,7 @@ def test_scores_belong_to_the_ids_that_were_sent(sent, scored, fits):
     async def main(engine):
         engine.trust_loaded_weights()
         if fits:
-            assert (await engine.score(np.array(sent))).tolist() == [0, -0.5, -0.5]
+            assert (await engine.score(np.array(sent))).tolist() == [0, -1, -2]
         else:
             with pytest.raises(EngineFailure, match="not the 3 ids that it was sent"):
                 await engine.score(np.array(sent))
