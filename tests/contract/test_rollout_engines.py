@@ -141,6 +141,35 @@ def test_logprobs_agree_with_score(make, temperature):
     go(main)
 
 
+def test_filters_and_penalties_change_what_is_sampled(make):
+    """Evaluations may use them. A server that does not get them answers as if they were off."""
+
+    async def main():
+        engine = await make()
+        greedy = await engine.generate(ask("greedy", CONTEXT, temperature=0.0, ignore_eos=True))
+        for name, value in (("top_k", 1), ("top_p", 1e-6)):
+            turn = await engine.generate(ask(name, CONTEXT, seed=1, ignore_eos=True, **{name: value}))
+            assert turn.output_ids.tolist() == greedy.output_ids.tolist(), name
+        turn = await engine.generate(ask("c", CONTEXT, temperature=0.0, ignore_eos=True, repetition_penalty=2.0))
+        assert turn.output_ids.tolist() != greedy.output_ids.tolist()
+
+    go(main)
+
+
+def test_a_turn_ends_with_a_stop_token_id(make):
+    """Also with one that the model's folder does not have, which the server learns from the request alone."""
+
+    async def main():
+        engine = await make()
+        free = (await engine.generate(ask("free", CONTEXT, seed=1, ignore_eos=True))).output_ids.tolist()
+        stop = next(token for token in free[4:] if token != 2)
+        turn = await engine.generate(ask("cut", CONTEXT, seed=1, stop_token_ids=(stop,)))
+        count = next(i for i, token in enumerate(free, 1) if token in (2, stop))
+        assert turn.output_ids.tolist() == free[:count] and turn.stop_reason == "stop"
+
+    go(main)
+
+
 def test_abort_and_continuation_make_one_turn(make, name):
     async def main():
         engine = await make()

@@ -176,6 +176,26 @@ FAULTS = [
         _SGLANG_CLIENT + "test_a_server_stays_paused_until_its_restored_weights_have_values",
     ),
     Fault(
+        "requests are sent to a server whose cache is released",
+        "meshrl/rollout/server/engine.py::ServerEngine._resume_if_allowed",
+        "self._released or self._state.awaits_sync => self._state.awaits_sync",
+        _SGLANG_CLIENT + "test_nothing_reaches_a_server_without_its_cache",
+    ),
+    Fault(
+        "weights of another client count as a version of this one",
+        "meshrl/rollout/server/engine.py::ServerEngine._label",
+        'f"{self._run}:{version}" => f"{version}"',
+        _SGLANG_CLIENT + "test_labels_of_another_client_are_no_versions_of_this_one",
+    ),
+    Fault(
+        "errors of the second tensor-parallel worker are ignored",
+        "meshrl/rollout/server/weights.py::ServerWeights._call",
+        '[answer["error"] for answer in answers if "error" in answer]'
+        ' => [answer["error"] for answer in answers[:1] if "error" in answer]',
+        "tests/unit/rollout/test_server_weights.py::"
+        "test_every_worker_of_a_server_must_prove_its_shard[begin-answer0-begin failed]",
+    ),
+    Fault(
         "an adapter is added without its scale",
         "meshrl/rollout/server/weights.py::_HostCopy.deliveries",
         "self._scale => 1.0",

@@ -19,7 +19,7 @@ def test_tokens_of_mixed_weights_are_dropped_with_their_most_likely_tokens():
             top=[[(-0.1, 3)], [(-0.1, 4)], [(-0.1, 5)]],
             context=[1, 2],
             label_spans=[{"version": "first", "start": 0, "end": 2}, {"version": MIXED, "start": 2, "end": 3}],
-            reason="abort",
+            reason="stop",  # by a token of the mixed weights
         )
     )
     turn = answer.turn("engine")

@@ -155,6 +155,39 @@ def test_a_late_answer_to_a_cancelled_sync_does_not_affect_the_next_one(step):
     go(main())
 
 
+@pytest.mark.parametrize(
+    ("step", "answer", "fault"),
+    [
+        ("begin", {"error": "begin failed"}, "begin failed"),
+        ("receive", {"error": "another digest"}, "another digest"),
+        ("commit", {**ANSWERS["commit"], "differing": ["b has the values of version 0"]}, "b has the values"),
+        ("reconcile", {**ANSWERS["reconcile"], "hidden": ["b"]}, None),
+    ],
+)
+def test_every_worker_of_a_server_must_prove_its_shard(step, answer, fault):
+    """The first of two tensor-parallel workers is in order. hidden: a tensor that this worker can't read back."""
+
+    async def call(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        good = ANSWERS.get(name, {})
+        return [good, answer if name == step else good]
+
+    async def main() -> None:
+        weights = ServerWeights(call, "w")
+        await weights.reconcile(LAYOUT)
+        if fault is None:
+            await weights.begin(header_of(0))
+            await weights.receive(DELIVERY)
+            ack = await weights.commit()
+            assert (ack.wire, ack.read_back) == (True, None)
+        else:
+            with pytest.raises(SyncError, match=fault):
+                await sync(weights, 0)
+            assert weights.state.version == -1
+        weights.close()
+
+    go(main())
+
+
 def test_the_server_reads_transfers_where_they_are_and_gets_one_call_for_all_of_them():
     """Only those that other processes can't open are copied."""
     calls: list[list[dict[str, Any]]] = []

@@ -96,9 +96,9 @@ def _parts(events):
         yield part
 
 
-def _answer(stop=()):
+def _answer(stop=(), limit=16, limit_reason="length"):
     request = ask("a", CONTEXT, stop=stop)
-    bounds = Bounds(stop_ids=frozenset(), limit=16, limit_reason="length")
+    bounds = Bounds(stop_ids=frozenset(), limit=limit, limit_reason=limit_reason)
     search = StopStrings(lambda: numbered_tokenizer(64)).search(request)
     return ServerAnswer(request, bounds, "SGLang", {"run:3": 3}, search)
 
@@ -146,6 +146,18 @@ def test_a_reason_that_the_engine_does_not_know_is_an_engine_failure():
         [_answer().add(part) for part in _parts([_event(1, [5], reason)])]
 
 
+@pytest.mark.parametrize(
+    ("limit", "limit_reason", "expected"),
+    [(1, "length", "length"), (1, "context", "context"), (2, "length", "context")],
+)
+def test_the_end_of_the_context_is_not_the_limit_of_the_answer(limit, limit_reason, expected):
+    """The server has one reason, length, for both. One that reserves positions ends before the limit."""
+    answer = _answer(limit=limit, limit_reason=limit_reason)
+    for part in _parts([_event(1, [5], {"type": "length"})]):
+        answer.add(part)
+    assert answer.turn("sglang-0").stop_reason == expected
+
+
 def test_an_abort_that_comes_after_the_end_changes_nothing():
     answer = _answer()
     for part in _parts([_event(1, [5], {"type": "stop"}), _event(1, [], {"type": "abort"})]):
@@ -181,6 +193,7 @@ class Script:
         self.model.requires_grad_(False)
         self.served, self.is_open, self.is_paused = label or "default", False, False
         self.num_aborts, self.aborted = 0, asyncio.Event()
+        self.released: set[str] = set()
         params = dict(self.model.named_parameters())
         self.model.load_weights = lambda pairs: [params[name].copy_(tensor) for name, tensor in pairs]
 
@@ -191,13 +204,19 @@ class Script:
             self.is_open = not self.is_open
         elif path in ("/pause_generation", "/continue_generation"):
             self.is_paused = path.startswith("/pause")
-            if self.is_open and not self.is_paused:
-                raise Refused(400, "requests would run during an update")
+            if (self.is_open or self.released) and not self.is_paused:
+                raise Refused(400, "requests would run during an update, or without memory")
+        elif path == "/release_memory_occupation":
+            self.released |= set(body["tags"])
+        elif path == "/resume_memory_occupation":
+            self.released -= set(body["tags"])
         elif path == "/update_weights_from_tensor":
+            if not self.is_open:
+                raise Refused(400, "no update is open")
             for payload in body["serialized_named_tensors"][self.silent :]:
                 load(self.model, pickle.loads(base64.b64decode(payload)))
             self.served = self.label or body.get("weight_version") or self.served
-            if body["flush_cache"] and not self.flushes:
+            if body["flush_cache"] and (not self.flushes or "kv_cache" in self.released):
                 raise Refused(400, "the cache was not flushed")
         elif path == "/update_weight_version":
             self.served = body["new_version"]
@@ -242,12 +261,12 @@ class Counting(Script):
             yield event
 
 
-def scripted(script, main):
+def scripted(script, main, tp_size=1):
     """Run a test with an engine for this server."""
 
     async def run():
         async with answering(script) as url:
-            info = INFO | {"tp_size": 1, "enable_memory_saver": True}
+            info = INFO | {"tp_size": tp_size, "enable_memory_saver": True}
             engine = ServerEngine(SglangDialect(HttpClient("sglang-0", url), info, "run:3", 64), **FACTS)
             try:
                 await asyncio.wait_for(main(engine), 60)
@@ -260,6 +279,7 @@ def scripted(script, main):
 def test_every_update_is_ended_before_the_server_samples_again():
     lm = tiny_lm("qwen2")
     script = Script(lm)
+    script.is_open = True  # a client that has ended has left it open
 
     async def main(engine):
         for version in (0, 1):
@@ -338,11 +358,11 @@ def test_a_cache_that_is_not_dropped_ends_the_sync():
 
 def test_a_worker_that_does_not_answer_is_named():
     async def main(engine):
-        with pytest.raises(EngineFailure, match=r"workers \[0\] of 1 did not answer reconcile"):
+        with pytest.raises(EngineFailure, match=r"workers \[0\] of 2 did not answer reconcile"):
             await engine.reconcile(layout_of(lm))
 
     lm = tiny_lm("qwen2")
-    scripted(Script(lm, silent=1), main)
+    scripted(Script(lm, silent=1), main, tp_size=2)
 
 
 def test_a_stream_that_breaks_is_an_engine_failure():
@@ -407,6 +427,28 @@ def test_a_server_stays_paused_until_its_restored_weights_have_values():
         assert script.is_paused
         await sync(lm, engine, 1)
         assert not script.is_paused
+
+    scripted(script, main)
+
+
+def test_nothing_reaches_a_server_without_its_cache():
+    """A trainer on the same device restores the weights, syncs, and restores the cache last."""
+    lm = tiny_lm("qwen2")
+    script = Counting(lm)
+    script.goes_on.set()
+
+    async def main(engine):
+        await ready(engine, lm)
+        await engine.release({"weights", "kv_cache"})
+        await engine.restore({"weights"})
+        await sync(lm, engine, 1)
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=18)))
+        with pytest.raises(StaleWeightsError):
+            await engine.score(np.array(CONTEXT))
+        await asyncio.sleep(0.05)
+        assert not task.done() and engine.stats().waiting == 1
+        await engine.restore({"kv_cache"})
+        assert set((await task).versions) == {1}
 
     scripted(script, main)
 
