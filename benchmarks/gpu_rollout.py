@@ -40,7 +40,7 @@ from meshrl.core.types import Request, SamplingParams
 from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
 
 EQUAL_PROMPT, EQUAL_ANSWER = 85, 64
-BANDWIDTH_SHAPES = ["0.5B", "1.5B"]
+BANDWIDTH_SHAPES, BANDWIDTH_CONTEXT = ["0.5B", "1.5B"], 4096  # for which there is a bar
 MAX_RUNNING = 256
 RequestSpec = tuple[np.ndarray, int]  # prompt, tokens to sample
 
@@ -188,7 +188,7 @@ def measure_decode(report: Report, args: Any, device: torch.device, shape: str, 
         report.figure(f"decode_step_ms_{name}", 1e3 * median(took))
         predict(report, f"decode_step_ms_{name}", 1e3 * median(num_bytes) / rate)
         share = median([n / rate / s for n, s in zip(num_bytes, took, strict=True)])
-        if shape in BANDWIDTH_SHAPES and context == max(contexts):
+        if shape in BANDWIDTH_SHAPES and context == BANDWIDTH_CONTEXT:
             report.bar(f"decode_bandwidth_{name}", share, at_least=0.6)
         else:
             report.figure(f"decode_bandwidth_{name}", share)

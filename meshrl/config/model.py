@@ -39,10 +39,11 @@ class ModelConfig(Slice):
     attn_implementation: Literal["auto", "sdpa", "flash", "flex", "eager"] = "auto"
     """how trainer and embedded sampler compute attention: flash (or flash_attention_2) = a kernel for packed rows;
     flex = torch's flex_attention; sdpa = torch's SDPA over padded rows; eager = plain matrix products, for a debugger;
-    auto = flash where the device and the model permit it (cuDNN for rows of 4,096 tokens and more on H100 and B200),
-    else sdpa, and matrix products for short rows on a CPU. The run reports what it uses, and why where it can't be the
-    one that is set: then it is as auto. Embedded samplers compute prompts in this way, and new tokens by matrix
-    products over their KV cache, on NVIDIA GPUs by kernels of meshrl; servers have their own"""
+    auto = flash where the device and the model permit it (on H100 and B200 cuDNN, if all rows of a micro-batch have
+    4,096 tokens or more and share no prompt), else sdpa, and matrix products for short rows on a CPU. The run reports
+    what it uses, and why where it can't be the one that is set: then it is as auto. Embedded samplers compute prompts
+    in this way, and new tokens by matrix products over their KV cache, on NVIDIA GPUs by kernels of meshrl; servers
+    have their own"""
     router_dtype: Literal["auto", "float32"] = "auto"
     """dtype in which the routers of a mixture of experts compute, in trainer and embedded sampler (Megatron's
     moe_router_dtype): float32 = their parameters, of model.dtype, their logits and scores are widened to fp32; auto =

@@ -257,7 +257,7 @@ def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return wait
 
 
-def graph_memory(device: torch.device) -> Any:
+def graph_memory() -> Any:
     """Memory for graphs of `recorded` that never run at the same time."""
     return torch.cuda.graph_pool_handle()
 

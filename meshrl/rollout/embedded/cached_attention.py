@@ -32,13 +32,13 @@ class PrefillAttention(PackedAttention):
     ):
         super().__init__(cu_seqlens, device)
         self.writes, self.rows = writes, rows
-        self.fit_kernels = True  # all layers so far
+        self.kernels_fit = True  # all layers so far
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         self.write(layer, k, v)
-        self.fit_kernels &= fit_kernels(q, v, spec)
+        self.kernels_fit &= fit_kernels(q, v, spec)
         return super().attend(layer, q, k, v, spec)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:

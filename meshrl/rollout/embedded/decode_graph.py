@@ -29,7 +29,7 @@ class DecodeGraphs:
         states [N, D], which are overwritten by the next call."""
         size = inputs.shape[1]
         if size not in self._graphs:
-            self._graphs[size] = self._record(inputs, tokens)
+            self._graphs[size] = self._record(size)
         static, replay, hidden = self._graphs[size]
         static[1:].copy_(inputs)
         static[0, : len(tokens)].copy_(tokens)
@@ -40,20 +40,17 @@ class DecodeGraphs:
         """When tensors that the graphs read have moved."""
         self._graphs.clear()
 
-    def _record(
-        self, inputs: torch.Tensor, tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, Callable[[], None], torch.Tensor]:
+    def _record(self, size: int) -> tuple[torch.Tensor, Callable[[], None], torch.Tensor]:
+        """The inputs of a graph, a function that repeats it, and its result."""
         if not self._graphs:  # memory without a graph can't be used again
-            self._memory = graph_memory(self._device)
-        static = torch.zeros((3, inputs.shape[1]), dtype=torch.int64, device=inputs.device)
-        static[1:].copy_(inputs)
-        static[0, : len(tokens)].copy_(tokens)
+            self._memory = graph_memory()
+        static = torch.zeros((3, size), dtype=torch.int64, device=self._device)  # rows of length 0 write nothing
         context = self._context(lambda: static[2])
 
         def work() -> torch.Tensor:
             return self._hidden(static[0], static[1], context)
 
-        work()  # it compiles kernels, and writes to the cache what the graph writes again
+        work()  # it compiles kernels
         return static, *recorded(work, self._memory)
 
 

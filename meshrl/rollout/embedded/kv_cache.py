@@ -289,7 +289,7 @@ class TileTable:
         if self.tables.shape != sent.shape:
             widths = np.repeat(np.diff(self._starts), np.diff(self._starts) // CHUNK)
             self.widths = torch.from_numpy(widths).to(self._device)
-            self.tables = sent.clone()
+            self.tables = torch.empty_like(sent)
         self._index = {layer: i for i, layer in enumerate(self.store.layers)}
         self.tables.copy_(sent)
 

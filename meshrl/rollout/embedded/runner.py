@@ -57,7 +57,9 @@ class Runner:
         self._table, self._of_prompts = (
             TileTable(store, max_context_tokens, device) for store in (self.running, self.prompts)
         )
-        self._graphs = None if fast is None else DecodeGraphs(fast.hidden, partial(TiledAttention, self._table), device)
+        self._graphs: DecodeGraphs | None = None
+        if fast is not None and self.kernels_fit:
+            self._graphs = DecodeGraphs(fast.hidden, partial(TiledAttention, self._table), device)
         self._addresses: list[int] = []  # of the weights that the graphs read
         self._ahead: torch.Tensor | None = None  # final states of the running rows, from `look_ahead`
         stored = token_bytes(model, tile_dtype(device, model.head().weight.dtype))
@@ -102,7 +104,7 @@ class Runner:
         context = self._context(rows, prefills, arrays)
         hidden = self._hidden(ids(), places(), context)
         if isinstance(context, PrefillAttention):
-            self.kernels_fit &= context.fit_kernels
+            self.kernels_fit &= context.kernels_fit
         if self._routing is not None:
             routes = self._routing.recorded().flatten(1)[:, None]  # [T, 1, L * K]
             context.write(_ROUTES, routes, routes[..., :1])

@@ -190,7 +190,7 @@ def test_an_engine_with_kernels_and_graphs_samples_the_same(requests_of_engine, 
 
     monkeypatch.setattr(fast_decoder, "_kernels_of", lambda device: decoder_kernels)
     monkeypatch.setattr(decode_graph, "recorded", recorded)
-    monkeypatch.setattr(decode_graph, "graph_memory", lambda device: None)
+    monkeypatch.setattr(decode_graph, "graph_memory", lambda: None)
     engine = tiny_engine(_model(1), max_running=5)
     graphs, longest = engine._runner._graphs, []
     replay = graphs.run
