@@ -25,7 +25,7 @@ from meshrl.cluster.row_cache import RowCache
 from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric, Request, Times, Turn
 from meshrl.process import frames
-from meshrl.train.engine import StepReport
+from meshrl.train.engine import Role, StepReport
 
 PROMPT_TOKENS = 256
 
@@ -86,12 +86,18 @@ class StandInExecutor:
                 try:
                     answers = frames.receive(key.fileobj)  # type: ignore[arg-type]
                 except (EOFError, OSError):
+                    self._loop.call_soon_threadsafe(self._lost)
                     return
                 self._loop.call_soon_threadsafe(self._answered, answers)
 
     def _answered(self, answers: list[tuple[int, bool, Any]]) -> None:
         for call_id, _, value in answers:
             self._pending.pop(call_id).set_result(value)
+
+    def _lost(self) -> None:
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(RuntimeError("The process that answers for the ranks has ended."))
 
     async def start(self) -> None: ...
     def failure_of(self, rank: int) -> RankFailure | None: ...
@@ -165,13 +171,13 @@ class _Ranks:
             times=Times(queue_s=0.1, prefill_s=0.2, decode_s=30.0, cached_tokens=len(request.context_ids)),
         )
 
-    def forward_backward(self, rank: int, message: Any, loss: Any, values: bool = False) -> UpdateReport:
+    def forward_backward(self, rank: int, message: Any, role: Role, loss: Any, values: bool = False) -> UpdateReport:
         rows = self.caches[rank].take(message)
         metrics = self.metrics * len(message.micro_batches)
         mismatch = {i: np.array([row.mask.sum(), row.mask.sum(), 1e-3, 1e-5, 1e-6]) for i, row in rows.items()}
         return UpdateReport(metrics=metrics, mismatch=mismatch)
 
-    def optim_step(self, rank: int, lr: float) -> StepReport:
+    def optim_step(self, rank: int, role: Role, lr: float) -> StepReport:
         return StepReport(grad_norm=1.0, skipped=False, lr=lr, num_optimizer_steps=1)
 
     def memory(self, rank: int) -> tuple[list[Metric], dict[str, int]]:
