@@ -400,7 +400,7 @@ Of **mixtures of experts**, routers are measured (`router/*` in [metrics.md](met
 the embedded engine selected (`rollout.router_replay`). JetMoE and Jamba have none of these, because their routers do
 not return logits, scores and selected experts; PhiMoE, and DeepSeek-V2 with `group_limited_greedy`, have no replay. The
 start of a run refuses the keys there. `tests/unit/model/test_routing.py` proves this of every mixture below. Experts
-get no LoRA adapters.
+get LoRA adapters if `model.lora.targets` has `experts`, in JetMoE not; the table's LoRA column includes them.
 
 | architecture | model type | {columns} | vLLM |
 | --- | --- | {rule} | --- |

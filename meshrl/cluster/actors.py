@@ -240,7 +240,7 @@ class RankWorker:
     def weights(self) -> RankBoxes:
         """The boxes that this rank holds of each tensor that samplers need (a collective, with LoRA)."""
         trainer, cfg = self._policy, self.spec.rollout
-        weights = trainer.weights(merged=cfg is not None and not cfg.takes_adapters)
+        weights = trainer.weights(merged=cfg is not None and not cfg.takes_adapters(self.spec.model.lora))
         return RankBoxes(
             sender=trainer.coordinates.sender,
             replica=trainer.coordinates.replica,

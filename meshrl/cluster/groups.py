@@ -66,7 +66,8 @@ class TrainGroup:
     def changes_mode(self) -> SyncMode:
         """The mode of a sync that does not send all weights."""
         spec = self.executor.specs[0]
-        adapters = spec.model.lora.enabled and spec.rollout is not None and spec.rollout.takes_adapters
+        lora = spec.model.lora
+        adapters = lora.enabled and spec.rollout is not None and spec.rollout.takes_adapters(lora)
         return "adapter" if adapters else "delta"
 
     def plan_rows(self, samples: Sequence[Sample], scored: Collection[int] = ()) -> PlannedRows:

@@ -38,13 +38,14 @@ class RankSync:
         self.layout = layout
         self._spec, self._cfg, self._device = spec, spec.rollout, device
         self._trainer, self._sampler = trainer, sampler
+        self._takes_adapters = spec.rollout.takes_adapters(spec.model.lora)
         self._sender: WeightSender | None = None
         self._transport: Transport | None = None  # made by the first sync that needs it
         self._running: asyncio.Task[Ack | None] | None = None
         self._cancelled = False
         self._replica = 0 if trainer is None else trainer.coordinates.replica
         if trainer is not None and (self._colocated or not self._replica):  # else the first replica sends
-            frozen = trainer.frozen() if self._cfg.takes_adapters else frozenset()
+            frozen = trainer.frozen() if self._takes_adapters else frozenset()
             self._sender = WeightSender(layout, trainer.coordinates.sender, self._cfg.sync_mode == "delta", frozen)
 
     def state(self, connection_id: str) -> SyncState:
@@ -82,7 +83,7 @@ class RankSync:
     async def _sync(self, order: SyncOrder) -> Ack | None:
         sampler, trainer = self._sampler, self._trainer
         if self._sender is not None and trainer is not None:
-            weights = trainer.weights(merged=not self._cfg.takes_adapters)
+            weights = trainer.weights(merged=not self._takes_adapters)
             self._sender.begin(weights.sources, changes=order.header.mode != "full")
         targets = sampler.targets if self._in_place and isinstance(sampler, EmbeddedEngine) else None
         ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)

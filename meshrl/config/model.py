@@ -13,6 +13,8 @@ from meshrl.config.case import Case, Problem
 from meshrl.config.source import HUB_ID
 from meshrl.core.files import Unreadable, is_there, read_json
 
+EXPERTS = "experts"  # in model.lora.targets: the joint tensors of a mixture's experts
+
 
 class LoraConfig(Slice):
     enabled: bool = False
@@ -22,8 +24,14 @@ class LoraConfig(Slice):
     alpha: float = Field(32.0, gt=0)
     """an adapter's output is multiplied by alpha / rank; twice the rank is usual"""
     targets: list[str] = Field(["all-linear"])
-    """linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear as the only entry
-    = all linear layers except the head. The experts of a mixture are joint tensors, and get none"""
+    """linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear instead of such
+    names = all linear layers except the head; experts, besides these or alone = the experts of a mixture, which are
+    joint tensors (peft's target_parameters). With experts, samplers get merged weights, train.mesh.tp is 1, and
+    train.activation_checkpointing should be true, else the merged experts of all layers stay until the backward pass"""
+
+    @property
+    def on_experts(self) -> bool:
+        return self.enabled and EXPERTS in self.targets
 
     @property
     def scale(self) -> float:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
+from meshrl.config.model import LoraConfig
 from meshrl.config.source import COMMAND_LINE
 from meshrl.config.values import show
 
@@ -179,7 +180,7 @@ class RolloutConfig(Slice):
     train ranks; each replica of an engine other than embedded needs one more copy in host memory. On one machine
     without torchrun or broadcast, where sending all weights takes less time, delta is the same as full.
     With LoRA, an embedded sampler always gets only the adapters; another engine gets only the adapters with
-    delta, and merged weights with full"""
+    delta, and merged weights with full; with adapters of experts all get merged weights"""
 
     release_memory: bool | None = None
     """samplers on the train ranks' devices free their weights and KV caches while the train ranks train; each sync then
@@ -210,12 +211,11 @@ class RolloutConfig(Slice):
         """Seconds in which the server of a replica must start; 0 for an engine that starts none."""
         return {"vllm": self.vllm.start_deadline_s, "sglang": self.sglang.start_deadline_s}.get(self.engine, 0.0)
 
-    @property
-    def takes_adapters(self) -> bool:
+    def takes_adapters(self, lora: LoraConfig) -> bool:
         """Whether LoRA adapters are sent separately from the base weights; else the trainer sends merged weights.
 
         A server has no adapters, but the rank of its engine can keep base and adapters and merge them."""
-        return self.engine == "embedded" or self.sync_mode == "delta"
+        return not lora.on_experts and (self.engine == "embedded" or self.sync_mode == "delta")
 
 
 def engine_problems(case: Case) -> Iterator[Problem]:

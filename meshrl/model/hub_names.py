@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from meshrl.model.lora import is_adapter, named_weights, weight_name, wire_name
-from meshrl.parallel.boxes import overlap
+from meshrl.parallel.boxes import Box, overlap
 
 
 class _View(NamedTuple):
@@ -59,7 +59,8 @@ class HubNames:
         self._views = self._reverted(lm, of_files | {alias: shapes[name] for alias, name in aliases.items()})
         for name in filter(is_adapter, shapes):
             self._views[name] = [_same(self._adapter(name), shapes[name])]
-        self.tensors = {view.name: view.shape for name in shapes for view in self._views[name]}
+        self._view_of = {view.name: view for name in shapes for view in self._views[name]}
+        self.tensors = {name: view.shape for name, view in self._view_of.items()}
         self.module_names = {view.name: name for name in shapes for view in self._views[name]}
         self.tied = {
             alias: first for module in aliases for alias, first in zip(self.of(module), self.of(aliases[module]))
@@ -84,6 +85,17 @@ class HubNames:
             first = local.storage_offset() + block.first
             yield block.name, block.offsets, local.as_strided(block.shape, block.strides, first)
 
+    def in_module(
+        self, hub_name: str, offsets: tuple[int, ...], shape: tuple[int, ...]
+    ) -> tuple[Box, tuple[int | None, ...]]:
+        """The box of the module's tensor that a box of a hub tensor is, and the dim of it for each dim of the box."""
+        view = self._view_of[hub_name]
+        starts, sizes = list(view.offsets), [1] * len(view.offsets)
+        for dim, at, size in zip(view.dims, offsets, shape, strict=True):
+            if dim is not None:
+                starts[dim], sizes[dim] = starts[dim] + at, size
+        return (tuple(starts), tuple(sizes)), view.dims
+
     def _reverted(self, lm: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[_View]]:
         """The views that Transformers' reverted rules make of each tensor; fills `computed`."""
         from transformers.core_model_loading import revert_weight_conversion
@@ -107,7 +119,7 @@ class HubNames:
     def _adapter(self, name: str) -> str:
         """The name of lora_A or lora_B after the hub name of its layer's weight, if that weight is one hub tensor."""
         weight = weight_name(name)
-        views = self._views[weight]
+        views = self._views.get(weight, ())  # none for the adapter of experts, which no sampler gets
         if len(views) == 1 and views[0].name.endswith(".weight"):
             return views[0].name.removesuffix(".weight") + name.removeprefix(weight.removesuffix(".weight"))
         return name

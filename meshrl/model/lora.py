@@ -1,30 +1,38 @@
-"""LoRA adapters, which peft creates and computes: the trained parameters, their names, and the merged weights.
+"""LoRA adapters: the trained parameters, their names, and the merged weights. peft creates and computes those of
+linear layers.
 
 A layer's x W^T becomes x W^T + s (x A^T) B^T. W is frozen, in the compute dtype; A and B are trained. In
 weight transfers, checkpoints and digests their names are q_proj.weight, q_proj.lora_A.weight and q_proj.lora_B.weight.
+
+The experts of a mixture are joint tensors, experts.gate_up_proj [E, out, in], which Transformers' code computes with in
+several ways. Here each forward of the experts gets the sum W + s B A instead of W; A is [E * R, in] and B is
+[out, R * E], as in peft. A sampler gets merged weights.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshrl.config.model import LoraConfig
+from meshrl.config.model import EXPERTS, LoraConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.weight_files import write_tensors
-from meshrl.parallel.boxes import LocalBox, boxes, index_of
+from meshrl.parallel.boxes import Box, boxes, index_of
 from meshrl.parallel.fsdp import full_tensor, local_shard
 
 ADAPTER_FOLDER = "adapter"  # below an exported model, which has merged weights
+ALL_LINEAR = "all-linear"
 _ADAPTER = "default"  # peft's name of the one adapter
 _WIRE_A, _WIRE_B = ".lora_A.weight", ".lora_B.weight"
+_EXPERTS_SUFFIX = "_adapter"  # of an adapter's module in the experts, after the name of the joint tensor
 
 
 def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path: str | Path) -> None:
@@ -36,10 +44,15 @@ def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path:
     from peft import inject_adapter_in_model
 
     on_meta = next(lm.parameters()).is_meta
-    config = _peft_config(cfg, [f"lm.{name}" for name in _target_names(lm, cfg, path)], str(path))
-    # Called with a mixture of experts itself, peft would replace targets gate_proj, up_proj, down_proj by the experts.
-    container = torch.nn.ModuleDict({"lm": lm})
-    inject_adapter_in_model(config, container, _ADAPTER, low_cpu_mem_usage=on_meta)
+    linear, joint = _target_names(lm, cfg, path)
+    if linear:
+        config = _peft_config(cfg, [f"lm.{name}" for name in linear], [], str(path))
+        # Called with a mixture itself, peft would replace targets gate_proj, up_proj, down_proj by the experts.
+        container = torch.nn.ModuleDict({"lm": lm})
+        inject_adapter_in_model(config, container, _ADAPTER, low_cpu_mem_usage=on_meta)
+    for name in joint:
+        owner, _, leaf = name.rpartition(".")
+        _add_to_experts(lm.get_submodule(owner), leaf, cfg)
     for name, p in named_weights(lm):
         p.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -79,6 +92,7 @@ def wire_name(name: str) -> str:
     """A parameter's name without peft's wrapper modules."""
     for letter in "AB":
         name = name.replace(f".lora_{letter}.{_ADAPTER}.", f".lora_{letter}.")
+        name = name.replace(f"{_EXPERTS_SUFFIX}.lora_{letter}.", f".lora_{letter}.")
     return name.replace(".base_layer.", ".")
 
 
@@ -106,16 +120,22 @@ def trained_weights(lm: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The adapter of one weight: adds scale * B @ A, with A [R, in] and B [out, R]."""
+    """The adapter of one weight: adds scale * B @ A, with A [R, in] and B [out, R]; with experts, in their module's
+    order of dims, L @ R' as `_factors` returns them."""
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    num_experts: int = 0
+    is_transposed: bool = False  # the experts are [E, in, out]
 
 
 def adapters_of(lm: torch.nn.Module) -> dict[str, Adapter]:
     """The adapters by the wire name of their weight."""
-    return {f"{name}.weight": _adapter(layer) for name, layer in _layers(lm)}
+    return {
+        name.removesuffix(_EXPERTS_SUFFIX) if isinstance(layer, ExpertsAdapter) else f"{name}.weight": _adapter(layer)
+        for name, layer in _layers(lm)
+    }
 
 
 def adapter_of(layer: torch.nn.Module) -> Adapter | None:
@@ -127,9 +147,10 @@ def base_layer_of(layer: Any) -> Any:
     return layer.base_layer if _has_adapter(layer) else layer
 
 
-def merged_rows(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
-) -> Callable[[int, int], torch.Tensor]:
+Rows = Callable[[int, int], torch.Tensor]
+
+
+def merged_rows(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> Rows:
     """A function that computes the rows [first, end) of a block of the merged weight W + s B A, in fp32.
 
     weight: [out, in], a block of W; a: [R, in], its columns of A; b: [out, R], its rows of B.
@@ -138,16 +159,110 @@ def merged_rows(
     return lambda first, end: torch.addmm(weight[first:end].float(), b[first:end].float(), a, alpha=scale)
 
 
-def merged(adapter: Adapter) -> Callable[[LocalBox], Callable[[int, int], torch.Tensor]]:
-    """A function from a box of the adapter's weight to `merged_rows` of that box (a collective if the model is sharded:
-    each rank needs the full A and B, which are small)."""
+def merged(adapter: Adapter) -> Callable[[torch.Tensor, Box, Sequence[int | None]], Rows]:
+    """A function from a block of the adapter's weight to a function that computes its rows as `merged_rows` does (a
+    collective if the model is sharded: each rank needs the full A and B, which are small).
+
+    Its arguments: the block; the box of the weight that it is; the weight's dim for each dim of the block, None for a
+    dim of size 1 that the weight does not have.
+    """
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
+    if not adapter.num_experts:
 
-    def rows_of(local: LocalBox) -> Callable[[int, int], torch.Tensor]:
-        rows, columns = index_of(local.box)
-        return merged_rows(local.tensor, a[:, columns], b[rows], adapter.scale)
+        def rows_of(block: torch.Tensor, box: Box, dims: Sequence[int | None]) -> Rows:
+            rows, columns = index_of(box)
+            return merged_rows(block, a[:, columns], b[rows], adapter.scale)
 
-    return rows_of
+        return rows_of
+    left, right = _factors(a, b, adapter.num_experts, adapter.is_transposed)
+
+    def rows_of_experts(block: torch.Tensor, box: Box, dims: Sequence[int | None]) -> Rows:
+        experts, rows, columns = index_of(box)
+        own = left[experts, rows].clone(), right[experts, :, columns].clone()  # the rest of A and B is freed
+        return partial(_merged_rows_of_experts, block, *own, adapter.scale, dims)
+
+    return rows_of_experts
+
+
+def _merged_rows_of_experts(
+    block: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scale: float,
+    dims: Sequence[int | None],
+    first: int,
+    end: int,
+) -> torch.Tensor:
+    """The rows [first, end) of a block of the merged experts. left [e, i, R], right [e, R, j]: of the block's box."""
+    part = slice(first, end)
+    if dims[0] == 0:
+        left, right = left[part], right[part]
+    elif dims[0] == 1:
+        left = left[:, part]
+    elif dims[0] == 2:
+        right = right[..., part]
+    order = [dim for dim in dims if dim is not None]
+    order += [dim for dim in range(3) if dim not in order]  # of size 1
+    values = block[part]
+    return torch.add(values, torch.bmm(left, right).permute(order).reshape(values.shape), alpha=scale)
+
+
+def _factors(
+    a: torch.Tensor, b: torch.Tensor, num_experts: int, is_transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two factors of each expert's change: [E, out, R] and [E, R, in], or transposed [E, in, R] and [E, R, out]."""
+    a = a.view(num_experts, -1, a.shape[1])
+    b = b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+    return (a.mT, b.mT) if is_transposed else (b, a)
+
+
+class ExpertsAdapter(torch.nn.Module):
+    """A and B of one joint tensor of experts, in the order of peft."""
+
+    def __init__(self, weight: torch.Tensor, is_transposed: bool, cfg: LoraConfig):
+        super().__init__()
+        self.num_experts, rows, columns = weight.shape
+        out_size, in_size = (columns, rows) if is_transposed else (rows, columns)
+        self.is_transposed, self.scale = is_transposed, cfg.scale
+        linear = partial(torch.nn.Linear, bias=False, device=weight.device, dtype=weight.dtype)
+        self.lora_A = linear(in_size, cfg.rank * self.num_experts)
+        self.lora_B = linear(cfg.rank * self.num_experts, out_size)
+        self._disable_adapters = False
+        self.frozen: tuple[torch.nn.Parameter, ...] = ()  # the weight, while the experts compute with the merged one
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        factors = _factors(self.lora_A.weight, self.lora_B.weight, self.num_experts, self.is_transposed)
+        return torch.baddbmm(weight, *(f.to(weight.dtype) for f in factors), alpha=self.scale)
+
+
+def _add_to_experts(experts: Any, name: str, cfg: LoraConfig) -> None:
+    if not any(isinstance(child, ExpertsAdapter) for child in experts.children()):
+        experts.register_forward_pre_hook(_merge)
+        experts.register_forward_hook(_restore, always_call=True)
+    adapter = ExpertsAdapter(getattr(experts, name), getattr(experts, "is_transposed", False), cfg)
+    experts.add_module(name + _EXPERTS_SUFFIX, adapter)
+
+
+def _of_experts(experts: torch.nn.Module) -> Iterator[tuple[str, ExpertsAdapter]]:
+    for name, child in experts.named_children():
+        if isinstance(child, ExpertsAdapter):
+            yield name.removesuffix(_EXPERTS_SUFFIX), child
+
+
+def _merge(experts: torch.nn.Module, args: Any) -> None:
+    for name, adapter in _of_experts(experts):
+        weight = experts._parameters[name]
+        assert weight is not None
+        if not adapter._disable_adapters:
+            adapter.frozen = (weight,)
+            experts._parameters[name] = adapter.merged(weight)  # type: ignore[assignment]
+
+
+def _restore(experts: torch.nn.Module, args: Any, output: Any) -> None:
+    """Also when the forward has raised: activation checkpointing ends a second forward early in this way."""
+    for name, adapter in _of_experts(experts):
+        if adapter.frozen:
+            (experts._parameters[name],), adapter.frozen = adapter.frozen, ()
 
 
 @contextmanager
@@ -166,45 +281,80 @@ def without_adapters(lm: torch.nn.Module) -> Iterator[None]:
 def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path) -> None:
     """Write a folder for peft's `PeftModel.from_pretrained`, over the model of `path`. tensors: full, by wire name."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = _peft_config(cfg, [name.removesuffix(_WIRE_A) for name in tensors if name.endswith(_WIRE_A)], path)
+    names = [name.removesuffix(_WIRE_A) for name in tensors if name.endswith(_WIRE_A)]
+    joint = [name for name in names if _is_joint(name)]
+    config = _peft_config(cfg, [name for name in names if name not in joint], joint, path)
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    named = {f"base_model.model.{name}": t.cpu() for name, t in tensors.items()}
+    renamed = {name: _name_of_peft(name, joint) for name in names}
+    named = {}
+    for name, t in tensors.items():
+        owner, _, end = name.rpartition(".lora_")
+        named[f"base_model.model.{renamed[owner]}.lora_{end}"] = t.cpu()
     write_tensors(named, folder / "adapter_model.safetensors")
 
 
-def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:
-    """Full names of the layers that get adapters. peft itself would accept targets that are no linear layer, and ignore
-    targets that do not exist. Routers and experts of a mixture are not torch.nn.Linear modules and get no adapter."""
+def _name_of_peft(name: str, joint: Sequence[str]) -> str:
+    """peft wraps the experts once for each joint tensor, in their order in the module, the last one outside."""
+    if name not in joint:
+        return name
+    owner = name.rpartition(".")[0]
+    own = [other for other in joint if other.rpartition(".")[0] == owner]
+    return owner + ".base_layer" * (len(own) - 1 - own.index(name))
+
+
+def _is_joint(name: str) -> bool:
+    """Whether this is the name of a joint tensor of experts, not of a linear layer."""
+    return name.rpartition(".")[0].rpartition(".")[2] == EXPERTS
+
+
+def joint_experts(lm: torch.nn.Module) -> list[str]:
+    """The names of the joint tensors of experts."""
+    return [name for name, p in lm.named_parameters() if p.ndim == 3 and _is_joint(name)]
+
+
+def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> tuple[list[str], list[str]]:
+    """Full names of the layers, and of the joint tensors, that get adapters. peft itself would accept targets that are
+    no linear layer, and ignore targets that do not exist. Routers get no adapter."""
     head = lm.get_output_embeddings()
     linear = [name for name, m in lm.named_modules() if type(m) is torch.nn.Linear and m is not head]
+    joint, targets = joint_experts(lm), [target for target in cfg.targets if target != EXPERTS]
+    if len(targets) < len(cfg.targets) and not joint:
+        raise ConfigError(
+            f"model.lora.targets has {EXPERTS}, but {str(path)!r} has no experts that are joint tensors. Leave it out; "
+            f"experts that are linear layers are among {ALL_LINEAR}"
+        )
+    if len(targets) == len(cfg.targets):
+        joint = []
+    if joint and not targets:
+        return [], joint
     if not linear:
         raise ConfigError(
             f"model.lora.enabled is true, but {str(path)!r} has no linear layers (torch.nn.Linear) except its head. "
             "Set it to false"
         )
-    if cfg.targets == ["all-linear"]:
-        return linear
-    meant = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in cfg.targets}
+    if targets == [ALL_LINEAR]:
+        return linear, joint
+    meant = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in targets}
     unused = [target for target, names in meant.items() if not names]
     if unused or not meant:
         linear_names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        has_experts = any(p.ndim == 3 for p in lm.parameters())
-        experts = "; its experts are joint tensors of three dims, which get no adapters" if has_experts else ""
+        experts = f"; its joint experts are named by {EXPERTS}" if joint_experts(lm) else ""
         raise ConfigError(
             f"model.lora.targets has {', '.join(unused) or 'no name'}, but the linear layers of {str(path)!r}, except "
-            f"its head, are {linear_names}{experts}. Give some of these names, or only all-linear"
+            f"its head, are {linear_names}{experts}. Give some of these names, or only {ALL_LINEAR}"
         )
-    return [name for name in linear if any(name in names for names in meant.values())]
+    return [name for name in linear if any(name in names for names in meant.values())], joint
 
 
-def _peft_config(cfg: LoraConfig, names: list[str], path: str) -> Any:
+def _peft_config(cfg: LoraConfig, names: list[str], joint: list[str], path: str) -> Any:
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
         r=cfg.rank,
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft computes with fractions, too
         target_modules=names,
+        target_parameters=joint or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
     )
@@ -212,7 +362,7 @@ def _peft_config(cfg: LoraConfig, names: list[str], path: str) -> Any:
 
 def _layers(lm: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in lm.named_modules():
-        if _has_adapter(module):
+        if _has_adapter(module) or isinstance(module, ExpertsAdapter):
             yield name, module
 
 
@@ -221,5 +371,8 @@ def _has_adapter(module: torch.nn.Module) -> bool:
 
 
 def _adapter(layer: Any) -> Adapter:
+    if isinstance(layer, ExpertsAdapter):
+        a, b = layer.lora_A.weight, layer.lora_B.weight
+        return Adapter(a, b, layer.scale, layer.num_experts, layer.is_transposed)
     a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
     return Adapter(a, b, float(layer.scaling[_ADAPTER]))

@@ -103,7 +103,7 @@ def _require_finite(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Non
 
 def _merged_values(adapter: Adapter) -> Callable[[LocalBox], torch.Tensor]:
     rows_of = merged(adapter)
-    return lambda local: rows_of(local)(0, len(local.tensor))
+    return lambda local: rows_of(local.tensor, local.box, range(local.tensor.dim()))(0, len(local.tensor))
 
 
 def gathered(

@@ -9,7 +9,7 @@ import torch
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, named_weights
 from meshrl.model.lora import merged as merged_with
-from meshrl.parallel.boxes import LocalBox, boxes
+from meshrl.parallel.boxes import boxes
 from meshrl.sync.layout import Box
 from meshrl.sync.sender import Elements, SourceBox
 
@@ -47,7 +47,6 @@ def rank_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merge
         rows_of = merged_with(adapters[name]) if name in adapters else None
         for offsets, local in boxes(full):
             for hub_name, start, view in names.split(name, offsets, local):
-                # A layer with an adapter is one tensor of the files.
-                rows = None if rows_of is None else rows_of(LocalBox(start, view))
+                rows = None if rows_of is None else rows_of(view, *names.in_module(hub_name, start, tuple(view.shape)))
                 weights.sources[hub_name].append(SourceBox(start, tuple(view.shape), Elements(view, rows)))
     return weights

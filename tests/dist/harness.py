@@ -26,6 +26,7 @@ from meshrl.train.packing import pack
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 LORA = LoraConfig(enabled=True, rank=3, alpha=6)  # for models with adapters
+EXPERTS_LORA = LORA.model_copy(update={"targets": ["all-linear", "experts"]})
 
 
 def engine_over(
@@ -34,7 +35,8 @@ def engine_over(
     """A policy engine over `lm` on all ranks. dtype: compute dtype, by default the dtype of the weights."""
     cfg = TrainConfig(**(train or {}))
     mesh = build_mesh(resolve_shape(cfg, world), "cpu")
-    lora = LORA if adapters_of(lm) else None
+    adapters = adapters_of(lm).values()
+    lora = (EXPERTS_LORA if any(a.num_experts for a in adapters) else LORA) if adapters else None
     return TrainEngine.wrap(lm, cfg, mesh, "policy", dtype or next(lm.parameters()).dtype, lora=lora)
 
 

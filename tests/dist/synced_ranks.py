@@ -45,7 +45,7 @@ class SyncedRank:
         self.layout = layout_over_ranks(trainer, transfer_bytes)
         apart, transport, nodes = (WAYS[way].get(fact, other) for fact, other in _USUAL.items())
         self._num_failed = 0
-        self._mode: Any = "adapter" if trainer.lora else "delta"
+        self._mode: Any = "adapter" if trainer.lora and not _on_experts(trainer) else "delta"
         cfg = RolloutConfig(sync_mode=mode, sync_transport=transport)
         spec = worker_spec(
             rank=rank,
@@ -55,6 +55,8 @@ class SyncedRank:
             nodes=nodes,
             address="127.0.0.1",
         )
+        if trainer.lora is not None:
+            spec = replace(spec, model=spec.model.model_copy(update={"lora": trainer.lora}))
         self.own = {rank: RankSync(spec, CPU, self.layout, trainer, None if apart else sampler)}
         if apart:
             self.own[world + rank] = RankSync(replace(spec, rank=world + rank), CPU, self.layout, None, sampler)
@@ -91,9 +93,14 @@ class SyncedRank:
 _USUAL: dict[str, Any] = {"apart": False, "transport": "auto", "nodes": 1}
 
 
+def _on_experts(trainer: TrainEngine) -> bool:
+    """Whether samplers get merged weights."""
+    return trainer.lora is not None and trainer.lora.on_experts
+
+
 def layout_over_ranks(trainer: TrainEngine, transfer_bytes: int) -> Layout:
     """The layout of what all ranks of the first replica hold."""
-    held, at = trainer.weights(), trainer.coordinates
+    held, at = trainer.weights(merged=_on_experts(trainer)), trainer.coordinates
     found = _gathered({(at.replica, at.sender): held.boxes()})
     senders = [boxes for (replica, _), boxes in sorted(found.items()) if replica == 0]
     return make_layout(held.tensors, senders, held.tied, transfer_bytes)

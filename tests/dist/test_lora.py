@@ -20,7 +20,6 @@ from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.lora import adapters_of, add_adapters, is_adapter, merged, named_weights, randomize_adapters
-from meshrl.parallel.boxes import LocalBox
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.checkpoint_files import state_folder
@@ -188,8 +187,9 @@ def _rows(
     adapters = adapters_of(lm)
     for name, p in named_weights(lm):
         if not is_adapter(name):
-            box = LocalBox((0,) * p.dim(), full_tensor(p.detach()).float())
-            full[name] = merged(adapters[name])(box)(0, len(p)) if name in adapters else box.tensor
+            values = full_tensor(p.detach()).float()
+            box = (0,) * p.dim(), tuple(p.shape)
+            full[name] = merged(adapters[name])(values, box, range(2))(0, len(p)) if name in adapters else values
     return rows, full
 
 
@@ -266,14 +266,3 @@ def test_a_target_that_is_no_linear_layer_is_refused(targets, complaint):
         add_adapters(tiny_qwen2(tie=False), LoraConfig(enabled=True, targets=targets), torch.float32, "tiny")
 
 
-def test_experts_and_routers_get_no_adapters():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2)
-    config = Qwen3MoeConfig(**shape, num_experts=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    lm = Qwen3MoeForCausalLM(config)
-    add_adapters(lm, LoraConfig(enabled=True, rank=2), torch.float32, "tiny")
-    adapted_layers = {name.split(".")[-3] for name, _ in named_weights(lm) if name.endswith("lora_A.weight")}
-    assert adapted_layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ConfigError, match="experts are joint tensors of three dims, which get no adapters"):
-        add_adapters(Qwen3MoeForCausalLM(config), LoraConfig(enabled=True, targets=["gate_up_proj"]), torch.float32, "")

@@ -32,6 +32,10 @@ def test_a_run_replays_and_balances_its_routers_and_samples_from_the_trainers_we
         assert step["proof/logprob_abs_diff_mean"] < 0.01
         assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
         assert 0 < step["router/entropy"] <= 1.3863 and 1 <= step["router/max_load"] <= 4
+    adapters = ("model.lora.enabled=true", "model.lora.targets=[all-linear, experts]", "train.optimizer.lr=0.01")
+    for step in steps_of(train(config, "adapters", *ROUTERS, *usual, *adapters), ()):
+        assert step["train/grad_norm"] > 0 and step["proof/logprob_abs_diff_mean"] < 1e-5
+        assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
     note = "the model's config.json has router_aux_loss_coef 0.001"
     assert note not in (folder / "run_notes.txt").read_text()
     again = train(config, "default", *usual, "loop.num_steps=1")

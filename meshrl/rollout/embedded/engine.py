@@ -59,10 +59,10 @@ def build_embedded_engine(
     the model's files don't fill it.
     """
     max_context_tokens, _ = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
-    dtype, lora = DTYPES[model_cfg.dtype], model_cfg.lora if model_cfg.lora.enabled else None
+    dtype, lora = DTYPES[model_cfg.dtype], model_cfg.lora
     recipe = Recipe(
         dtype=dtype,
-        lora=lora,
+        lora=lora if lora.enabled and rollout_cfg.takes_adapters(lora) else None,
         adapter_dtype=dtype,
         device=device,
         synced=synced,

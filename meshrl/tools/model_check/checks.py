@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshrl.config.model import LoraConfig, ModelConfig
+from meshrl.config.model import EXPERTS, LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, Outputs
@@ -25,7 +25,7 @@ from meshrl.core.types import Request, Sample, SamplingParams, Turn
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.hub_names import HubNames
-from meshrl.model.lora import is_adapter, named_weights, randomize_adapters
+from meshrl.model.lora import is_adapter, joint_experts, named_weights, randomize_adapters
 from meshrl.model.recipe import Recipe, build_model
 from meshrl.model.save import save_pretrained
 from meshrl.model.weight_files import stored_tensors
@@ -244,9 +244,11 @@ def export(checked: CheckedModel) -> float:
 
 
 def lora(checked: CheckedModel) -> float:
-    """Adapters on all linear layers: each one gets a gradient, and the exported model, with merged weights, has the
-    logprobs of the model with adapters."""
-    with_adapter = build_model(checked.path, Recipe(trains=True, lora=LORA))
+    """Adapters on all linear layers and experts: each one gets a gradient, and the exported model, with merged weights,
+    has the logprobs of the model with adapters."""
+    on_experts = [EXPERTS] if joint_experts(checked.model.lm) else []
+    cfg = LORA.model_copy(update={"targets": [*LORA.targets, *on_experts]})
+    with_adapter = build_model(checked.path, Recipe(trains=True, lora=cfg))
     randomize_adapters(with_adapter.lm)
     got = scores(with_adapter, [pack(checked.rows, range(len(checked.rows)))])
     if logprob_distance(got, checked.reference) < 100 * TOLERANCE:
