@@ -241,6 +241,9 @@ def engine_problems(case: Case) -> Iterator[Problem]:
         text = "min_p ends an SGLang server with deterministic inference. Set it to 0, or deterministic: false."
         section = "sampling" if rollout.eval_sampling.min_p is None else "eval_sampling"
         yield Problem((f"rollout.{section}.min_p", "rollout.sglang.deterministic"), text)
+    if rollout.engine == "sglang" and case.rl.eval_sampling.repetition_penalty > 2:
+        section = "sampling" if rollout.eval_sampling.repetition_penalty is None else "eval_sampling"
+        yield Problem((f"rollout.{section}.repetition_penalty", "rollout.engine"), "SGLang allows at most 2.")
     if rollout.engine == "sglang" and rollout.sglang.url is None:
         yield from _own_server(case, "sglang", rollout.sglang)
     elif rollout.engine == "sglang":

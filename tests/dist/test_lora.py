@@ -264,5 +264,3 @@ def test_a_checkpoint_has_only_the_adapters_and_restores_them_on_other_ranks(poo
 def test_a_target_that_is_no_linear_layer_is_refused(targets, complaint):
     with pytest.raises(ConfigError, match=complaint):
         add_adapters(tiny_qwen2(tie=False), LoraConfig(enabled=True, targets=targets), torch.float32, "tiny")
-
-

@@ -22,10 +22,17 @@ from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.causal import CausalModel
-from meshrl.model.lora import add_adapters, is_adapter, named_weights, randomize_adapters, without_adapters
+from meshrl.model.lora import (
+    Adapter,
+    add_adapters,
+    is_adapter,
+    merged,
+    named_weights,
+    randomize_adapters,
+    without_adapters,
+)
 from meshrl.model.tensor_parallel import cut_model
 from meshrl.parallel.exchange import Axis
-from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.parallel.tp import TensorParallel
 from meshrl.train.checkpoint_files import state_folder
@@ -192,6 +199,30 @@ def test_peft_loads_the_exported_adapter_and_a_checkpoint_restores_it_on_other_r
         assert (before - two(tokens).logits).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dims", [(0, 1, 2), (0, 2, 1), (1, 2), (2, 1), (None, 1, 2), (1, None, 2)])
+def test_any_rows_of_any_block_are_those_of_the_merged_tensor(dims, transposed):
+    """Also of a block whose dims are in another order than the joint tensor's."""
+    torch.manual_seed(0)
+    weight, a = torch.randn(4, 6, 5), torch.randn(4 * 2, 6 if transposed else 5)
+    b = torch.randn(5 if transposed else 6, 2 * 4)
+    change = torch.einsum("erc,dre->edc" if not transposed else "erc,dre->ecd", a.view(4, 2, -1), b.view(-1, 2, 4))
+    box = ((1, 2, 1), (3 if 0 in dims else 1, 3, 4))
+    index = tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
+
+    def block(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor[index]
+        order = [dim for dim in dims if dim is not None]
+        own = own.permute([*order, *(dim for dim in range(3) if dim not in order)])
+        return own.reshape([1 if dim is None else box[1][dim] for dim in dims])
+
+    rows = merged(Adapter(a, b, 0.5, num_experts=4, is_transposed=transposed))(block(weight), box, dims)
+    want = block(weight + 0.5 * change)
+    for first in range(len(want)):
+        for end in range(first + 1, len(want) + 1):
+            torch.testing.assert_close(rows(first, end), want[first:end], atol=1e-5, rtol=1e-5)
+
+
 def test_experts_and_routers_get_adapters_only_if_they_are_named():
     linear = {"q_proj", "k_proj", "v_proj", "o_proj"}
     for targets, want in (
@@ -205,11 +236,11 @@ def test_experts_and_routers_get_adapters_only_if_they_are_named():
 
 
 def test_targets_that_can_not_be_adapted_are_refused():
-    with pytest.raises(ConfigError, match="has gate_up_proj, but.*its joint experts are named by experts"):
+    with pytest.raises(ConfigError, match=r"has gate_up_proj, but.*its joint experts are named by experts"):
         adapted(targets=["gate_up_proj"])
     with pytest.raises(ConfigError, match="has experts, but 'tiny' has no experts that are joint tensors"):
         add_adapters(tiny_qwen2(), EXPERTS_LORA, torch.float32, "tiny")
-    with pytest.raises(ConfigError, match="tp is 2, but model.lora.targets has experts, whose adapters are not cut"):
+    with pytest.raises(ConfigError, match=r"tp is 2, but model\.lora\.targets has experts, whose adapters are not cut"):
         cut_model(CausalModel(adapted()), TensorParallel(Axis(2, 0, None)))
 
 

@@ -113,7 +113,7 @@ FAULTS = [
     Fault(
         "the base of an adapter is sent each time",
         "meshrl/cluster/rank_sync.py::RankSync.__init__",
-        "trainer.frozen() if self._cfg.takes_adapters else frozenset() => frozenset[str]()",
+        "trainer.frozen() if self._takes_adapters else frozenset() => frozenset[str]()",
         "tests/e2e/test_lora_run.py::test_only_adapters_are_sent_and_the_sampler_equals_the_trainer[one process]",
     ),
     Fault(

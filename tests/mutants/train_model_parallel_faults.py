@@ -7,6 +7,7 @@ from fault import Fault
 _BUFFERS_OUT = "tests/dist/test_buffers_out.py::"
 _CHECKPOINT_RESHARD = "tests/dist/test_checkpoint_reshard.py::"
 _LORA = "tests/dist/test_lora.py::"
+_LORA_EXPERTS = "tests/dist/test_lora_experts.py::"
 _ROWS_WITHOUT_GRADIENT = "tests/dist/test_rows_without_gradient.py::"
 _START_PROBE = "tests/dist/test_start_probe.py::"
 _STREAMED_LOAD = "tests/dist/test_streamed_load.py::"
@@ -395,6 +396,18 @@ FAULTS = [
         "meshrl/model/lora.py::merged_rows",
         "scale => 1.0",
         _LORA + "test_merged_weights_equal_pefts_own_merge_for_any_cuts[2]",
+    ),
+    Fault(
+        "an expert's B is another expert's",
+        "meshrl/model/lora.py::_factors",
+        "b.view(b.shape[0], -1, num_experts).permute(2, 0, 1) => b.view(b.shape[0], num_experts, -1).permute(1, 0, 2)",
+        _LORA_EXPERTS + "test_logits_and_gradients_equal_pefts_own_adapters_of_parameters",
+    ),
+    Fault(
+        "the experts' merged weights stay after a recomputed forward",
+        "meshrl/model/lora.py::_add_to_experts",
+        "experts.register_forward_hook(_restore, always_call=True) => experts.register_forward_hook(_restore)",
+        _LORA_EXPERTS + "test_a_forward_that_raises_leaves_the_frozen_weights",
     ),
     Fault(
         "each rank reads from a wrong row of the files",

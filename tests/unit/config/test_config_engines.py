@@ -22,6 +22,7 @@ BAD = [
     (f"{SGLANG} rollout.sglang.args=[--tp_size=2]", ["--tp-size is set by meshrl itself"]),
     (f"{SGLANG} rollout.sglang.api_key_env=KEY", ["gets a key of its own"]),
     (f"{SGLANG} rollout.eval_sampling.min_p=0.1", ["rollout.eval_sampling.min_p", "ends an SGLang server"]),
+    (f"{SGLANG} rollout.eval_sampling.repetition_penalty=2.5", ["eval_sampling.repetition_penalty", "at most 2"]),
     (f"{SGLANG} rollout.mesh.infer_tp=3", ["2 ranks can't be split into replicas of 3"]),
     (RUNNING.replace("http://", ""), ["rollout.sglang.url", "an address with its scheme"]),
     (RUNNING.replace("ranks=1", "ranks=2"), ["rollout.sglang.url", "one server is one replica"]),
