@@ -136,7 +136,7 @@ def _share(name: str, p: torch.nn.Parameter, text: Any) -> float:
     or a part of a tensor with all experts. NaN if the config does not state how many experts a token has."""
     if p.ndim < 2 or name.endswith("bias"):
         return 0.0
-    if p.ndim == 2 and not re.search(r"experts\.\d+\.", name):
+    if p.ndim == 2 and not re.search(r"experts\.(\d+|\w+_adapter)\.", name):
         return 1.0
     count = next((number for key in _EXPERTS if (number := getattr(text, key, None))), math.nan)
     return (getattr(text, "num_experts_per_tok", None) or math.nan) / count

@@ -75,6 +75,16 @@ def test_frozen_weights_have_no_weight_gradient():
     assert square(flops) == pytest.approx(counted(lm), rel=0.08)
 
 
+def test_adapters_of_experts_are_counted_for_the_experts_of_a_token():
+    lm = tiny_lm("qwen3_moe")
+    full = model_flops(lm).token
+    add_adapters(lm, LoraConfig(enabled=True, rank=4, targets=["experts"]), torch.float32, "tiny")
+    config = lm.config
+    inner, hidden, chosen = config.moe_intermediate_size, config.hidden_size, config.num_experts_per_tok
+    of_an_expert = 4 * (hidden + 2 * inner) + 4 * (inner + hidden)
+    assert model_flops(lm).token == full + 2 * config.num_hidden_layers * chosen * of_an_expert
+
+
 def test_the_formula_by_hand():
     lm = tiny_lm("mistral")  # hidden 32, 2 layers, 4 heads and 2 key heads of size 8, mlp 48, vocabulary 64, window 6
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
