@@ -18,6 +18,7 @@ from meshrl.parallel.exchange import Axis, gathered_values
 SAVED_LOGITS = 1 << 24  # fp32 numbers of [N, V] (64 MiB) that a forward may store instead of computing them twice
 CHUNK_LOGITS = 1 << 28  # logits of a chunk on an accelerator, of which about three copies exist
 CHUNK_LOGITS_ON_CPU = 1 << 25  # three times as many make a CPU a tenth faster
+SAVED_LOGITS_ON_CPU = CHUNK_LOGITS_ON_CPU  # the backward pass needs the memory of a chunk in either case
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +121,18 @@ def _over_full_vocabulary(
 
 class _ChunkedLogprob(torch.autograd.Function):
     """Logprobs, entropies, and logs of the sums of exp(logits). Forward stores no logits, backward recomputes each
-    chunk's: peak memory is one chunk [C, V]. Up to SAVED_LOGITS logits are one chunk, which is stored."""
+    chunk's: peak memory is one chunk [C, V]. Up to SAVED_LOGITS logits (SAVED_LOGITS_ON_CPU) are one chunk, which is
+    stored. The products of the backward pass are in the dtype of the weight."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, chunk, want_entropy):  # type: ignore[override]
         head = Head(_wide_on_cpu(weight), bias, scale, softcap)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        save = ctx.needs_input_grad[0] and softcap is None and hidden.shape[0] * weight.shape[0] <= SAVED_LOGITS
+        on_cpu = hidden.device.type == "cpu"
+        limit = SAVED_LOGITS_ON_CPU if on_cpu else SAVED_LOGITS
+        save = ctx.needs_input_grad[0] and softcap is None and hidden.shape[0] * weight.shape[0] <= limit
         chunk, saved = max(1, hidden.shape[0]) if save else chunk, None
-        flat = hidden.device.type == "cpu" and bool((temperature == 1).all())  # accelerators would have to wait
+        flat = on_cpu and bool((temperature == 1).all())  # accelerators would have to wait
         logp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         ent = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
         sums = torch.empty_like(logp)
@@ -157,11 +161,10 @@ class _ChunkedLogprob(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
-        wide = _wide_on_cpu(weight)
-        head = Head(wide, bias, scale, softcap)
+        head = Head(weight if saved is not None else _wide_on_cpu(weight), bias, scale, softcap)
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
-            x, t = hidden[part].to(wide.dtype), temperature[part, None].to(dtype)
+            x, t = hidden[part], temperature[part, None].to(dtype)
             logq, slope = saved, None
             if logq is None:
                 z = head.logits(x)
@@ -182,10 +185,10 @@ class _ChunkedLogprob(torch.autograd.Function):
                 dz *= slope
             if scale != 1.0:
                 dz *= scale
-            low = dz.to(wide.dtype)
-            grad_hidden[part] = low @ wide
+            low = dz.to(weight.dtype)
+            grad_hidden[part] = low @ weight
             if grad_weight is not None:
-                grad_weight += low.T @ x
+                grad_weight += low.T @ x.to(weight.dtype)
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
         grads = [None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)]

@@ -22,10 +22,10 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, params=[0, logprob.SAVED_LOGITS], ids=["recomputed", "saved"])
+@pytest.fixture(autouse=True, params=[0, logprob.SAVED_LOGITS_ON_CPU], ids=["recomputed", "saved"])
 def both_ways(request, monkeypatch):
     """Logits that the backward pass recomputes, and few enough logits to be saved."""
-    monkeypatch.setattr(logprob, "SAVED_LOGITS", request.param)
+    monkeypatch.setattr(logprob, "SAVED_LOGITS_ON_CPU", request.param)
 
 
 def _inputs(dtype: torch.dtype, seed: int = 0, vocab: int = V) -> dict[str, torch.Tensor]:
