@@ -111,6 +111,10 @@ class TrainConfig(Slice):
 def train_problems(case: Case) -> Iterator[Problem]:
     config = case.config
     yield from _mesh(config.train, config.cluster.num_train_ranks)
+    tp_key = "train.mesh.tp" if config.train.tensor_model_parallel_size is None else "train.tensor_model_parallel_size"
+    if config.model.lora.on_experts and config.train.mesh_shape(config.cluster.num_train_ranks)[3] > 1:
+        text = "the adapters of experts are not cut. Use tp 1, and dp_shard for less memory, or leave experts out."
+        yield Problem(("model.lora.targets", tp_key), text)
     if not all(0 <= beta < 1 for beta in config.train.optimizer.betas):
         yield Problem(("train.optimizer.betas",), "both must be at least 0 and below 1.")
     if case.purpose != "eval" and config.train.scheduler.warmup_steps >= config.num_updates:

@@ -4,8 +4,9 @@ Convention: a product of a weight with a token's vector costs 2 FLOPs for each e
 pass twice that; once for a weight that is not trained (LoRA). Of experts, only those that compute a token count. The
 head counts for tokens with a logprob. Attention counts the pairs of query and key that the mask allows: causal, within
 the window. Norms, activations and softmax are left out, and so is what is computed twice or saved: activation
-checkpointing does not count, and a prompt that rows share counts in each row. Of a row without a gradient the forward
-pass counts alone, as it is computed. So the number depends on the rows only.
+checkpointing does not count, nor do the merged experts of LoRA and their gradient, and a prompt that rows share counts
+in each row. Of a row without a gradient the forward pass counts alone, as it is computed. So the number depends on the
+rows only.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ ADAPTER_FOLDER = "adapter"  # below an exported model, which has merged weights
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"  # peft's name of the one adapter
 _WIRE_A, _WIRE_B = ".lora_A.weight", ".lora_B.weight"
+_NAMES_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _EXPERTS_SUFFIX = "_adapter"  # of an adapter's module in the experts, after the name of the joint tensor
 
 
@@ -278,12 +279,20 @@ def without_adapters(lm: torch.nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path) -> None:
-    """Write a folder for peft's `PeftModel.from_pretrained`, over the model of `path`. tensors: full, by wire name."""
+def save_adapter(
+    tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path, is_mixture: bool = False
+) -> None:
+    """Write a folder for peft's `PeftModel.from_pretrained`, over the model of `path`. tensors: full, by wire name.
+    is_mixture: the model has joint experts."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [name.removesuffix(_WIRE_A) for name in tensors if name.endswith(_WIRE_A)]
     joint = [name for name in names if _is_joint(name)]
-    config = _peft_config(cfg, [name for name in names if name not in joint], joint, path)
+    linear = [name for name in names if name not in joint]
+    # Of a mixture, peft takes linear layers with these names for experts of older files, and renames them. A weight
+    # that is named as a parameter has the same adapter, and keeps its name.
+    renamed_by_peft = [name for name in linear if is_mixture and name.rpartition(".")[2] in _NAMES_OF_EXPERTS]
+    parameters = joint + [f"{name}.weight" for name in renamed_by_peft]
+    config = _peft_config(cfg, [name for name in linear if name not in renamed_by_peft], parameters, path)
     config.inference_mode = True
     config.save_pretrained(str(folder))
     renamed = {name: _name_of_peft(name, joint) for name in names}
@@ -321,8 +330,8 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> tuple[list[str]
     joint, targets = joint_experts(lm), [target for target in cfg.targets if target != EXPERTS]
     if len(targets) < len(cfg.targets) and not joint:
         raise ConfigError(
-            f"model.lora.targets has {EXPERTS}, but {str(path)!r} has no experts that are joint tensors. Leave it out; "
-            f"experts that are linear layers are among {ALL_LINEAR}"
+            f"model.lora.targets has {EXPERTS}, but {str(path)!r} has no joint tensors in modules named {EXPERTS}. "
+            f"Leave it out; experts that are linear layers are among {ALL_LINEAR}"
         )
     if len(targets) == len(cfg.targets):
         joint = []
@@ -342,7 +351,7 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> tuple[list[str]
         experts = f"; its joint experts are named by {EXPERTS}" if joint_experts(lm) else ""
         raise ConfigError(
             f"model.lora.targets has {', '.join(unused) or 'no name'}, but the linear layers of {str(path)!r}, except "
-            f"its head, are {linear_names}{experts}. Give some of these names, or only {ALL_LINEAR}"
+            f"its head, are {linear_names}{experts}. Give some of these names, or {ALL_LINEAR} instead of them"
         )
     return [name for name in linear if any(name in names for names in meant.values())], joint
 

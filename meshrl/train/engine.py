@@ -33,6 +33,7 @@ from meshrl.model.flops import ModelFlops, model_flops
 from meshrl.model.hub_names import HubNames
 from meshrl.model.lora import (
     ADAPTER_FOLDER,
+    joint_experts,
     named_weights,
     save_adapter,
     trained_weights,
@@ -382,7 +383,8 @@ class TrainEngine:
                 tensors = {name: full_tensor(p.detach()) for name, p in trained_weights(self.model.lm).items()}
                 if dist.get_rank() == 0:
                     base = str(self.model.lm.config.name_or_path)
-                    save_adapter(tensors, self.lora, base, Path(path) / ADAPTER_FOLDER)
+                    is_mixture = bool(joint_experts(self.model.lm))
+                    save_adapter(tensors, self.lora, base, Path(path) / ADAPTER_FOLDER, is_mixture)
 
     # ---- checkpoints
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -57,6 +58,13 @@ def load_state(
     """
     saved = SavedTensors(folder, role)
     tensors, counters = _model_tensors(lm), torch.zeros(2, dtype=torch.int64)
+    theirs, own = _adapters_in(saved.entries), _adapters_in(tensors)
+    if theirs and own and theirs != own:
+        other = min(theirs ^ own).removeprefix("model.")
+        raise CheckpointError(
+            f"{folder} holds adapters of other layers than the model has (the first difference is {other}): "
+            "model.lora.targets or model.path is not what they were trained with; restore it"
+        )
     for name in saved.entries:
         if name.startswith(("model.", "buffer.")) and name not in tensors:
             lora = "; model.lora.enabled has changed, too" if bool(base_digest(lm)) != (_BASE in saved.entries) else ""
@@ -152,6 +160,10 @@ def _keys(start: int, count: int, dim: int, device: torch.device) -> torch.Tenso
     index = torch.arange(start, start + count, device=device) + (dim << 40)
     mixed = index * 0x1E3779B97F4A7C15
     return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9 | 1
+
+
+def _adapters_in(entries: Iterable[str]) -> set[str]:
+    return {name for name in entries if name.startswith("model.") and is_adapter(name)}
 
 
 def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -> None:

@@ -35,6 +35,11 @@ def test_changes_are_not_searched_where_all_weights_go_through_shared_memory(nod
     assert with_fastest_sync(rollout, model, nodes).sync_mode == mode
 
 
+def test_adapters_of_experts_are_not_sent_alone():
+    model = ModelConfig(path="model", lora=LoraConfig(enabled=True, targets=["all-linear", "experts"]))
+    assert with_fastest_sync(RolloutConfig(sync_mode="delta"), model, 1).sync_mode == "full"
+
+
 def test_under_torchrun_changes_are_sent_because_the_ranks_may_be_on_several_machines(monkeypatch):
     """Torchrun's machines are not in cluster.nodes, which is 1."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "host0", "MASTER_PORT": "1"}.items():

@@ -140,6 +140,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("model.lora.alpha=8", ["would have no effect", "model.lora is off"]),
     ("model.lora.targets=[q_proj]", ["would have no effect", "model.lora is off"]),
     ("model.lora.enabled=true model.lora.rank=0", ["model.lora.rank", ">= 1"]),
+    ("model.lora.enabled=true model.lora.targets=[experts] train.mesh.tp=2", ["adapters of experts are not cut"]),
     ("model.vision=freeze", ["text models only", "Use shard"]),
     ("model.dtype=float16", ["loss scaling", "Use bfloat16 or float32"]),
     # keys of single engines
