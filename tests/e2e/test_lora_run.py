@@ -24,7 +24,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = ("split", "split, broadcast")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS])
 def test_only_adapters_are_sent_and_the_sampler_equals_the_trainer(layout, tmp_path: Path):
     check_that_only_adapters_are_sent(steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ()))
 

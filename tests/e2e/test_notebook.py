@@ -36,6 +36,7 @@ def test_the_notebook_trains_inside_a_running_event_loop():
     assert 2 <= len(re.findall(r"^step +\d+  reward", output, re.MULTILINE)) < 12  # on_step has ended it
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(210)
 def test_the_page_about_python_runs_from_top_to_bottom():
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")

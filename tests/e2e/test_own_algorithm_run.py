@@ -51,6 +51,7 @@ def noisy(inputs):
 """
 
 
+@pytest.mark.slow
 def test_random_numbers_of_a_loss_follow_from_the_seed_with_every_executor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

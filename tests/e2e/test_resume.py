@@ -266,6 +266,7 @@ def test_convert_makes_the_same_model_folder_as_the_run(undisturbed, tmp_path, c
 # ---- kills
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_several_times_equals_the_undisturbed_one(config, undisturbed):
     """No prompt lost, none trained twice, no step counted twice."""
     found = killed(config, "killed", 4, 5, 0.5)

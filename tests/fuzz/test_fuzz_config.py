@@ -124,6 +124,7 @@ def test_hostile_yaml_is_refused_within_seconds_and_runs_nothing(home: Path, mon
     assert not (home / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sft", [False, True])
 def test_numbers_of_any_size_are_refused_or_explained(home: Path, sft: bool, capsys: pytest.CaptureFixture[str]):
     """Each number of the config; values that the arithmetic of --explain can't handle must be refused before."""

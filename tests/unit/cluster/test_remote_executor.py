@@ -225,6 +225,7 @@ def test_a_machine_that_never_connects_is_named(model):
         _with(ByHand(model, 2, present=(0,), timeout_s=8.0), body)
 
 
+@pytest.mark.slow
 def test_node_agents_and_ranks_end_when_the_controller_is_killed(model: str):
     """SIGKILL leaves it no time to end them."""
     script = """

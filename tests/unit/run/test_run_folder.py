@@ -295,6 +295,7 @@ def test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_sav
     assert (result["status"], result["steps"]) == ("failed", 3)
 
 
+@pytest.mark.slow
 def test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_default(config, tmp_path, monkeypatch):
     """Without models, except the best and the last."""
     script = tmp_path / "script"
@@ -313,6 +314,7 @@ def test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_defau
     assert [step for step, _ in states(folder / "checkpoints")] == [4]
 
 
+@pytest.mark.slow
 def test_resume_auto_passes_over_damaged_checkpoints_with_a_note(config: Path, tmp_path: Path, capsys):
     """One with a list of files that was changed, one with a changed tensor, which the ranks find, and one
     that was saved with a NaN."""
