@@ -163,11 +163,11 @@ class Run:
     @cached_property
     def metrics(self) -> dict[str, list[float]]:
         """All values of each metric, in order, for example metrics["reward/mean"]."""
-        found: dict[str, list[float]] = {}
+        values: dict[str, list[float]] = {}
         for line in self.lines:
             for name, value in line.metrics.items():
-                found.setdefault(name, []).append(value)
-        return found
+                values.setdefault(name, []).append(value)
+        return values
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -214,6 +214,6 @@ class Run:
         if -len(paths) <= step < 0:
             step = sorted(paths)[step]
         if step not in paths:  # a run that started from another run's checkpoint has only its own steps
-            known = ", ".join(map(str, paths)) or "none"
-            raise IndexError(f"{self.folder} has no {what} {step} ({key}); there are: {known:.300}")
+            steps = ", ".join(map(str, paths)) or "none"
+            raise IndexError(f"{self.folder} has no {what} {step} ({key}); there are: {steps:.300}")
         return [logged.trajectory for logged in read_rollouts(paths[step])]

@@ -136,8 +136,8 @@ class RayExecutor(RemoteExecutor):
         if not need:
             return {}
         task: Any = ray.remote(variables).options(max_retries=0, **self._options(bundle, {"CPU": 0, **need}))
-        found: dict[str, str] = await asyncio.wrap_future(task.remote(VISIBLE_DEVICES).future())
-        return found
+        devices: dict[str, str] = await asyncio.wrap_future(task.remote(VISIBLE_DEVICES).future())
+        return devices
 
     def _options(self, bundle: int, need: dict[str, float]) -> dict[str, Any]:
         """Options of an actor or a task that takes these resources of a bundle."""

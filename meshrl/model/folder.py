@@ -128,9 +128,9 @@ def _require_known_class(path: Path, config: dict[str, Any]) -> None:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind, code = config.get("model_type"), config.get("auto_map")
-    known = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
-    if known is not None:
-        if known in MODEL_FOR_CAUSAL_LM_MAPPING:
+    config_class = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+    if config_class is not None:
+        if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
             return
         raise ConfigError(
             f"{path}: model_type is {kind!r}, for which Transformers has no causal language model "

@@ -76,21 +76,21 @@ def cache_argument(names: Collection[str]) -> str:
 
 def state_layers(lm: torch.nn.Module) -> list[Any]:
     """The modules whose forward writes a state into Transformers' cache."""
-    found = []
+    layers = []
     for module in lm.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if isinstance(module, StateLayer) or (code is not None and STATE_WRITES & set(code.co_names)):
-            found.append(module)
-    return found
+            layers.append(module)
+    return layers
 
 
 def use_state_layers(lm: torch.nn.Module) -> bool:
     """Make StateLayers of a model's layers with a state. Returns whether it has any."""
-    found = state_layers(lm)
-    for module in found:
+    layers = state_layers(lm)
+    for module in layers:
         if not isinstance(module, StateLayer):
             module.__class__ = _state_class(type(module))  # type: ignore[arg-type]
-    return bool(found)
+    return bool(layers)
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -101,9 +101,11 @@ def layer_kinds(config: Any) -> list[str]:
 def require_known_layers(lm: PreTrainedModel, path: object) -> None:
     """Raises: ConfigError for a kind of layer of which meshrl does not know how it keeps the past of a token."""
     config: Any = lm.config.get_text_config()
-    found = {layer.layer_idx for layer in state_layers(lm)}
+    with_state = {layer.layer_idx for layer in state_layers(lm)}
     odd = {
-        kind for i, kind in enumerate(layer_kinds(config)) if kind not in KINDS or (kind in STATE_KINDS) != (i in found)
+        kind
+        for i, kind in enumerate(layer_kinds(config))
+        if kind not in KINDS or (kind in STATE_KINDS) != (i in with_state)
     }
     if odd:
         raise ConfigError(

@@ -150,8 +150,8 @@ class _Styles:
 def _styles(lm: Any) -> _Styles:
     config = lm.config.get_text_config()
     theirs = getattr(config, "base_model_tp_plan", None) or {}
-    known = _OUTPUTS.keys() | _INPUTS.keys()
-    own = {re.sub(r"^.*layers\.\*\.", "", path): style for path, style in theirs.items() if style in known}
+    styles = _OUTPUTS.keys() | _INPUTS.keys()
+    own = {re.sub(r"^.*layers\.\*\.", "", path): style for path, style in theirs.items() if style in styles}
     ours = PLANS.get(config.model_type, {})  # of the ends that fit a path, the first one counts
     return _Styles(ours | {end: style for end, style in {**own, **EXPERTS}.items() if end not in ours})
 

@@ -75,14 +75,14 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._commit(step, final, temporary, saved))
 
     async def _commit(self, step: int, final: Path, temporary: Path, saved: dict[str, Any]) -> None:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         files = await self.trainer.finish_save()
         num_ranks = self.trainer.num_ranks
         files[CONTROLLER] = await asyncio.to_thread(write_json, temporary / CONTROLLER, saved)
         await asyncio.to_thread(commit, final, Manifest(step=step, num_ranks=num_ranks, files=files))
         with output_errors(self.folder, CONTINUE_LATER, CheckpointError):
             await asyncio.to_thread(prune, self.folder, self.keep)
-        took_s = time.perf_counter() - began
+        took_s = time.perf_counter() - started_at
         self._metrics.append(Metric(name="checkpoint/write_s", sum=took_s, reduce="max", unit="s"))
         self.note(f"saved {final}")
 

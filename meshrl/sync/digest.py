@@ -106,8 +106,8 @@ def values(running: Sequence[RunningDigest]) -> list[int]:
 
         device, end = pieces[0][1].device, max(first + -(-raw.numel() // _ROW_BYTES) for _, raw, first in pieces)
         row_keys = _row_table((end - 1).bit_length(), device)
-        found = kernels.sum64(pieces, len(running), _columns(device)[0], row_keys, _ONES)
-        return [number & _MASK64 for number in found.tolist()]
+        sums_of_pieces = kernels.sum64(pieces, len(running), _columns(device)[0], row_keys, _ONES)
+        return [number & _MASK64 for number in sums_of_pieces.tolist()]
     sums = [each._sum for each in running if each._sum is not None]
     numbers = iter(torch.stack(sums).tolist() if sums else ())
     return [
@@ -122,15 +122,15 @@ def digests_in_threads(
     """The digest of each item; of host memory by all threads. num_bytes: of each item."""
     if kind == "xxh3":
         return values(in_threads(digest, items, num_bytes))
-    found: list[int] = []
+    digests: list[int] = []
     running, size = [], 0
     for item, count in zip(items, num_bytes, strict=True):
         running.append(digest(item))
         size += count
         if size >= _BATCH_BYTES:
-            found += values(running)
+            digests += values(running)
             running, size = [], 0
-    return found + values(running)
+    return digests + values(running)
 
 
 class BlockDigests:

@@ -58,17 +58,17 @@ def sum64(
     the row at which they begin in it), none of them empty. columns, row_keys: the keys of `digest`; ones: is added to
     each word."""
     sums = columns.new_zeros(num_sums)
-    held = [raw if raw.data_ptr() % ALIGNMENT == 0 else raw.clone() for _, raw, _ in pieces]  # until the launch
-    programs = [triton.cdiv(raw.numel(), ROWS * len(columns) * 4) for raw in held]
+    aligned = [raw if raw.data_ptr() % ALIGNMENT == 0 else raw.clone() for _, raw, _ in pieces]  # until the launch
+    programs = [triton.cdiv(raw.numel(), ROWS * len(columns) * 4) for raw in aligned]
     first = accumulate(programs, initial=0)
     rows = [
         (raw.data_ptr(), raw.numel(), row, program, number, count)
-        for (number, _, row), raw, program, count in zip(pieces, held, first, programs, strict=False)
+        for (number, _, row), raw, program, count in zip(pieces, aligned, first, programs, strict=False)
     ]
     table = torch.tensor(rows).T.contiguous().to(sums.device)
     piece_of = torch.repeat_interleave(table[5], output_size=sum(programs))
     sum64_kernel[(len(piece_of),)](
-        table, piece_of, columns, row_keys, sums, len(held), ones, ROW=len(columns), ROWS=ROWS, BLOCK=BLOCK, **LAUNCH
+        table, piece_of, columns, row_keys, sums, len(aligned), ones, ROW=len(columns), ROWS=ROWS, BLOCK=BLOCK, **LAUNCH
     )
     return sums
 

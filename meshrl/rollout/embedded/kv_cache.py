@@ -280,11 +280,11 @@ class TileTable:
             return
         self._seen = self.store.num_changes
         tables = np.zeros((len(self.store.layers), 2, self._num_chunks), np.int64)
-        for found, tiles in zip(tables, self.store.layers.values(), strict=True):
+        for table, tiles in zip(tables, self.store.layers.values(), strict=True):
             for pair, start, end in zip(tiles, self._starts, self._starts[1:], strict=False):
                 chunks = np.arange(start // CHUNK, end // CHUNK)
                 for side, x in enumerate(pair):
-                    found[side, chunks] = x.data_ptr() + (chunks * CHUNK - start) * x.shape[3] * x.itemsize
+                    table[side, chunks] = x.data_ptr() + (chunks * CHUNK - start) * x.shape[3] * x.itemsize
         (sent,) = upload([torch.from_numpy(tables)], self._device)
         if self.tables.shape != sent.shape:
             widths = np.repeat(np.diff(self._starts), np.diff(self._starts) // CHUNK)

@@ -204,16 +204,16 @@ class WorkerWeights:
         assert self._digests is not None
         specs, params, faults = self.layout.by_name, self.model_tensors(), []
         for name, patches in self.map.patches.items():
-            sent, found, empty = specs[self.layout.tied.get(name, name)].torch_dtype, dict[int, int](), ""
+            sent, digests, empty = specs[self.layout.tied.get(name, name)].torch_dtype, dict[int, int](), ""
             for number, patch in enumerate(patches):
                 param = params[patch.param]
                 if param.numel():
-                    found[number] = _digest(patch.of_parameter(param).to(sent))
+                    digests[number] = _digest(patch.of_parameter(param).to(sent))
                 elif patch.param not in self.packed:
                     empty = patch.param
             if empty:
                 faults.append(f"{name} can't be read back: {empty} has no elements")
-            elif (fault := self._digests.fault(name, found, self._committed)) is not None:
+            elif (fault := self._digests.fault(name, digests, self._committed)) is not None:
                 stored = params[patches[0].param].dtype  # a buffer's may be another one than is sent
                 cast = "" if stored == sent else f" (sent as {sent}, stored as {stored}, which may round the value)"
                 faults.append(f"{name} {fault}{cast}")
