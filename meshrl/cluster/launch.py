@@ -112,8 +112,8 @@ def deadlines_of(cluster: ClusterConfig, rollout: RolloutConfig | None) -> dict[
 
 def with_fastest_sync(rollout: RolloutConfig, model: ModelConfig, nodes: int) -> RolloutConfig:
     """The config with sync_mode full where the weights stay in shared memory: there all of them are copied in less time
-    than their changes are found and written. Adapters that are sent alone still are. Under torchrun the ranks may be on
-    several machines."""
+    than their changes are found and written. Samplers that get only adapters still do. Under torchrun the ranks may be
+    on several machines."""
     sends_adapters = model.lora.enabled and rollout.takes_adapters(model.lora)
     if nodes > 1 or is_launched() or rollout.sync_transport == "broadcast" or sends_adapters:
         return rollout

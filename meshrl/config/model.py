@@ -28,8 +28,8 @@ class LoraConfig(Slice):
     names = all linear layers except the head; experts, besides these or alone = the experts of a mixture, which are
     joint tensors (peft's target_parameters). With experts, samplers get merged weights, train.mesh.tp is 1, and
     train.activation_checkpointing should be true, else the merged experts of all layers stay until the backward pass.
-    Trainer and sampler compute with W + B A in model.dtype: in bfloat16 a change far below 1/256 of a weight has no
-    effect before it has grown, so use a learning rate that is not too small"""
+    Trainer and sampler compute with the sum of weight and adapter in model.dtype: in bfloat16 a change far below 1/256
+    of a weight has no effect before it has grown"""
 
     @property
     def on_experts(self) -> bool:

@@ -98,6 +98,11 @@ class TrainConfig(Slice):
     """tokens whose logits exist at one time; a lower value needs less memory and gives the same results; null = as many
     as have 2^25 logits on a CPU, 2^28 on a GPU; about three fp32 copies of them exist"""
 
+    @property
+    def tp_key(self) -> str:
+        """The one of the two keys that sets the axis tp."""
+        return "train.mesh.tp" if self.tensor_model_parallel_size is None else "train.tensor_model_parallel_size"
+
     def mesh_shape(self, num_train_ranks: int) -> tuple[int, int, int, int]:
         """(dp_replicate, dp_shard, ulysses, tp) with -1 replaced by its size; NO_SHARD makes the ranks replicas. Their
         product may differ from num_train_ranks."""
@@ -111,10 +116,9 @@ class TrainConfig(Slice):
 def train_problems(case: Case) -> Iterator[Problem]:
     config = case.config
     yield from _mesh(config.train, config.cluster.num_train_ranks)
-    tp_key = "train.mesh.tp" if config.train.tensor_model_parallel_size is None else "train.tensor_model_parallel_size"
     if config.model.lora.on_experts and config.train.mesh_shape(config.cluster.num_train_ranks)[3] > 1:
         text = "the adapters of experts are not cut. Use tp 1, and dp_shard for less memory, or leave experts out."
-        yield Problem(("model.lora.targets", tp_key), text)
+        yield Problem(("model.lora.targets", config.train.tp_key), text)
     if not all(0 <= beta < 1 for beta in config.train.optimizer.betas):
         yield Problem(("train.optimizer.betas",), "both must be at least 0 and below 1.")
     if case.purpose != "eval" and config.train.scheduler.warmup_steps >= config.num_updates:
@@ -157,7 +161,6 @@ def _mesh(train: TrainConfig, ranks: int) -> Iterator[Problem]:
         reason = f"{product} = {replicate * shard * ulysses * tp} ranks, but num_train_ranks is {ranks}"
         divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         text = f"{reason}. Leave dp_shard at -1, and make the product of the others one of {divisors}."
-        tp_key = "train.mesh.tp" if train.tensor_model_parallel_size is None else "train.tensor_model_parallel_size"
-        peers = [key for key, size in (("train.mesh.ulysses", ulysses), (tp_key, tp)) if size > 1]
+        peers = [key for key, size in (("train.mesh.ulysses", ulysses), (train.tp_key, tp)) if size > 1]
         void = keys[1:2] if strategy == "NO_SHARD" else keys[2:3]
         yield Problem((*keys[1:3], *peers, keys[3]), text, void=void, reason=reason)

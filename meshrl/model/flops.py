@@ -22,6 +22,7 @@ import torch
 
 from meshrl.core.device import device_name
 from meshrl.model.causal import CausalModel
+from meshrl.model.lora import EXPERTS_SUFFIX
 from meshrl.model.state_layers import StateLayer
 
 # Dense bf16 FLOP/s by a part of the product name, the more special names first. From NVIDIA's and AMD's data sheets;
@@ -137,7 +138,7 @@ def _share(name: str, p: torch.nn.Parameter, text: Any) -> float:
     or a part of a tensor with all experts. NaN if the config does not state how many experts a token has."""
     if p.ndim < 2 or name.endswith("bias"):
         return 0.0
-    if p.ndim == 2 and not re.search(r"experts\.(\d+|\w+_adapter)\.", name):
+    if p.ndim == 2 and not re.search(rf"experts\.(\d+|\w+{EXPERTS_SUFFIX})\.", name):
         return 1.0
     count = next((number for key in _EXPERTS if (number := getattr(text, key, None))), math.nan)
     return (getattr(text, "num_experts_per_tok", None) or math.nan) / count

@@ -15,10 +15,9 @@ from meshrl.core.device import has_triton
 from meshrl.model import prepack
 from meshrl.parallel.exchange import Axis, gathered_values
 
-SAVED_LOGITS = 1 << 24  # fp32 numbers of [N, V] (64 MiB) that a forward may store instead of computing them twice
+SAVED_LOGITS = 1 << 24  # of a single chunk on an accelerator that a forward may store: 64 MiB
 CHUNK_LOGITS = 1 << 28  # logits of a chunk on an accelerator, of which about three copies exist
 CHUNK_LOGITS_ON_CPU = 1 << 25  # three times as many make a CPU a tenth faster
-SAVED_LOGITS_ON_CPU = CHUNK_LOGITS_ON_CPU  # the backward pass needs the memory of a chunk in either case
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +120,17 @@ def _over_full_vocabulary(
 
 class _ChunkedLogprob(torch.autograd.Function):
     """Logprobs, entropies, and logs of the sums of exp(logits). Forward stores no logits, backward recomputes each
-    chunk's: peak memory is one chunk [C, V]. Up to SAVED_LOGITS logits (SAVED_LOGITS_ON_CPU) are one chunk, which is
-    stored. The products of the backward pass are in the dtype of the weight."""
+    chunk's: peak memory is one chunk [C, V]. A single chunk is stored, on accelerators up to SAVED_LOGITS. The products
+    of the backward pass are in the dtype of the weight."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, chunk, want_entropy):  # type: ignore[override]
         head = Head(_wide_on_cpu(weight), bias, scale, softcap)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         on_cpu = hidden.device.type == "cpu"
-        limit = SAVED_LOGITS_ON_CPU if on_cpu else SAVED_LOGITS
-        save = ctx.needs_input_grad[0] and softcap is None and hidden.shape[0] * weight.shape[0] <= limit
-        chunk, saved = max(1, hidden.shape[0]) if save else chunk, None
+        is_small = on_cpu or hidden.shape[0] * weight.shape[0] <= SAVED_LOGITS
+        save = ctx.needs_input_grad[0] and softcap is None and hidden.shape[0] <= chunk and is_small
+        saved = None
         flat = on_cpu and bool((temperature == 1).all())  # accelerators would have to wait
         logp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         ent = torch.empty_like(logp) if want_entropy else logp.new_empty(0)

@@ -33,7 +33,7 @@ ALL_LINEAR = "all-linear"
 _ADAPTER = "default"  # peft's name of the one adapter
 _WIRE_A, _WIRE_B = ".lora_A.weight", ".lora_B.weight"
 _NAMES_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-_EXPERTS_SUFFIX = "_adapter"  # of an adapter's module in the experts, after the name of the joint tensor
+EXPERTS_SUFFIX = "_adapter"  # of an adapter's module in the experts, after the name of the joint tensor
 
 
 def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path: str | Path) -> None:
@@ -93,7 +93,7 @@ def wire_name(name: str) -> str:
     """A parameter's name without peft's wrapper modules."""
     for letter in "AB":
         name = name.replace(f".lora_{letter}.{_ADAPTER}.", f".lora_{letter}.")
-        name = name.replace(f"{_EXPERTS_SUFFIX}.lora_{letter}.", f".lora_{letter}.")
+        name = name.replace(f"{EXPERTS_SUFFIX}.lora_{letter}.", f".lora_{letter}.")
     return name.replace(".base_layer.", ".")
 
 
@@ -121,8 +121,8 @@ def trained_weights(lm: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The adapter of one weight: adds scale * B @ A, with A [R, in] and B [out, R]; with experts, in their module's
-    order of dims, L @ R' as `_factors` returns them."""
+    """The adapter of one weight: adds scale * B @ A, with A [R, in] and B [out, R]; to a joint tensor of experts,
+    scale times the product of the two factors that `_factors` returns."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -134,7 +134,7 @@ class Adapter:
 def adapters_of(lm: torch.nn.Module) -> dict[str, Adapter]:
     """The adapters by the wire name of their weight."""
     return {
-        name.removesuffix(_EXPERTS_SUFFIX) if isinstance(layer, ExpertsAdapter) else f"{name}.weight": _adapter(layer)
+        name.removesuffix(EXPERTS_SUFFIX) if isinstance(layer, ExpertsAdapter) else f"{name}.weight": _adapter(layer)
         for name, layer in _layers(lm)
     }
 
@@ -241,13 +241,13 @@ def _add_to_experts(experts: Any, name: str, cfg: LoraConfig) -> None:
         experts.register_forward_pre_hook(_merge)
         experts.register_forward_hook(_restore, always_call=True)
     adapter = ExpertsAdapter(getattr(experts, name), getattr(experts, "is_transposed", False), cfg)
-    experts.add_module(name + _EXPERTS_SUFFIX, adapter)
+    experts.add_module(name + EXPERTS_SUFFIX, adapter)
 
 
 def _of_experts(experts: torch.nn.Module) -> Iterator[tuple[str, ExpertsAdapter]]:
     for name, child in experts.named_children():
         if isinstance(child, ExpertsAdapter):
-            yield name.removesuffix(_EXPERTS_SUFFIX), child
+            yield name.removesuffix(EXPERTS_SUFFIX), child
 
 
 def _merge(experts: torch.nn.Module, args: Any) -> None:
@@ -279,9 +279,7 @@ def without_adapters(lm: torch.nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save_adapter(
-    tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path, is_mixture: bool = False
-) -> None:
+def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path, is_mixture: bool) -> None:
     """Write a folder for peft's `PeftModel.from_pretrained`, over the model of `path`. tensors: full, by wire name.
     is_mixture: the model has joint experts."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -356,14 +354,14 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> tuple[list[str]
     return [name for name in linear if any(name in names for names in meant.values())], joint
 
 
-def _peft_config(cfg: LoraConfig, names: list[str], joint: list[str], path: str) -> Any:
+def _peft_config(cfg: LoraConfig, layers: list[str], parameters: list[str], path: str) -> Any:
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
         r=cfg.rank,
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft computes with fractions, too
-        target_modules=names,
-        target_parameters=joint or None,
+        target_modules=layers,
+        target_parameters=parameters or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
     )

@@ -38,7 +38,7 @@ class StoredWeights:
         Raises: ConfigError naming the file that can't be read, or the tensor whose values are not finite.
         """
         tensors = _values_of(lm)
-        boxes_of_files = [
+        sources = [
             (self.stored[hub_name], offsets, values)
             for name, tensor in tensors.items()
             if is_first_copy(tensor)
@@ -48,7 +48,7 @@ class StoredWeights:
         bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
         with ExitStack() as stack:
             reader = _Reader(stack, bucket)
-            for stored, offsets, values in sorted(boxes_of_files, key=lambda each: (str(each[0].file), each[0].offset)):
+            for stored, offsets, values in sorted(sources, key=lambda each: (str(each[0].file), each[0].offset)):
                 for first, part in _contiguous_parts(offsets, values, stored.shape):
                     reader.read(stored, first, part)
         for tensor in tensors.values():

@@ -106,8 +106,8 @@ def values(running: Sequence[RunningDigest]) -> list[int]:
 
         device, end = pieces[0][1].device, max(first + -(-raw.numel() // _ROW_BYTES) for _, raw, first in pieces)
         row_keys = _row_table((end - 1).bit_length(), device)
-        sums_of_pieces = kernels.sum64(pieces, len(running), _columns(device)[0], row_keys, _ONES)
-        return [number & _MASK64 for number in sums_of_pieces.tolist()]
+        totals = kernels.sum64(pieces, len(running), _columns(device)[0], row_keys, _ONES)
+        return [number & _MASK64 for number in totals.tolist()]
     sums = [each._sum for each in running if each._sum is not None]
     numbers = iter(torch.stack(sums).tolist() if sums else ())
     return [

@@ -22,10 +22,16 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, params=[0, logprob.SAVED_LOGITS_ON_CPU], ids=["recomputed", "saved"])
+@pytest.fixture(autouse=True, params=[False, True], ids=["recomputed", "saved"])
 def both_ways(request, monkeypatch):
-    """Logits that the backward pass recomputes, and few enough logits to be saved."""
-    monkeypatch.setattr(logprob, "SAVED_LOGITS_ON_CPU", request.param)
+    """Chunks of logits that the backward pass recomputes, and a single chunk, which is saved."""
+
+    def in_one_chunk(hidden, *args, chunk_tokens=None, **kwargs):
+        chunk = N if len(hidden) == N else chunk_tokens
+        return logprob.token_logprobs(hidden, *args, chunk_tokens=chunk, **kwargs)
+
+    if request.param:
+        monkeypatch.setitem(globals(), "token_logprobs", in_one_chunk)
 
 
 def _inputs(dtype: torch.dtype, seed: int = 0, vocab: int = V) -> dict[str, torch.Tensor]:
@@ -158,8 +164,9 @@ class _Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_logits_of_all_tokens_never_exist(dtype):
+def test_logits_of_all_tokens_never_exist(dtype, softcap):
     """No tensor in forward or backward is larger than one chunk of logits or the head's gradient."""
     tokens, vocab, dim, chunk = 512, 1000, 16, 32
     hidden = torch.randn(tokens, dim).to(dtype).requires_grad_()
@@ -167,7 +174,7 @@ def test_logits_of_all_tokens_never_exist(dtype):
     with _Largest() as largest:
         logp, ent = token_logprobs(
             hidden,
-            Head(weight, softcap=5.0),
+            Head(weight, softcap=softcap),
             torch.randint(vocab, (tokens,)),
             torch.ones(tokens),
             chunk_tokens=chunk,
