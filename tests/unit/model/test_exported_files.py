@@ -20,7 +20,8 @@ def test_weights_have_the_mode_of_the_other_files(umask: int, tmp_path: Path):
     try:
         for _ in range(2):  # the second time, all files exist
             save_pretrained(tiny_qwen2(), torch.float32, tmp_path)
-            save_adapter({"q_proj.lora_A.weight": torch.ones(2, 2)}, LoraConfig(), "model", tmp_path / "adapter")
+            tensors = {"q_proj.lora_A.weight": torch.ones(2, 2)}
+            save_adapter(tensors, LoraConfig(), "model", tmp_path / "adapter", is_mixture=False)
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
