@@ -7,9 +7,9 @@ update with the sampler's proof before it, sync with digests. Weights are random
 tokens; the number of tokens of each answer is fixed in advance, by GSM8K's lengths. The first step is a warm-up.
 
 sync_gb_per_s: bytes of the weights in bf16 over seconds of a complete sync with all proofs; sync_over_copy: over the
-same rate of a bare copy within the device. A sync reads the fp32 masters, writes bf16, and reads that twice for its
-proofs, 10 bytes where a copy of bf16 moves 4: at most 0.4. step_peak_gib_PHASE: peak of the device's memory in that
-phase.
+same rate of a bare copy within the device. A sync reads the fp32 masters, writes bf16, and reads it back for its proof,
+8 bytes where a copy of bf16 moves 4: at most 0.5. step_peak_gib_PHASE: peak of the device's memory in that
+phase. ..._released: of steps that release the sampler's memory for training, as a run does by default.
 """
 
 from __future__ import annotations
@@ -75,14 +75,16 @@ class Steps:
         with self.phase("sync"):
             await sync_weights(self.trainer, self.rollouts, self.layout)
 
-    async def step(self, ordinal: int) -> dict[str, float]:
-        """Sample, train, sync. Returns the seconds of each phase, and counts."""
+    async def step(self, ordinal: int, release: bool = False) -> dict[str, float]:
+        """Sample, train, sync. Returns the seconds of each phase, and counts. release: the sampler's memory."""
         with self.phase("rollout"):
             trajectories = await asyncio.gather(*self.attempts(ordinal))
         samples, _ = flatten(trajectories)
         assign_advantages(samples, self.algo)
         assign_loss_weights(samples, self.algo, 256)
         with self.phase("train"):
+            if release:
+                await self.rollouts.release_memory()
             rows, loss = self.trainer.plan_rows(samples), make_policy_loss(self.algo)
             report = await self.trainer.forward_backward(rows, "policy", loss)
             proven = self.proof.check(report.mismatch, samples, "bfloat16", self.trainer.version, print)
@@ -125,7 +127,7 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
     cfg = RunConfig(
         model=ModelConfig(path=str(folder), dtype="bfloat16"),
         train=TrainConfig(),
-        rollout=RolloutConfig(max_context_tokens=512),
+        rollout=RolloutConfig(max_context_tokens=512, release_memory=True),
         data=DataConfig(),
         loop=LoopConfig(num_steps=1),
         cluster=ClusterConfig(executor="inline"),
@@ -138,23 +140,33 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
         run = Steps(trainer, rollouts, layout, device, args)
         await run.sync()
         run.spans.take()
-        steps = []
-        for ordinal in range(args.rounds + 1):
-            steps.append(await run.step(ordinal))
+        steps, released, peaks = list[dict[str, float]](), list[dict[str, float]](), dict[str, int]()
+        for ordinal in range(2 * args.rounds + 2):  # in turn; the first of each is a warm-up
+            release = ordinal % 2 == 1
+            (released if release else steps).append(await run.step(ordinal, release))
+            peaks = peaks if release else dict(run.peaks)
             run.spans.take()
-        peaks = dict(run.peaks)
         syncs = []
         for _ in range(SYNCS):
             await run.sync()
             syncs.append(run.spans.seconds("sync"))
             run.spans.take()
         held = (await trainer.memory())[0][1]
-    report.raw |= {"steps": steps, "syncs_s": syncs, "sync_bytes": layout.num_bytes, "trainer_bytes": held}
+    report.raw |= {
+        "steps": steps,
+        "released_steps": released,
+        "syncs_s": syncs,
+        "sync_bytes": layout.num_bytes,
+        "trainer_bytes": held,
+    }
     config, roofline = AutoConfig.from_pretrained(folder), roofline_of(report, args.peak_tflops)
     rate = measure_copy(report, device, 1 << 20 if args.smoke else 1 << 31) / 2
     report.bar("sync_over_copy", layout.num_bytes / median(syncs) / rate, at_least=0.6)
     report_figures(report, steps[1:], peaks, layout.num_bytes, syncs)
-    works = [gsm8k_groups(run.num_groups, 8, ordinal, run.scale) for ordinal in range(1, args.rounds + 1)]
+    report.figure("step_s_released", median([sum(step[name] for name in PHASES) for step in released[1:]]))
+    for name in PHASES:
+        report.figure(f"step_{name}_s_released", median([step[name] for step in released[1:]]))
+    works = [gsm8k_groups(run.num_groups, 8, 2 * ordinal, run.scale) for ordinal in range(1, args.rounds + 1)]
     predict_figures(report, config, roofline, works, layout.num_bytes)
 
 

@@ -140,7 +140,9 @@ def model_folder(given: Path | None, shape: str, device: torch.device) -> Path:
     if given is not None:
         return given
     folder = Path(tempfile.mkdtemp(prefix=f"model-{shape}-"))
-    random_model(shape, device).to(torch.bfloat16).save_pretrained(folder)
+    model = random_model(shape, device).to(torch.bfloat16)
+    model.config.use_cache = True  # by `generate`
+    model.save_pretrained(folder)
     return folder
 
 

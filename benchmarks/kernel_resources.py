@@ -84,10 +84,12 @@ def score(
 
 
 def digest() -> None:
-    """Of several pieces of a gigabyte."""
+    """Of several pieces of a gigabyte, and with casts into them."""
     raw = torch.empty(1 << 30, dtype=torch.uint8, device="meta")
     keys = torch.empty(16384, dtype=torch.int64, device="meta")
     sync.sum64([(0, raw, 0)] * 3, 1, keys, keys, 0x01010101)
+    masters = torch.empty(1 << 29, device="meta")
+    sync.sum64([(0, raw, 0)] * 3, 1, keys, keys, 0x01010101, [masters] * 3, torch.bfloat16)
 
 
 def delta() -> None:

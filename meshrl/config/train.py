@@ -64,6 +64,10 @@ class TrainConfig(Slice):
     """compile the decoder blocks of trained and reference model by torch.compile, once for packs of any length; results
     are equal within rounding, and the first steps take minutes longer. Attention, head and embedded samplers are not
     compiled. Needs a C++ compiler on a CPU, and Triton on a GPU; not for mixtures of experts and layers with a state"""
+    full_determinism: bool = False
+    """on GPUs, train with kernels whose gradients are the same to the bit each time; they take longer, mostly in
+    attention's backward. On CPUs gradients always are. Samplers on GPUs are not covered: their logprobs depend on which
+    rows are computed together"""
     mesh: TrainMeshConfig = TrainMeshConfig()
     """ranks along each axis of the DeviceMesh"""
     tensor_model_parallel_size: int | None = Field(None, ge=1)

@@ -182,6 +182,25 @@ def set_generator_state(kind: str, state: torch.Tensor) -> None:
 
 
 @contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """If wanted, torch chooses kernels whose results are the same to the bit in each call, and refuses operations
+    without one. By default some kernels of GPUs add the numbers in an order that changes, such as attention's
+    backward."""
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
+    memory: Any = torch.utils.deterministic
+    fills, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        memory.fill_uninitialized_memory = fills
+
+
+@contextmanager
 def generators_restored() -> Iterator[None]:
     """Restore the states of this process's generators at the end of the block."""
     states = generator_states(current_device(device_type()))
@@ -313,12 +332,13 @@ def has_long_row_kernels(device: torch.device) -> bool:
     return has_varlen_kernels(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+@lru_cache
 def has_triton(device: torch.device) -> bool:
     """Whether our Triton kernels are used for tensors on this device: on NVIDIA GPUs from Ampere on, where Triton is
     installed (PyTorch for CUDA requires it). MESHRL_TRITON=0 keeps torch's functions."""
     if not has_varlen_kernels(device) or os.environ.get("MESHRL_TRITON") == "0":
         return False
-    return importlib.util.find_spec("triton") is not None  # a search of folders, so last
+    return importlib.util.find_spec("triton") is not None
 
 
 def num_cores() -> int:

@@ -190,7 +190,7 @@ class PackedAttention:
     def __init__(self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None):
         self.num_tokens = cu_seqlens[-1]
         self.use_varlen = has_varlen_kernels(device)  # when False, buckets compute the same result
-        self.use_cudnn = has_long_row_kernels(device)
+        self.use_cudnn = has_long_row_kernels(device) and not torch.are_deterministic_algorithms_enabled()
         self.used: dict[int, tuple[str, str]] = {}
         self.lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
         self._segments = (cu_seqlens, parents, device)

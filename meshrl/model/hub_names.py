@@ -194,10 +194,9 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
 
 def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong to a model's files, in their own dtype, such as a router's correction bias."""
-    persistent = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in lm.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-    return {name: b.detach() for name, b in lm.named_buffers() if name in persistent}
+    found: dict[int, tuple[str, torch.Tensor]] = {}  # by id: a buffer of several modules has its first name
+    for prefix, module in lm.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(id(buffer), (f"{prefix}.{name}" if prefix else name, buffer))
+    return {name: buffer.detach() for name, buffer in found.values()}

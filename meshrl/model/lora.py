@@ -91,6 +91,8 @@ def named_weights(lm: torch.nn.Module, remove_duplicate: bool = True) -> Iterato
 
 def wire_name(name: str) -> str:
     """A parameter's name without peft's wrapper modules."""
+    if "lora_" not in name and ".base_layer." not in name:
+        return name
     for letter in "AB":
         name = name.replace(f".lora_{letter}.{_ADAPTER}.", f".lora_{letter}.")
         name = name.replace(f"{EXPERTS_SUFFIX}.lora_{letter}.", f".lora_{letter}.")

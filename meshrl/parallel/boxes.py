@@ -46,7 +46,7 @@ def boxes(tensor: torch.Tensor, readable: Values = torch.Tensor.detach) -> list[
         return [LocalBox((0,) * tensor.dim(), readable(tensor.detach()))] if tensor.numel() else []
     local = tensor.to_local().detach()
     mesh = tensor.device_mesh
-    shape, held = _cuts_of_shard(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), tuple(_coordinate(mesh)))
+    shape, held = _cuts_of_shard(tuple(tensor.shape), tensor.placements, *_place(mesh, mesh.get_rank()))
     if shape != tuple(local.shape):
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)}, placed as {tensor.placements} on {mesh}, "
@@ -54,6 +54,12 @@ def boxes(tensor: torch.Tensor, readable: Values = torch.Tensor.detach) -> list[
         )
     local = readable(local)
     return [LocalBox(offsets, local if index is None else local[index]) for offsets, index in held]
+
+
+@lru_cache(maxsize=64)
+def _place(mesh: DeviceMesh, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The size of each axis, and this rank's index along it: a DeviceMesh computes both again for each tensor."""
+    return tuple(mesh.shape), tuple(_coordinate(mesh))
 
 
 @lru_cache(maxsize=4096)

@@ -43,12 +43,13 @@ _ROW = 16384  # words
 _ROW_BYTES = 4 * _ROW
 _ONES = 0x01010101
 _SMALL_BYTES = 1 << 20  # below this, threads cost more than they gain
-_BATCH_BYTES = 1 << 28  # of an accelerator's memory whose digests are read at once: copies of slices live until then
+_BATCH_BYTES = 1 << 29  # of an accelerator's memory that one launch digests: copies of slices live until then
 _MAX_LISTED = 20  # tensors listed in an error
 _lock = threading.Lock()
 _ROW_SEED = 1 << 40  # so that row keys and column keys use different counters
 
 Readable = torch.Tensor | memoryview
+Piece = tuple[int, torch.Tensor, int]  # number of the digest, its bytes, the row at which they begin in it
 
 
 def kind_for(device: torch.device) -> DigestKind:
@@ -69,7 +70,7 @@ class RunningDigest:
     def __init__(self, kind: DigestKind):
         self._position = 0
         self._sum: torch.Tensor | None = None
-        self._pieces: list[tuple[torch.Tensor, int]] = []  # not summed yet: bytes, and the row at which they begin
+        self._pieces: list[tuple[torch.Tensor, int]] = []  # not summed yet; as of Piece
         self._hash = xxhash.xxh3_64() if kind == "xxh3" else None
 
     def readable(self, raw: torch.Tensor) -> Readable:
@@ -83,7 +84,7 @@ class RunningDigest:
         if self._hash is not None:
             assert isinstance(part, memoryview)
             self._hash.update(part)
-        else:
+        elif len(part):
             assert isinstance(part, torch.Tensor) and self._position % _ROW_BYTES == 0
             first = self._position // _ROW_BYTES
             if has_triton(part.device):
@@ -100,20 +101,50 @@ class RunningDigest:
 
 def values(running: Sequence[RunningDigest]) -> list[int]:
     """All digests, with one copy from the device to the host, and where Triton is used with one launch."""
-    pieces = [(number, *piece) for number, each in enumerate(running) for piece in each._pieces if piece[0].numel()]
-    if pieces:
+    sums = Sums()
+    sums.add(running)
+    return [
+        total if each._hash is None else each._hash.intdigest()
+        for each, total in zip(running, sums.read(), strict=True)
+    ]
+
+
+class Sums:
+    """Digests in a device's memory, which one copy to the host reads."""
+
+    def __init__(self) -> None:
+        self._totals: list[torch.Tensor] = []
+        self._has_bytes: list[bool] = []
+
+    def add(self, running: Sequence[RunningDigest]) -> None:
+        """Queue the sums, where Triton is used in one launch; the bytes may be freed after that."""
+        pieces = [(number, *piece) for number, each in enumerate(running) for piece in each._pieces]
+        sums = [each._sum for each in running if each._sum is not None]
+        if pieces:
+            self.add_together(pieces, len(running))
+        else:
+            self._totals += [each.view(1) for each in sums]
+            self._has_bytes += [each._sum is not None for each in running]
+
+    def add_together(
+        self,
+        pieces: Sequence[Piece],
+        num_digests: int,
+        sources: Sequence[torch.Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Queue the digests of these pieces, where Triton is used. sources, dtype: see `kernels.sum64`."""
         from meshrl.sync import kernels
 
         device, end = pieces[0][1].device, max(first + -(-raw.numel() // _ROW_BYTES) for _, raw, first in pieces)
         row_keys = _row_table((end - 1).bit_length(), device)
-        totals = kernels.sum64(pieces, len(running), _columns(device)[0], row_keys, _ONES)
-        return [number & _MASK64 for number in totals.tolist()]
-    sums = [each._sum for each in running if each._sum is not None]
-    numbers = iter(torch.stack(sums).tolist() if sums else ())
-    return [
-        each._hash.intdigest() if each._hash is not None else 0 if each._sum is None else next(numbers) & _MASK64
-        for each in running
-    ]
+        self._totals.append(kernels.sum64(pieces, num_digests, _columns(device)[0], row_keys, _ONES, sources, dtype))
+        self._has_bytes += [True] * num_digests  # the sum of no bytes is 0, too
+
+    def read(self) -> list[int]:
+        """Of all that were added, in order; waits for the device."""
+        numbers = iter(torch.cat(self._totals).tolist() if self._totals else ())
+        return [next(numbers) & _MASK64 if each else 0 for each in self._has_bytes]
 
 
 def digests_in_threads(
@@ -122,15 +153,15 @@ def digests_in_threads(
     """The digest of each item; of host memory by all threads. num_bytes: of each item."""
     if kind == "xxh3":
         return values(in_threads(digest, items, num_bytes))
-    digests: list[int] = []
-    running, size = [], 0
+    sums, running, size = Sums(), list[RunningDigest](), 0
     for item, count in zip(items, num_bytes, strict=True):
         running.append(digest(item))
         size += count
         if size >= _BATCH_BYTES:
-            digests += values(running)
+            sums.add(running)
             running, size = [], 0
-    return digests + values(running)
+    sums.add(running)
+    return sums.read()
 
 
 class BlockDigests:

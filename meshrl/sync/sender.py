@@ -23,7 +23,16 @@ import torch
 from meshrl.core.device import has_triton
 from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import ALL, Delivery, pack_changes, section_bytes
-from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, digest_bytes, digests_in_threads, lap, values
+from meshrl.sync.digest import (
+    RunningDigest,
+    Sums,
+    as_bytes,
+    bits_of,
+    digest_bytes,
+    digests_in_threads,
+    lap,
+    values,
+)
 from meshrl.sync.layout import Layout, Part, Transfer, aligned
 
 _Key = tuple[str, tuple[int, ...]]  # name and offsets, of a box or a part
@@ -36,7 +45,7 @@ class Elements:
     def __init__(self, block: torch.Tensor, rows: Callable[[int, int], torch.Tensor] | None = None):
         """rows(first, end): returns the values to be sent for these rows; None = the block's own values."""
         self.block, self._rows = block, rows
-        self._flat = block.view(-1) if rows is None and block.is_contiguous() else None
+        self.flat = block.view(-1) if rows is None and block.is_contiguous() else None  # the values, if stored so
 
     @property
     def device(self) -> torch.device:
@@ -46,8 +55,8 @@ class Elements:
         return self.block.numel()
 
     def __getitem__(self, part: slice) -> torch.Tensor:
-        if self._flat is not None:
-            return self._flat[part]
+        if self.flat is not None:
+            return self.flat[part]
         low, high, _ = part.indices(self.numel())
         inner = self.numel() // len(self.block)
         first, end = low // inner, -(-high // inner)
@@ -176,6 +185,10 @@ class WeightSender:
             return running
 
         started_at = time.perf_counter()
+        if together := self._cast_together(written, targets):
+            self._digests |= together
+            written = [part for part in written if _key(part) not in together]
+            sizes = [part.num_bytes for part in written]
         digests = digests_in_threads(self.layout.digest, write_part, written, sizes)
         self._digests |= dict(zip(map(_key, written), digests, strict=True))
         spent = self.report.seconds  # of all threads together; scaled to the time that has passed
@@ -183,6 +196,30 @@ class WeightSender:
         self.report.seconds = {stage: seconds * share for stage, seconds in spent.items()}
         for transfer in transfers:
             yield self._delivery(transfer, None, [ALL if self._is_sent(part) else 0 for part in transfer.parts])
+
+    def _cast_together(self, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> dict[_Key, int]:
+        """Cast the parts for which there is a kernel, all in one launch for each dtype, which computes their digests,
+        too. Returns these digests."""
+        if self.layout.digest != "sum64" or not parts or not has_triton(targets[parts[0].tensor.name].device):
+            return {}
+        from meshrl.sync.kernels import can_cast
+
+        casts: dict[torch.dtype, list[tuple[_Key, torch.Tensor, torch.Tensor]]] = {}
+        for part in parts:
+            target, dtype = part.of(targets[part.tensor.name]), part.tensor.torch_dtype
+            box = part.tensor.name, part.box_offsets
+            flat = None if box in self._base else self._elements[box].flat
+            if flat is None or flat.device != target.device or not target.is_contiguous():
+                continue
+            source, raw = flat[part.first : part.first + part.numel], as_bytes(target)
+            if can_cast(source, raw, dtype):
+                casts.setdefault(dtype, []).append((_key(part), source, raw))
+        sums, keys = Sums(), list[_Key]()
+        for dtype, each in casts.items():
+            pieces = [(number, raw, 0) for number, (_, _, raw) in enumerate(each)]
+            sums.add_together(pieces, len(each), [source for _, source, _ in each], dtype)
+            keys += [key for key, _, _ in each]
+        return dict(zip(keys, sums.read(), strict=True))
 
     def _is_sent(self, part: Part) -> bool:
         return not (self._changes and part.tensor.name in self._frozen)

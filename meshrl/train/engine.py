@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
-from meshrl.core.device import current_device, has_own_memory
+from meshrl.core.device import current_device, deterministic_kernels, has_own_memory
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric, Sample
@@ -189,7 +189,8 @@ class TrainEngine:
         """
         logprobs: RowArrays = {}
         entropies: RowArrays = {}
-        with nullcontext() if adapter else without_adapters(self.model.lm):
+        adapters = nullcontext() if adapter else without_adapters(self.model.lm)
+        with adapters, deterministic_kernels(self.cfg.full_determinism):
             for batch in batches:
                 with timed("forward", "compute", self.device, tokens=batch.num_tokens):
                     out = self._outputs(batch, entropy, replays=adapter and self.role in TRAINED)
@@ -219,24 +220,25 @@ class TrainEngine:
             self._balance_experts(routing, batches)
         logprobs: RowArrays = {}
         by_row: RowArrays = {}
-        for at, batch in enumerate(batches):
-            trains = at >= num_scored
-            if at == num_scored:
-                reshard(self.model)  # after forward passes without backward passes
-            timing = timed("forward", "compute", self.device, tokens=batch.num_tokens)
-            with timing, torch.set_grad_enabled(trains):
-                out = self._outputs(batch, entropy, counts=True)
-                if batch.is_dummy:
-                    total = out.logprobs.sum() * 0.0
-                else:
-                    total, new = loss(out, batch)
-                    metrics.extend(new)
-                    _collect_rows(logprobs, batch, out.logprobs.detach())
-                    if entropies and out.entropy is not None:
-                        _collect_rows(by_row, batch, out.entropy.detach())
-            if trains:
-                with timed("backward", "compute", self.device, tokens=batch.num_tokens):
-                    (total * self.coordinates.loss_scale).backward()
+        with deterministic_kernels(self.cfg.full_determinism):
+            for at, batch in enumerate(batches):
+                trains = at >= num_scored
+                if at == num_scored:
+                    reshard(self.model)  # after forward passes without backward passes
+                timing = timed("forward", "compute", self.device, tokens=batch.num_tokens)
+                with timing, torch.set_grad_enabled(trains):
+                    out = self._outputs(batch, entropy, counts=True)
+                    if batch.is_dummy:
+                        total = out.logprobs.sum() * 0.0
+                    else:
+                        total, new = loss(out, batch)
+                        metrics.extend(new)
+                        _collect_rows(logprobs, batch, out.logprobs.detach())
+                        if entropies and out.entropy is not None:
+                            _collect_rows(by_row, batch, out.entropy.detach())
+                if trains:
+                    with timed("backward", "compute", self.device, tokens=batch.num_tokens):
+                        (total * self.coordinates.loss_scale).backward()
         if routing is not None:
             of_all_ranks = self._router_sums(routing).metrics()  # in every rank, and reported once
             metrics += of_all_ranks if self.mesh.get_rank() == 0 else []

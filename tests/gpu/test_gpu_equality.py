@@ -47,9 +47,11 @@ def _rows(shared: bool) -> list[Sample]:
     return weigh(out)
 
 
-def _gradient(lm: torch.nn.Module, samples: list[Sample], mesh: Any, dtype: torch.dtype, micro: int) -> dict[str, Any]:
+def _gradient(
+    lm: torch.nn.Module, samples: list[Sample], mesh: Any, dtype: torch.dtype, micro: int, **settings: Any
+) -> dict[str, Any]:
     """The engine's full gradients on the mesh's device, in compute dtype `dtype`, over `micro` random micro-batches."""
-    cfg = TrainConfig(activation_checkpointing=micro > 1, logprob_chunk_tokens=50)
+    cfg = TrainConfig(activation_checkpointing=micro > 1, logprob_chunk_tokens=50, **settings)
     engine = TrainEngine.wrap(lm, cfg, mesh, "policy", dtype)
     (partition,) = random_partition(np.random.default_rng(0), len(samples), 1, micro)
     batches = [pack([samples[i] for i in rows], rows, engine.device) for rows in partition]
@@ -71,6 +73,21 @@ def test_the_gradient_is_the_unsharded_models(meshes, accelerator, dtype, micro,
     assert got["norm"] == pytest.approx(norm_of(want["grads"]), rel=max(OFF[dtype], 1e-6))
     for i, row in want["logprobs"].items():
         np.testing.assert_allclose(got["logprobs"][i], row, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", ["rows", "groups", "a long row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_with_full_determinism_a_gradient_is_the_same_to_the_bit(meshes, accelerator, dtype, rows):
+    """Rows for which a GPU by default uses kernels that add in an order that changes."""
+    samples = weigh(random_samples(1, [5000])) if rows == "a long row" else _rows(rows == "groups")
+    first, *others = (
+        _gradient(tiny_qwen2(**SHAPE), samples, meshes[accelerator.type], dtype, 1, full_determinism=True)
+        for _ in range(5)
+    )
+    for other in others:
+        for name, grad in first["grads"].items():
+            assert np.array_equal(other["grads"][name], grad), name
+        assert other["norm"] == first["norm"]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["rows", "groups"])

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from meshrl.core.device import has_triton
+from meshrl.model import logprob
 from meshrl.model.logprob import Head, token_logprobs
 from meshrl.sync import sender
-from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, values
+from meshrl.sync.digest import RunningDigest, Sums, as_bytes, bits_of, digest_bytes, values
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def device(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.delenv("MESHRL_TRITON", raising=False)
+def device(accelerator: torch.device) -> torch.device:
     if not has_triton(accelerator):
         pytest.skip("Triton's kernels are not used on this accelerator")
     return accelerator
@@ -31,8 +31,8 @@ def test_logprobs_entropies_and_gradients_are_those_of_torch(device, dtype, soft
     targets = torch.randint(v, (n,), generator=g).to(device)
     temperature = torch.tensor([0.6, 1.0, 0.0])[torch.randint(3, (n,), generator=g)].to(device)
     found = []
-    for setting in ("1", "0"):
-        monkeypatch.setenv("MESHRL_TRITON", setting)
+    for has_kernels in (True, False):
+        monkeypatch.setattr(logprob, "has_triton", lambda device, has=has_kernels: has)
         leaves = [each.to(device, dtype, copy=True).requires_grad_() for each in (x, w, b)]
         head = Head(leaves[1], leaves[2], 1.5, softcap)
         scored = token_logprobs(leaves[0], head, targets, temperature, chunk_tokens=100, entropy=True)
@@ -55,6 +55,25 @@ def test_digests_of_many_pieces_are_those_of_the_host(device):
         return values(running)
 
     assert digests(memory.to(device)) == digests(memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_values_that_are_cast_in_place_are_those_of_the_host(device, dtype):
+    """To the bit, with their digests, for sizes that end inside a word and others that fill several programs."""
+    numbers = torch.Generator().manual_seed(0)
+    masters = [torch.randn(count, generator=numbers) for count in (1, 7, 1000, 300_001, 3 * 8 * 32768)]
+    targets = [torch.full((len(each) + 8,), 3.0, dtype=dtype, device=device) for each in masters]
+    sums = Sums()
+    sums.add_together(
+        [(i, as_bytes(target[:-8]), 0) for i, target in enumerate(targets)],
+        len(targets),
+        [each.to(device) for each in masters],
+        dtype,
+    )
+    cast = [each.to(dtype) for each in masters]
+    assert sums.read() == [digest_bytes("sum64", as_bytes(each)) for each in cast]
+    for target, each in zip(targets, cast, strict=True):
+        assert torch.equal(target[:-8].cpu(), each) and (target[-8:] == 3).all()
 
 
 @pytest.mark.parametrize("count", [1, 1000, 1_000_003])

@@ -19,7 +19,7 @@ from meshrl.train.checkpoint_files import state_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-STEPS = ("loop.num_steps=3", "loop.save_every_steps=1", "run.keep_checkpoints=3")
+STEPS = ("loop.num_steps=3", "loop.save_every_steps=1", "run.keep_checkpoints=3", "train.full_determinism=true")
 NATS = 5e-3  # of a token, fp32 products of two kinds of kernels
 VLLM = (
     "rollout.engine=vllm",

@@ -57,8 +57,8 @@ FAULTS = [
     ),
     Fault(
         "each digest of a sync is read from the device by itself",
-        "meshrl/sync/digest.py::values",
-        "torch.stack(sums).tolist() if sums else () => [int(each) for each in sums]",
+        "meshrl/sync/digest.py::Sums.read",
+        "torch.cat(self._totals).tolist() if self._totals else () => [int(n) for each in self._totals for n in each]",
         "tests/unit/sync/test_sync_on_meta.py::test_a_sync_in_place_reads_all_digests_of_a_proof_together",
     ),
     Fault(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_interpreter  # skips this file where the interpreter can't run
-from tiny_sync import Sampler, Trainer, layout_on, sync, trained, weights_of
+from tiny_sync import Sampler, Trainer, held_of, layout_on, sync, trained, weights_of
 
 from meshrl.sync import digest, kernels, sender
 from meshrl.sync.digest import RunningDigest, bits_of, digest_bytes, digests_in_threads, values
+from meshrl.sync.layout import make_layout
 
 ROW = 65536  # bytes
 
@@ -125,3 +126,40 @@ def test_a_delta_arrives_to_the_bit(launches, monkeypatch):
     assert sum(report.num_changed for report in trainer.reports) == sum(
         int((changed[name].bfloat16() != each.bfloat16()).sum()) for name, each in weights_of().items()
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sync_in_place_casts_all_parts_in_one_launch(dtype, launches, monkeypatch):
+    """Those in another order of memory or at another address one by one. All have the bits and digests that torch's
+    functions give them, also parts that end inside a word, and memory next to them does not change."""
+    shapes = {
+        "odd": (7, 3),
+        "rows": (40, 2200),
+        "scale": (),
+        "moved": (33,),
+        "empty": (0, 4),
+        "long": (9 * 32768 + 2,),
+        "turned": (64, 48),
+    }
+    layout = make_layout({name: (shape, dtype) for name, shape in shapes.items()}, digest="sum64")
+    numbers = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=numbers) for name, shape in shapes.items()}
+    weights["rows"][0, :6] = torch.tensor([0.0, -0.0, torch.inf, 1 + 2**-8, 1 + 3 * 2**-8, 65520.0])
+    weights["turned"] = weights["turned"].T.contiguous().T
+    found = {}
+    for has_kernels in (True, False):
+        for module in (digest, sender):
+            monkeypatch.setattr(module, "has_triton", lambda device, has=has_kernels: has)
+        memory = {name: torch.full((weights[name].numel() + 16,), 3.0, dtype=getattr(torch, dtype)) for name in shapes}
+        memory["moved"] = memory["moved"][1:]
+        targets = {name: each[8 : 8 + weights[name].numel()].view(shapes[name]) for name, each in memory.items()}
+        (one,) = Trainer(layout, keep_base=False).senders
+        launches.clear()
+        one.begin(held_of(weights, layout.senders[0]))
+        digests = [delivery.digests for delivery in one.write(targets)]
+        assert all((m[:8] == 3).all() and (m[-7:] == 3).all() for m in memory.values())
+        for name, target in targets.items():
+            assert torch.equal(bits_of(target), bits_of(weights[name].to(target.dtype)))
+        found[has_kernels] = digests
+        assert launches == ([4, 2] if has_kernels else [])  # cast together; the digests of the others
+    assert found[True] == found[False]

@@ -67,3 +67,27 @@ def test_each_micro_batch_adds_the_same(engine: TrainEngine) -> None:
     assert (calls.num_reads, calls.num_uploads) == (9, 6)
     calls = _step(engine, sft_loss, 1)
     assert (calls.num_reads, calls.num_uploads) == (2, 2)
+
+
+@pytest.mark.parametrize("engine", [1], indirect=True)
+def test_full_determinism_lasts_as_long_as_the_gradient(engine: TrainEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward and backward, not in what the process computes next to it; cuDNN's attention has no such kernels."""
+    monkeypatch.setattr(attention, "has_long_row_kernels", lambda device: True)
+    policy, seen = make_policy_loss(AlgoConfig()), []
+
+    def observe(at: str) -> None:
+        seen.append(
+            (at, torch.are_deterministic_algorithms_enabled(), attention.PackedAttention([0, 8], META).use_cudnn)
+        )
+
+    def loss(out: Any, batch: Any) -> Any:
+        observe("forward")
+        out.logprobs.register_hook(lambda grad: observe("backward"))
+        return policy(out, batch)
+
+    for wanted in (False, True):
+        engine.cfg = TrainConfig(full_determinism=wanted)
+        _step(engine, loss, 1)
+        observe("after")
+    usual = [(at, False, True) for at in ("forward", "backward", "after")]
+    assert seen == [*usual, ("forward", True, False), ("backward", True, False), ("after", False, True)]
