@@ -100,7 +100,7 @@ class TrainConfig(Slice):
     pass, about a third more compute; 0 = off, also where the model's config.json has a value"""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
     """tokens whose logits exist at one time; a lower value needs less memory and gives the same results; null = as many
-    as have 2^25 logits on a CPU, 2^28 on a GPU; about three fp32 copies of them exist"""
+    as have 2^25 logits on a CPU, 2^28 on a GPU, where about three fp32 copies of them exist"""
 
     @property
     def tp_key(self) -> str:

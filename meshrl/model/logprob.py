@@ -7,6 +7,7 @@ Letters: N scored tokens, C tokens of a chunk, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,8 @@ from meshrl.parallel.exchange import Axis, gathered_values
 
 SAVED_LOGITS = 1 << 24  # of a single chunk on an accelerator that a forward may store: 64 MiB
 CHUNK_LOGITS = 1 << 28  # logits of a chunk on an accelerator, of which about three copies exist
-CHUNK_LOGITS_ON_CPU = 1 << 25  # three times as many make a CPU a tenth faster
+CHUNK_LOGITS_ON_CPU = 1 << 25  # logits of a chunk on a CPU, of which one copy exists
+BLOCK_LOGITS = 1 << 20  # of a chunk that a CPU works on at a time, in its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +139,17 @@ class _ChunkedLogprob(torch.autograd.Function):
         sums = torch.empty_like(logp)
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
-            z = head.logits(hidden[part])
-            if not flat:
-                z.div_(temperature[part, None].to(dtype))
-            lse = torch.logsumexp(z, dim=-1, out=sums[part])
-            logp[part] = z.gather(1, targets[part, None])[:, 0].sub_(lse).clamp_(max=0)
-            if want_entropy or save:
-                logq = z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
-            if want_entropy:
-                ent[part] = (logq.exp() * logq).sum(-1).neg_().clamp_(min=0)
-            saved = logq if save else None
+            chunk_logits = head.logits(hidden[part])
+            for rows, z in _blocks(chunk_logits, a):
+                if not flat:
+                    z.div_(temperature[rows, None].to(dtype))
+                lse = torch.logsumexp(z, dim=-1, out=sums[rows])
+                logp[rows] = z.gather(1, targets[rows, None])[:, 0].sub_(lse).clamp_(max=0)
+                if want_entropy or save:
+                    logq = z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
+                if want_entropy:
+                    ent[rows] = (logq.exp() * logq).sum(-1).neg_().clamp_(min=0)
+            saved = chunk_logits if save else None
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, saved)
         ctx.set_materialize_grads(False)  # an entropy that is only a metric has no backward
         ctx.facts = (scale, softcap, chunk, flat)
@@ -163,33 +166,34 @@ class _ChunkedLogprob(torch.autograd.Function):
         head = Head(weight if saved is not None else _wide_on_cpu(weight), bias, scale, softcap)
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
-            x, t = hidden[part], temperature[part, None].to(dtype)
-            logq, slope = saved, None
-            if logq is None:
-                z = head.logits(x)
-                slope = None if softcap is None else 1 - (z / softcap) ** 2
-                logq = torch.log_softmax(z if flat else z.div_(t), dim=-1)
-                del z
-            p = logq.exp()
-            entropy = None if grad_ent is None else _entropy_slope(logq, p) * grad_ent[part, None]
-            del logq
-            g = torch.zeros_like(t) if grad_logp is None else grad_logp[part, None].to(dtype)
-            of_sum = -g if grad_lse is None else grad_lse[part, None].to(dtype) - g
-            dz = p.mul_(of_sum).scatter_add_(1, targets[part, None], g)
-            if entropy is not None:
-                dz += entropy
-            if not flat:
-                dz.div_(t)
-            if slope is not None:
-                dz *= slope
-            if scale != 1.0:
-                dz *= scale
-            low = dz.to(weight.dtype)
+            x = hidden[part]
+            chunk_logits = head.logits(x) if saved is None else saved
+            low = torch.empty(chunk_logits.shape, dtype=weight.dtype, device=weight.device)
+            for rows, block in _blocks(chunk_logits, a):
+                t = temperature[rows, None].to(dtype)
+                logq, slope = block, None
+                if saved is None:
+                    slope = None if softcap is None else 1 - (block / softcap) ** 2
+                    logq = torch.log_softmax(block if flat else block.div_(t), dim=-1)
+                p = logq.exp()
+                entropy = None if grad_ent is None else _entropy_slope(logq, p) * grad_ent[rows, None]
+                g = torch.zeros_like(t) if grad_logp is None else grad_logp[rows, None].to(dtype)
+                of_sum = -g if grad_lse is None else grad_lse[rows, None].to(dtype) - g
+                dz = p.mul_(of_sum).scatter_add_(1, targets[rows, None], g)
+                if entropy is not None:
+                    dz += entropy
+                if not flat:
+                    dz.div_(t)
+                if slope is not None:
+                    dz *= slope
+                if scale != 1.0:
+                    dz *= scale
+                if grad_bias is not None:
+                    grad_bias += dz.sum(0)
+                low[rows.start - a : rows.stop - a] = dz
             grad_hidden[part] = low @ weight
             if grad_weight is not None:
                 grad_weight += low.T @ x.to(weight.dtype)
-            if grad_bias is not None:
-                grad_bias += dz.sum(0)
         grads = [None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)]
         return grad_hidden, *grads, None, None, None, None, None, None, None
 
@@ -198,6 +202,15 @@ def _wide_on_cpu(weight: torch.Tensor) -> torch.Tensor:
     """The weight in which a chunk's products are computed: on a CPU in fp32, where 16-bit products of this size are
     slower; cast here, once for all chunks."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) if weight.device.type == "cpu" else weight
+
+
+def _blocks(logits: torch.Tensor, first: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Parts of a chunk's logits [C, V] for operations on each row, with their slice of all tokens. first: the chunk's
+    first token. On a CPU as many rows as stay in its cache, so that only they need memory for intermediate results."""
+    step = max(1, BLOCK_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+    for low in range(0, len(logits), step):
+        block = logits[low : low + step]
+        yield slice(first + low, first + low + len(block)), block
 
 
 def _entropy_slope(logq: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,7 @@ FAULTS = [
     Fault(
         "the log of the sum of a rank's words has no gradient",
         "meshrl/model/logprob.py::_ChunkedLogprob.backward",
-        "-g if grad_lse is None else grad_lse[part, None].to(dtype) - g => -g",
+        "-g if grad_lse is None else grad_lse[rows, None].to(dtype) - g => -g",
         _ROWS + "[tp 2]",
     ),
     Fault(

@@ -382,7 +382,7 @@ FAULTS = [
     Fault(
         "the trainer ignores the temperature",
         "meshrl/model/logprob.py::_ChunkedLogprob.forward",
-        "z.div_(temperature[part, None].to(dtype)) => z",
+        "z.div_(temperature[rows, None].to(dtype)) => z",
         _LOGPROB + "test_temperature_divides_the_logits_and_greedy_scores_as_one",
     ),
     Fault(

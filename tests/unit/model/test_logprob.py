@@ -24,7 +24,8 @@ HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["recomputed", "saved"])
 def both_ways(request, monkeypatch):
-    """Chunks of logits that the backward pass recomputes, and a single chunk, which is saved."""
+    """Chunks of logits that the backward pass recomputes, and a single chunk, which is saved; worked on in blocks."""
+    monkeypatch.setattr(logprob, "BLOCK_LOGITS", 4 * V)
 
     def in_one_chunk(hidden, *args, chunk_tokens=None, **kwargs):
         chunk = N if len(hidden) == N else chunk_tokens
@@ -182,3 +183,30 @@ def test_logits_of_all_tokens_never_exist(dtype, softcap):
         )
         (logp.sum() + ent.sum()).backward()
     assert chunk * vocab <= largest.elements < 2 * chunk * vocab < tokens * vocab
+
+
+class _Copies(TorchDispatchMode):
+    """How many results of operations have memory of their own for this many elements or more."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.numel() >= self.elements:
+            self.count += out.untyped_storage().data_ptr() not in given
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_cpu_needs_two_copies_of_a_chunk(dtype):
+    """The logits, and their gradient in the dtype of the weight; all between them are of a block."""
+    tokens, vocab, dim = 64, 1000, 16
+    hidden, weight = (torch.randn(n, dim).to(dtype).requires_grad_() for n in (tokens, vocab))
+    with _Copies(tokens * vocab) as copies:
+        targets, temperature = torch.randint(vocab, (tokens,)), torch.full((tokens,), 0.7)
+        logp, ent = logprob.token_logprobs(hidden, Head(weight), targets, temperature, entropy=True)
+        (logp.sum() + ent.sum()).backward()
+    assert copies.count == 2
