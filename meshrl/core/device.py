@@ -29,7 +29,8 @@ from meshrl.core.errors import ConfigError
 T = TypeVar("T")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-_MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
+MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
+FRAGMENTED = 2 << 30  # bytes that one phase may leave between its tensors
 _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 SETTINGS = ("CUDA_", "HIP_")  # environment variables of the libraries of devices begin with these
 VISIBLE_DEVICES = (
@@ -368,19 +369,23 @@ def keep_freed_memory(device: torch.device) -> bool:
     return all(libc.mallopt(option, value) == 1 for option, value in _GLIBC_OPTIONS.items())
 
 
-def return_freed_memory(device: torch.device) -> None:
-    """Return to the system what `keep_freed_memory` keeps, if it is much: between two phases of different sizes, the
-    holes that one leaves do not suit the tensors of the other, and the process would grow to the sum of both."""
+def return_freed_memory(device: torch.device, much: int = MUCH_FREED) -> None:
+    """Return to the system what `keep_freed_memory` keeps, if it is more than `much` bytes: between two phases of
+    different sizes, the holes that one leaves do not suit the tensors of the other, and the process would grow to the
+    sum of both. Within a phase FRAGMENTED: micro-batches differ in size, too, but clearing pages again takes time."""
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallinfo2"):  # from glibc 2.33 on
         libc.mallinfo2.restype = _Mallinfo
-        if libc.mallinfo2().fordblks > _MUCH_FREED:
+        facts = libc.mallinfo2()
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        if resident - facts.uordblks - facts.hblkhd > much:
             libc.malloc_trim(0)
 
 
 class _Mallinfo(ctypes.Structure):
-    """glibc's struct mallinfo2; fordblks: free bytes of the heap."""
+    """glibc's struct mallinfo2; uordblks, hblkhd: bytes in use, of the heap and mapped."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcdefgh", "fordblks", "keepcost")]
+    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "hblkhd", *"ef", "uordblks", "fordblks", "keepcost")]
