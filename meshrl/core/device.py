@@ -29,8 +29,7 @@ from meshrl.core.errors import ConfigError
 T = TypeVar("T")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
-FRAGMENTED = 2 << 30  # bytes that one phase may leave between its tensors
+_MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
 _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 SETTINGS = ("CUDA_", "HIP_")  # environment variables of the libraries of devices begin with these
 VISIBLE_DEVICES = (
@@ -369,10 +368,9 @@ def keep_freed_memory(device: torch.device) -> bool:
     return all(libc.mallopt(option, value) == 1 for option, value in _GLIBC_OPTIONS.items())
 
 
-def return_freed_memory(device: torch.device, much: int = MUCH_FREED) -> None:
-    """Return to the system what `keep_freed_memory` keeps, if it is more than `much` bytes: between two phases of
-    different sizes, the holes that one leaves do not suit the tensors of the other, and the process would grow to the
-    sum of both. Within a phase FRAGMENTED: micro-batches differ in size, too, but clearing pages again takes time."""
+def return_freed_memory(device: torch.device) -> None:
+    """Return to the system what `keep_freed_memory` keeps, if it is much: between two phases of different sizes, the
+    holes that one leaves do not suit the tensors of the other, and the process would grow to the sum of both."""
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
@@ -381,7 +379,7 @@ def return_freed_memory(device: torch.device, much: int = MUCH_FREED) -> None:
         facts = libc.mallinfo2()
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        if resident - facts.uordblks - facts.hblkhd > much:
+        if resident - facts.uordblks - facts.hblkhd > _MUCH_FREED:
             libc.malloc_trim(0)
 
 

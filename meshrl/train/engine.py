@@ -21,13 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
-from meshrl.core.device import (
-    FRAGMENTED,
-    current_device,
-    deterministic_kernels,
-    has_own_memory,
-    return_freed_memory,
-)
+from meshrl.core.device import current_device, deterministic_kernels, has_own_memory
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric, Sample
@@ -245,7 +239,6 @@ class TrainEngine:
                 if trains:
                     with timed("backward", "compute", self.device, tokens=batch.num_tokens):
                         (total * self.coordinates.loss_scale).backward()
-                    return_freed_memory(self.device, FRAGMENTED)
         if routing is not None:
             of_all_ranks = self._router_sums(routing).metrics()  # in every rank, and reported once
             metrics += of_all_ranks if self.mesh.get_rank() == 0 else []

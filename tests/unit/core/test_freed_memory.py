@@ -42,14 +42,14 @@ def test_an_accelerator_has_an_allocator_of_its_own():
 
 RETURNED = """
 import sys, psutil, torch
-from meshrl.core.device import MUCH_FREED, keep_freed_memory, return_freed_memory
+from meshrl.core.device import keep_freed_memory, return_freed_memory
 cpu, process = torch.device("cpu"), psutil.Process()
 assert keep_freed_memory(cpu)
 parts = [torch.ones(1 << 18) for _ in range(int(sys.argv[1]))]
 del parts[:-1]  # the last one is the end of the heap
-for much in (2 << 30, MUCH_FREED, 0):
+for _ in range(2):
     before = process.memory_info().rss
-    return_freed_memory(cpu, much)
+    return_freed_memory(cpu)
     print(before - process.memory_info().rss)
 """
 
@@ -59,7 +59,6 @@ for much in (2 << 30, MUCH_FREED, 0):
 def test_much_freed_memory_is_returned_to_the_system_and_little_is_kept(num_mib, is_returned):
     command = [sys.executable, "-c", RETURNED, str(num_mib)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    within_a_phase, between_phases, rest = map(int, done.stdout.split())
-    assert within_a_phase < 1 << 24
-    assert between_phases > 0.9 * (num_mib << 20) if is_returned else between_phases < 1 << 24
-    assert (rest < 1 << 24) is is_returned  # what was returned is not returned again
+    returned, rest = map(int, done.stdout.split())
+    assert returned > 0.9 * (num_mib << 20) if is_returned else returned < 1 << 24
+    assert rest < 1 << 24

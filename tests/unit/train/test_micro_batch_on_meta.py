@@ -17,7 +17,6 @@ from tiny_samples import random_groups
 from meshrl.algo.losses import make_policy_loss, sft_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
-from meshrl.core.device import FRAGMENTED
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import Recipe, cast_parameters
@@ -92,15 +91,3 @@ def test_full_determinism_lasts_as_long_as_the_gradient(engine: TrainEngine, mon
         observe("after")
     usual = [(at, False, True) for at in ("forward", "backward", "after")]
     assert seen == [*usual, ("forward", True, False), ("backward", True, False), ("after", False, True)]
-
-
-@pytest.mark.parametrize("engine", [1], indirect=True)
-def test_much_of_a_micro_batchs_freed_memory_is_returned_before_the_next_one(
-    engine: TrainEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a phase of many micro-batches, which all differ in size, grows by the holes between their tensors."""
-    calls = []
-    names = TrainEngine.forward_backward.__globals__
-    monkeypatch.setitem(names, "return_freed_memory", lambda *given: calls.append(given))
-    _step(engine, make_policy_loss(AlgoConfig()), 3)
-    assert calls == [(META, FRAGMENTED)] * 3
