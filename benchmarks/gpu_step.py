@@ -141,8 +141,8 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
         await run.sync()
         run.spans.take()
         steps, released, peaks = list[dict[str, float]](), list[dict[str, float]](), dict[str, int]()
-        for ordinal in range(2 * args.rounds + 2):  # in turn; the first of each is a warm-up
-            release = ordinal % 2 == 1
+        for ordinal in range(2 * args.rounds + 2):  # the first of each is a warm-up: a release costs the step after it
+            release = ordinal > args.rounds
             (released if release else steps).append(await run.step(ordinal, release))
             peaks = peaks if release else dict(run.peaks)
             run.spans.take()
@@ -166,7 +166,7 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
     report.figure("step_s_released", median([sum(step[name] for name in PHASES) for step in released[1:]]))
     for name in PHASES:
         report.figure(f"step_{name}_s_released", median([step[name] for step in released[1:]]))
-    works = [gsm8k_groups(run.num_groups, 8, 2 * ordinal, run.scale) for ordinal in range(1, args.rounds + 1)]
+    works = [gsm8k_groups(run.num_groups, 8, ordinal, run.scale) for ordinal in range(1, args.rounds + 1)]
     predict_figures(report, config, roofline, works, layout.num_bytes)
 
 

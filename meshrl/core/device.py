@@ -183,20 +183,28 @@ def set_generator_state(kind: str, state: torch.Tensor) -> None:
 
 @contextmanager
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """If wanted, torch chooses kernels whose results are the same to the bit in each call, and refuses operations
-    without one. By default some kernels of GPUs add the numbers in an order that changes, such as attention's
-    backward."""
+    """If wanted, torch chooses kernels whose results are the same to the bit in each call. By default some kernels of
+    GPUs add the numbers in an order that changes, such as attention's backward.
+
+    Raises: ConfigError for an operation that has no such kernel.
+    """
     if not wanted:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # some versions of torch require it
     memory: Any = torch.utils.deterministic
     fills, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        reason = str(error).split(". ")[0]
+        raise ConfigError(f"train.full_determinism is true, but {reason}. Set it to false for this model") from error
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fills
 
 
@@ -378,8 +386,8 @@ def return_freed_memory(device: torch.device) -> None:
         libc.mallinfo2.restype = _Mallinfo
         facts = libc.mallinfo2()
         with open("/proc/self/statm") as file:
-            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        if resident - facts.uordblks - facts.hblkhd > _MUCH_FREED:
+            resident, shared = map(int, file.read().split()[1:3])
+        if (resident - shared) * os.sysconf("SC_PAGE_SIZE") - facts.uordblks - facts.hblkhd > _MUCH_FREED:
             libc.malloc_trim(0)
 
 

@@ -18,7 +18,7 @@ from meshrl.parallel.exchange import Axis, gathered_values
 
 SAVED_LOGITS = 1 << 24  # of a single chunk on an accelerator that a forward may store: 64 MiB
 CHUNK_LOGITS = 1 << 28  # logits of a chunk on an accelerator, of which about three copies exist
-CHUNK_LOGITS_ON_CPU = 1 << 25  # logits of a chunk on a CPU, of which one copy exists
+CHUNK_LOGITS_ON_CPU = 1 << 25  # logits of a chunk on a CPU, of which two copies exist
 BLOCK_LOGITS = 1 << 20  # of a chunk that a CPU works on at a time, in its cache
 
 
@@ -168,14 +168,14 @@ class _ChunkedLogprob(torch.autograd.Function):
             part = slice(a, a + chunk)
             x = hidden[part]
             chunk_logits = head.logits(x) if saved is None else saved
-            low = torch.empty(chunk_logits.shape, dtype=weight.dtype, device=weight.device)
-            for rows, block in _blocks(chunk_logits, a):
-                t = temperature[rows, None].to(dtype)
-                logq, slope = block, None
+            low = torch.empty(0)
+            for rows, logq in _blocks(chunk_logits, a):
+                t, slope = temperature[rows, None].to(dtype), None
                 if saved is None:
-                    slope = None if softcap is None else 1 - (block / softcap) ** 2
-                    logq = torch.log_softmax(block if flat else block.div_(t), dim=-1)
-                p = logq.exp()
+                    slope = None if softcap is None else 1 - (logq / softcap) ** 2
+                    logq = logq if flat else logq.div_(t)
+                    logq.sub_(torch.logsumexp(logq, dim=-1, keepdim=True))
+                p = logq.exp_() if saved is None and grad_ent is None else logq.exp()
                 entropy = None if grad_ent is None else _entropy_slope(logq, p) * grad_ent[rows, None]
                 g = torch.zeros_like(t) if grad_logp is None else grad_logp[rows, None].to(dtype)
                 of_sum = -g if grad_lse is None else grad_lse[rows, None].to(dtype) - g
@@ -190,7 +190,12 @@ class _ChunkedLogprob(torch.autograd.Function):
                     dz *= scale
                 if grad_bias is not None:
                     grad_bias += dz.sum(0)
-                low[rows.start - a : rows.stop - a] = dz
+                if len(dz) == len(chunk_logits):  # the only block, without another copy
+                    low = dz.to(weight.dtype)
+                else:
+                    low = low if len(low) else torch.empty_like(chunk_logits, dtype=weight.dtype)
+                    low[rows.start - a : rows.stop - a] = dz
+            del chunk_logits, logq, p, dz, entropy
             grad_hidden[part] = low @ weight
             if grad_weight is not None:
                 grad_weight += low.T @ x.to(weight.dtype)

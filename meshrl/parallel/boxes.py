@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, shape
 Ranges = list[tuple[int, int]]  # (start, end) of indices, in the order of the shard
+_places: WeakKeyDictionary[DeviceMesh, dict[int, tuple[tuple[int, ...], tuple[int, ...]]]] = WeakKeyDictionary()
 
 
 class LocalBox(NamedTuple):
@@ -46,7 +48,7 @@ def boxes(tensor: torch.Tensor, readable: Values = torch.Tensor.detach) -> list[
         return [LocalBox((0,) * tensor.dim(), readable(tensor.detach()))] if tensor.numel() else []
     local = tensor.to_local().detach()
     mesh = tensor.device_mesh
-    shape, held = _cuts_of_shard(tuple(tensor.shape), tensor.placements, *_place(mesh, mesh.get_rank()))
+    shape, held = _cuts_of_shard(tuple(tensor.shape), tensor.placements, *_place(mesh))
     if shape != tuple(local.shape):
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)}, placed as {tensor.placements} on {mesh}, "
@@ -56,10 +58,12 @@ def boxes(tensor: torch.Tensor, readable: Values = torch.Tensor.detach) -> list[
     return [LocalBox(offsets, local if index is None else local[index]) for offsets, index in held]
 
 
-@lru_cache(maxsize=64)
-def _place(mesh: DeviceMesh, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The size of each axis, and this rank's index along it: a DeviceMesh computes both again for each tensor."""
-    return tuple(mesh.shape), tuple(_coordinate(mesh))
+def _place(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The size of each axis, and this rank's index along it, which a DeviceMesh would compute again for each tensor."""
+    by_rank, rank = _places.setdefault(mesh, {}), mesh.get_rank()
+    if rank not in by_rank:
+        by_rank[rank] = tuple(mesh.shape), tuple(_coordinate(mesh))
+    return by_rank[rank]
 
 
 @lru_cache(maxsize=4096)

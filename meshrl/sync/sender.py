@@ -204,6 +204,7 @@ class WeightSender:
             return {}
         from meshrl.sync.kernels import can_cast
 
+        started_at = time.perf_counter()
         casts: dict[torch.dtype, list[tuple[_Key, torch.Tensor, torch.Tensor]]] = {}
         for part in parts:
             target, dtype = part.of(targets[part.tensor.name]), part.tensor.torch_dtype
@@ -219,7 +220,9 @@ class WeightSender:
             pieces = [(number, raw, 0) for number, (_, _, raw) in enumerate(each)]
             sums.add_together(pieces, len(each), [source for _, source, _ in each], dtype)
             keys += [key for key, _, _ in each]
-        return dict(zip(keys, sums.read(), strict=True))
+        digests = dict(zip(keys, sums.read(), strict=True))
+        lap(self.report.seconds, "cast", started_at)
+        return digests
 
     def _is_sent(self, part: Part) -> bool:
         return not (self._changes and part.tensor.name in self._frozen)

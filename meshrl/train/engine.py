@@ -216,11 +216,11 @@ class TrainEngine:
         are those of one optimizer step if train.router_aux_loss_coef is not 0.
         """
         routing, metrics = self.model.routing, list[Metric]()
-        if routing is not None:
-            self._balance_experts(routing, batches)
         logprobs: RowArrays = {}
         by_row: RowArrays = {}
         with deterministic_kernels(self.cfg.full_determinism):
+            if routing is not None:
+                self._balance_experts(routing, batches)
             for at, batch in enumerate(batches):
                 trains = at >= num_scored
                 if at == num_scored:

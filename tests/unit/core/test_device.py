@@ -11,7 +11,14 @@ import pytest
 import torch
 from tiny_run import train, write_run
 
-from meshrl.core.device import device_notice, device_type, has_long_row_kernels, has_triton, upload
+from meshrl.core.device import (
+    deterministic_kernels,
+    device_notice,
+    device_type,
+    has_long_row_kernels,
+    has_triton,
+    upload,
+)
 from meshrl.core.errors import ConfigError
 
 
@@ -123,3 +130,28 @@ def test_tensors_that_are_sent_together_keep_their_values(monkeypatch: pytest.Mo
     assert [x.dtype for x in sent] == [x.dtype for x in tensors]
     assert all(torch.equal(x, y) for x, y in zip(sent, tensors, strict=True))
     assert len({x.untyped_storage().data_ptr() for x in sent if x.numel()}) == 1
+
+
+def test_deterministic_kernels_restore_what_the_user_had_set_and_name_their_key():
+    def state() -> tuple[bool, bool, bool]:
+        memory = torch.utils.deterministic
+        enabled, warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        return enabled, warns, memory.fill_uninitialized_memory
+
+    usual = state()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        before = state()
+        message = r"train.full_determinism is true, but cumsum .* Set it to false"
+        with pytest.raises(ConfigError, match=message), deterministic_kernels(True):
+            assert state() == (True, False, False)
+            raise RuntimeError("cumsum does not have a deterministic implementation, but you set it. More")
+        assert state() == before != usual
+        with pytest.raises(RuntimeError, match="out of memory"), deterministic_kernels(True):
+            raise RuntimeError("out of memory")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert state() == usual

@@ -194,9 +194,9 @@ class _Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
         if isinstance(out, torch.Tensor) and out.numel() >= self.elements:
-            self.count += out.untyped_storage().data_ptr() not in given
+            self.count += out.untyped_storage()._cdata not in given
         return out
 
 
@@ -210,3 +210,15 @@ def test_a_cpu_needs_two_copies_of_a_chunk(dtype):
         logp, ent = logprob.token_logprobs(hidden, Head(weight), targets, temperature, entropy=True)
         (logp.sum() + ent.sum()).backward()
     assert copies.count == 2
+
+
+def test_an_accelerator_without_our_kernels_needs_one_copy_of_a_chunk_in_each_pass():
+    """Of fp32 logits whose entropy has no gradient; on meta tensors."""
+    tokens, vocab, dim = 64, 1000, 16
+    with torch.device("meta"):
+        hidden, weight = (torch.randn(n, dim).requires_grad_() for n in (tokens, vocab))
+        targets, temperature = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens)
+    with _Copies(32 * vocab) as copies:
+        logp, _ = logprob.token_logprobs(hidden, Head(weight), targets, temperature, chunk_tokens=32)
+        logp.sum().backward()
+    assert copies.count == 2 * 2

@@ -6,6 +6,8 @@ The values of a tensor are its flat indices, so the values of a box show where i
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -174,3 +176,13 @@ def test_the_owners_of_a_tensor_are_one_replica_and_hold_it_once(sizes, placemen
                     count[index_of(box)] += 1
             assert bool((count == 1).all())
         assert owners(tensor, mesh.size()) == {} and replica(tensor) == ((0, 2) if sizes == (2, 2) else (0, 1))
+
+
+def test_boxes_keep_no_mesh_alive():
+    """A mesh that outlives its use keeps the threads of its process groups."""
+    with _mesh(0, 11) as mesh:  # no other test has one that equals it
+        boxes(distribute_tensor(_numbered(22, 2), mesh, [Shard(0)], src_data_rank=None))
+        left = weakref.ref(mesh)
+    del mesh
+    gc.collect()
+    assert left() is None

@@ -161,5 +161,6 @@ def test_a_sync_in_place_casts_all_parts_in_one_launch(dtype, launches, monkeypa
         for name, target in targets.items():
             assert torch.equal(bits_of(target), bits_of(weights[name].to(target.dtype)))
         found[has_kernels] = digests
+        assert one.report.seconds["cast"] > 0
         assert launches == ([4, 2] if has_kernels else [])  # cast together; the digests of the others
     assert found[True] == found[False]
