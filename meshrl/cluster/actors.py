@@ -33,6 +33,7 @@ from meshrl.core.device import (
     device_name,
     dist_backend,
     has_own_memory,
+    keep_few_primitives,
     keep_freed_memory,
     local_device,
     memory_stats,
@@ -111,6 +112,7 @@ class RankWorker:
         recorder.clear()
         recorder.measure = self._memory_now
         set_threads(self.spec.num_local_ranks)
+        keep_few_primitives()
         self.device = local_device(self.spec.local_rank)
         spec = self.spec
         if spec.rollout is not None:  # release_memory: true or false

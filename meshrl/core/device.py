@@ -29,6 +29,7 @@ from meshrl.core.errors import ConfigError
 T = TypeVar("T")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+_NUM_PRIMITIVES = "64"  # a micro-batch needs about 40
 _MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
 _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 SETTINGS = ("CUDA_", "HIP_")  # environment variables of the libraries of devices begin with these
@@ -362,6 +363,15 @@ def set_threads(num_ranks_on_machine: int) -> int:
     threads = max(1, min(cores // max(1, num_ranks_on_machine), int(asked) if asked.isdigit() else cores))
     torch.set_num_threads(threads)
     return threads
+
+
+def keep_few_primitives() -> None:
+    """Make PyTorch keep few of the primitives that oneDNN compiles on a CPU for each size of a 16-bit product; call it
+    before the first one. Micro-batches differ in size, so theirs are hardly used again, but by default it keeps 1,024
+    in each of two caches, all over the heap, where they separate memory that is freed. A user's own values stay.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, _NUM_PRIMITIVES)
 
 
 def keep_freed_memory(device: torch.device) -> bool:

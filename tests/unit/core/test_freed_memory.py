@@ -62,3 +62,31 @@ def test_much_freed_memory_is_returned_to_the_system_and_little_is_kept(num_mib,
     returned, rest = map(int, done.stdout.split())
     assert returned > 0.9 * (num_mib << 20) if is_returned else returned < 1 << 24
     assert rest < 1 << 24
+
+
+PRIMITIVES = """
+import ctypes, sys, torch
+from meshrl.core.device import _Mallinfo, keep_few_primitives
+if sys.argv[1] == "few":
+    keep_few_primitives()
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = _Mallinfo
+weight = torch.ones(256, 256, dtype=torch.bfloat16)
+for rows in range(100, 600):
+    if rows == 200:
+        before = libc.mallinfo2().uordblks
+    torch.nn.functional.linear(torch.ones(rows, 256, dtype=torch.bfloat16), weight)
+print(libc.mallinfo2().uordblks - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_products_of_many_sizes_leave_little_in_the_heap():
+    left = {}
+    for kept in ("few", "many"):
+        command = [sys.executable, "-c", PRIMITIVES, kept]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        left[kept] = int(done.stdout)
+    if left["many"] < 1 << 20:
+        pytest.skip("this CPU computes products of bf16 without oneDNN")
+    assert left["few"] < left["many"] / 10
