@@ -19,10 +19,10 @@ import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
-
-import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -116,7 +116,19 @@ def smollm2(folder: Path) -> Path:
 
 def faster_dtype() -> str:
     """float32 or bfloat16: CPUs differ in which of them has the faster products of matrices, by a factor of two either
-    way. Measured with the shapes of the model's MLP in a micro-batch."""
+    way."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as other:  # it frees its memory before the training
+        took = other.submit(seconds_of_products).result()
+    dtype = min(took, key=took.__getitem__)
+    print("Products of matrices take " + ", ".join(f"{s * 1e3:.1f} ms in {name}" for name, s in took.items()), end="; ")
+    print(f"the model computes in {dtype}.", flush=True)
+    return dtype
+
+
+def seconds_of_products() -> dict[str, float]:
+    """Of a product with the shapes of the model's MLP in a micro-batch, by dtype."""
+    import torch
+
     took = {}
     for dtype in (torch.float32, torch.bfloat16):
         tokens, weight = torch.randn(384, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
@@ -126,10 +138,7 @@ def faster_dtype() -> str:
             torch.nn.functional.linear(tokens, weight)
             times.append(time.perf_counter() - began)
         took[str(dtype).removeprefix("torch.")] = statistics.median(times)
-    dtype = min(took, key=took.__getitem__)
-    print("Products of matrices take " + ", ".join(f"{s * 1e3:.1f} ms in {name}" for name, s in took.items()), end="; ")
-    print(f"the model computes in {dtype}.", flush=True)
-    return dtype
+    return took
 
 
 def write_rows(folder: Path) -> None:
