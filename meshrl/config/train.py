@@ -65,9 +65,9 @@ class TrainConfig(Slice):
     are equal within rounding, and the first steps take minutes longer. Attention, head and embedded samplers are not
     compiled. Needs a C++ compiler on a CPU, and Triton on a GPU; not for mixtures of experts and layers with a state"""
     full_determinism: bool = False
-    """on GPUs, train with kernels whose gradients are the same to the bit each time, and refuse models with an
-    operation that has none. On CPUs gradients always are. Samplers on GPUs are not covered: their logprobs depend on
-    which rows are computed together"""
+    """on GPUs, train with kernels whose gradients are the same to the bit each time; an operation that has none is an
+    error. On CPUs gradients always are. Samplers on GPUs are not covered: their logprobs depend on which rows are
+    computed together"""
     mesh: TrainMeshConfig = TrainMeshConfig()
     """ranks along each axis of the DeviceMesh"""
     tensor_model_parallel_size: int | None = Field(None, ge=1)

@@ -29,7 +29,7 @@ from meshrl.core.errors import ConfigError
 T = TypeVar("T")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-_NUM_PRIMITIVES = "64"  # a micro-batch needs about 40
+_NUM_PRIMITIVES = "64"  # a micro-batch of SmolLM2 needs 18 to 31
 _MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
 _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 SETTINGS = ("CUDA_", "HIP_")  # environment variables of the libraries of devices begin with these
@@ -203,7 +203,7 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         reason = str(error).split(". ")[0]
-        raise ConfigError(f"train.full_determinism is true, but {reason}. Set it to false for this model") from error
+        raise ConfigError(f"train.full_determinism is true, but {reason}. Set train.full_determinism=false") from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fills
@@ -369,6 +369,7 @@ def keep_few_primitives() -> None:
     """Make PyTorch keep few of the primitives that oneDNN compiles on a CPU for each size of a 16-bit product; call it
     before the first one. Micro-batches differ in size, so theirs are hardly used again, but by default it keeps 1,024
     in each of two caches, all over the heap, where they separate memory that is freed. A user's own values stay.
+    Processes that this one starts inherit the setting.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, _NUM_PRIMITIVES)
@@ -394,14 +395,11 @@ def return_freed_memory(device: torch.device) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallinfo2"):  # from glibc 2.33 on
         libc.mallinfo2.restype = _Mallinfo
-        facts = libc.mallinfo2()
-        with open("/proc/self/statm") as file:
-            resident, shared = map(int, file.read().split()[1:3])
-        if (resident - shared) * os.sysconf("SC_PAGE_SIZE") - facts.uordblks - facts.hblkhd > _MUCH_FREED:
+        if libc.mallinfo2().fordblks > _MUCH_FREED:
             libc.malloc_trim(0)
 
 
 class _Mallinfo(ctypes.Structure):
-    """glibc's struct mallinfo2; uordblks, hblkhd: bytes in use, of the heap and mapped."""
+    """glibc's struct mallinfo2; uordblks, fordblks: bytes of the heap in use, and free."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "hblkhd", *"ef", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcdefg", "uordblks", "fordblks", "keepcost")]

@@ -70,7 +70,7 @@ class RunningDigest:
     def __init__(self, kind: DigestKind):
         self._position = 0
         self._sum: torch.Tensor | None = None
-        self._pieces: list[tuple[torch.Tensor, int]] = []  # not summed yet; as of Piece
+        self._pieces: list[tuple[torch.Tensor, int]] = []  # not summed yet: bytes, and the row at which they begin
         self._hash = xxhash.xxh3_64() if kind == "xxh3" else None
 
     def readable(self, raw: torch.Tensor) -> Readable:

@@ -172,8 +172,7 @@ class WeightSender:
         for changes would not save anything, so all tensors are written, or those that are not frozen."""
         transfers = [transfer for transfer in self.layout.transfers if transfer.sender == self.sender]
         written = [part for transfer in transfers for part in transfer.parts if self._is_sent(part)]
-        sizes = [part.num_bytes for part in written]
-        self.report.num_bytes, self.report.num_changed = sum(sizes), None
+        self.report.num_bytes, self.report.num_changed = sum(part.num_bytes for part in written), None
 
         def write_part(part: Part) -> RunningDigest:
             target = part.of(targets[part.tensor.name])
@@ -185,12 +184,10 @@ class WeightSender:
             return running
 
         started_at = time.perf_counter()
-        if together := self._cast_together(written, targets):
-            self._digests |= together
-            written = [part for part in written if _key(part) not in together]
-            sizes = [part.num_bytes for part in written]
-        digests = digests_in_threads(self.layout.digest, write_part, written, sizes)
-        self._digests |= dict(zip(map(_key, written), digests, strict=True))
+        together = self._cast_together(written, targets)
+        rest = [part for part in written if _key(part) not in together]
+        digests = digests_in_threads(self.layout.digest, write_part, rest, [part.num_bytes for part in rest])
+        self._digests |= together | dict(zip(map(_key, rest), digests, strict=True))
         spent = self.report.seconds  # of all threads together; scaled to the time that has passed
         share = min(1.0, (time.perf_counter() - started_at) / max(sum(spent.values()), 1e-9))
         self.report.seconds = {stage: seconds * share for stage, seconds in spent.items()}

@@ -145,7 +145,7 @@ def test_deterministic_kernels_restore_what_the_user_had_set_and_name_their_key(
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         before = state()
-        message = r"train.full_determinism is true, but cumsum .* Set it to false"
+        message = r"train.full_determinism is true, but cumsum .* Set train.full_determinism=false"
         with pytest.raises(ConfigError, match=message), deterministic_kernels(True):
             assert state() == (True, False, False)
             raise RuntimeError("cumsum does not have a deterministic implementation, but you set it. More")

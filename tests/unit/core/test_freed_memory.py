@@ -47,10 +47,9 @@ cpu, process = torch.device("cpu"), psutil.Process()
 assert keep_freed_memory(cpu)
 parts = [torch.ones(1 << 18) for _ in range(int(sys.argv[1]))]
 del parts[:-1]  # the last one is the end of the heap
-for _ in range(2):
-    before = process.memory_info().rss
-    return_freed_memory(cpu)
-    print(before - process.memory_info().rss)
+before = process.memory_info().rss
+return_freed_memory(cpu)
+print(before - process.memory_info().rss)
 """
 
 
@@ -59,9 +58,8 @@ for _ in range(2):
 def test_much_freed_memory_is_returned_to_the_system_and_little_is_kept(num_mib, is_returned):
     command = [sys.executable, "-c", RETURNED, str(num_mib)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    returned, rest = map(int, done.stdout.split())
+    returned = int(done.stdout)
     assert returned > 0.9 * (num_mib << 20) if is_returned else returned < 1 << 24
-    assert rest < 1 << 24
 
 
 PRIMITIVES = """
