@@ -20,6 +20,10 @@ VLLM_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_
 SGLANG_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_sync.py \
   tests/unit/rollout/test_sglang_engine.py tests/unit/rollout/test_endpoint_engine.py tests/e2e/test_sglang_run.py
 
+# The tests' tensors are tiny and their ranks share the cores, so one thread each is fastest. Ranks set their own number.
+test test-all mutants test-vllm test-sglang: export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # otherwise every process that a test starts compiles meshrl again
+
 .PHONY: help setup fix check test test-all mutants quickstart smollm setup-vllm test-vllm setup-sglang test-sglang
 .DEFAULT_GOAL := help
 

@@ -160,8 +160,10 @@ def main() -> None:
     descriptor, starter = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(starter)
     ignore_interrupts()
+    gc.disable()  # imports make half a million objects and no garbage; to look for it takes a quarter of their time
     for module in sys.argv[4:]:
         importlib.import_module(module)
+    gc.enable()
     gc.collect()
     gc.freeze()  # else a collection in a child would write to, and so copy, the pages that children share
     server = _RequestServer(socket.socket(fileno=descriptor), _can_fork())

@@ -5,6 +5,7 @@ A name is split at underscores and capitals, so that `kept_rows` and `KeptRows` 
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,20 +62,24 @@ def texts() -> list[Path]:
     return sorted(path for path in found if path.suffix in SUFFIXES and "results" not in path.parts)
 
 
-@pytest.mark.parametrize("words", EVERYWHERE)
-def test_no_text_uses_a_word_that_has_a_standard_term(words: str):
-    pattern = re.compile(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])", re.IGNORECASE)
+def test_no_text_uses_a_word_that_has_a_standard_term():
+    lists = list(
+        EVERYWHERE
+    )  # one pattern with a group for each list: to search for each by itself takes 25 times as long
+    groups = "|".join(f"(?P<list_{number}>{words})" for number, words in enumerate(lists))
+    pattern = re.compile(rf"(?<![A-Za-z])(?:{groups})(?![A-Za-z])", re.IGNORECASE)
     faults = []
     for path in texts():
         if name_of(path) == SELF:
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            camel = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", line)
-            if pattern.search(camel):
-                faults.append(f"{name_of(path)}:{number}: {line.strip()[:100]}")
-    assert faults == [], f"write: {EVERYWHERE[words]}"
+            for match in pattern.finditer(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", line)):
+                standard = EVERYWHERE[lists[int(str(match.lastgroup).removeprefix("list_"))]]
+                faults.append(f"{name_of(path)}:{number}: {match[0]!r}, write: {standard}: {line.strip()[:100]}")
+    assert faults == []
 
 
+@cache
 def names(path: Path) -> list[tuple[str, int]]:
     """(name, line) of everything that a file of Python names."""
     found = [(path.stem, 0)]
