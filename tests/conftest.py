@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share tiny_models, rank_
 
 from order_of_files import place_of, scheduler
 from rank_pool import RankPool
+from slow_cases import mark_slow_cases
 
 if TYPE_CHECKING:
     from meshrl.rollout.server.process import ServerProcess
@@ -33,7 +34,9 @@ def pytest_report_header() -> str:
     return "device: the CPU, except for tests/gpu (pytest -m gpu tests/gpu); MESHRL_DEVICE sets it for all tests"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects those that are slow
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_slow_cases(items, all_of_a_test=not any("[" in arg for arg in config.args))
     items.sort(key=lambda item: place_of(item.nodeid))
 
 

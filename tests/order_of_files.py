@@ -10,7 +10,8 @@ from typing import Any
 
 LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     ("tests/dist/test_real_weights.py",),
-    # they use the `pool` of ranks
+    # they use the `pool` of ranks; two processes have one each
+    (*(f"tests/dist/test_{letter}" for letter in "oprsuw"), "tests/unit/cluster/test_flight_recorder.py"),
     ("tests/dist/", "tests/unit/run/test_own_loop.py", "tests/contract/test_model_families.py"),
     ("tests/e2e/test_lora_run.py",),
     ("tests/contract/test_executors.py",),

@@ -1,0 +1,134 @@
+"""Cases of test tables that `make test` leaves to `make test-all`.
+
+`make test` runs a subset in which each value of each axis occurs, and each pair of values that meets in one mechanism.
+The other cases are listed here, not in their files, so that one page shows what `make test` does not run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+
+def _all_but(*names: str) -> str:
+    return rf"(?!({'|'.join(names)})$).*"
+
+
+_MIXTURES = _all_but("mixtral", "qwen3_moe", "deepseek_v3", "phimoe", "gpt_oss", "qwen3_next", "minimax")
+_SYNC_FAULTS = "test_a_fault_in_transit_is_caught_and_the_next_full_sync_repairs_it"
+# file -> test -> regular expression of the ids of cases
+SLOW_CASES: dict[str, dict[str, str]] = {
+    "tests/contract/test_executors.py": {
+        # the run under torchrun and the run on Ray are compared with two ranks, too
+        "test_the_same_run_gives_the_same_numbers_to_the_bit": "two ranks-two ranks again",
+    },
+    "tests/contract/test_loops.py": {
+        "test_each_prompt_is_trained_once_and_no_sample_is_too_old": "fully_async-1",
+        "test_a_sampler_with_old_weights_is_caught_within_its_step": ".*-all tensors",  # one tensor is harder to see
+        "test_with_staleness_0_every_schedule_is_colocated_to_the_bit": "one_step_off-processes",
+    },
+    "tests/contract/test_model_families.py": {
+        "test_a_family_has_exactly_what_its_entry_states": "llama|cohere|granite|gemma3_text|opt|stablelm",
+    },
+    "tests/contract/test_sync_transports.py": {
+        # each transport with a fault in each mode, and each fault over one transport
+        _SYNC_FAULTS: "(?!one machine, apart-)(?!.*(a bit flipped-full|sender ends half-way-delta)$).*",
+    },
+    "tests/dist/test_equality.py": {
+        "test_the_gradient_does_not_depend_on_ranks_micro_batches_or_packs": "[14]-fp32",
+        "test_a_group_that_shares_its_prompt_gives_the_same_gradient": "1-fp32",
+        "test_masked_positions_are_never_read": "inf",
+    },
+    "tests/dist/test_lora.py": {
+        "test_only_adapters_have_gradients_and_they_equal_the_unsharded_models": "1-fp32|2-fp64|4-fp32",
+        "test_every_sharding_strategy_gives_the_same_gradient_and_merged_weights": "SHARD_GRAD_OP",
+        "test_only_adapters_are_trained_and_without_them_the_model_is_the_reference": "1-fp32",
+        "test_merged_weights_equal_pefts_own_merge_for_any_cuts": "2",
+    },
+    "tests/dist/test_lora_experts.py": {
+        "test_gradients_equal_the_unsharded_models": "1-fp32|2-fp64|4-fp32",
+        "test_peft_loads_the_exported_adapter_and_a_checkpoint_restores_it_on_other_ranks": "shared experts.*",
+    },
+    "tests/dist/test_mesh_equal.py": {
+        "test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh": "ulysses 2|tp 2|replicate 2 x ulysses 2",
+    },
+    "tests/dist/test_not_finite.py": {
+        "test_a_state_that_is_not_finite_is_refused_by_every_rank_before_anything_is_changed": "1-model.|2-optimizer.*",
+    },
+    "tests/dist/test_on_policy.py": {
+        "test_the_first_update_has_ratio_one_and_no_extra_forward": "one.*-(fp32-checkpointed|bf16-)"
+        "|several.*-(fp32-|bf16-checkpointed)",
+        "test_the_trainer_scores_at_the_temperature_of_sampling": "1.3",
+    },
+    "tests/dist/test_optimizer_step.py": {
+        "test_norm_and_clipping_equal_those_of_the_unsharded_gradient": "2",
+        "test_a_norm_that_is_not_finite_skips_the_step_on_every_rank": "2-inf-train1|2-loss-train3",
+    },
+    "tests/dist/test_own_losses_equal.py": {
+        "test_a_loss_of_complete_rows_gives_the_unsharded_gradient": "seq_mean_token_sum",
+        "test_masked_truncated_answers_change_nothing": "seq_mean_token_mean|seq_mean_token_sum",
+    },
+    "tests/dist/test_routers.py": {
+        "test_the_loss_that_balances_experts_does_not_depend_on_micro_batches_and_ranks": "(?!two).*-one by one",
+    },
+    "tests/dist/test_rows_without_gradient.py": {
+        "test_they_are_scored_only_and_nothing_else_changes": "SHARD_GRAD_OP-(one|all)",
+    },
+    "tests/dist/test_shards_out.py": {
+        "test_after_every_sync_the_samplers_hold_the_trainers_weights_to_the_bit": "1-(?!shared|sockets).*"
+        "|2-(?!shared).*",
+        # FULL_SHARD is the default of the test above
+        "test_every_sharding_strategy_sends_each_shard_once": "FULL_SHARD.*|SHARD_GRAD_OP-(collective|sockets)"
+        "|NO_SHARD-collective",
+    },
+    "tests/dist/test_start_probe.py": {
+        "test_models_that_are_random_in_train_mode_are_trained_without_randomness": ".*-fp32",
+        "test_a_model_whose_packed_rows_see_each_other_is_refused_at_start": "(?!qwen2-attention-).*-fp32",
+    },
+    "tests/dist/test_streamed_load.py": {
+        "test_a_streamed_model_equals_transformers_model_to_the_bit": "2-mistral|2-gemma2|1-qwen2 tied",
+        "test_a_sharded_model_with_transformers_scores_is_accepted": "1-bfloat16|4-float32",
+    },
+    "tests/dist/test_weights_out.py": {
+        "test_names_and_values_equal_a_fresh_model_to_the_bit": "[14]-fp32",
+        "test_every_sharding_strategy_holds_all_of_the_weights": "SHARD_GRAD_OP|NO_SHARD",
+    },
+    "tests/e2e/test_release_memory.py": {
+        "test_a_trainer_whose_state_is_on_the_host_while_it_is_not_needed_trains_the_same_to_the_bit": "LoRA|KL",
+    },
+    "tests/e2e/test_resume.py": {
+        # an end at the end of an epoch is in the resume of a finished run, too
+        "test_a_resumed_run_equals_one_that_was_not_interrupted": "epoch end|before the last",
+    },
+    "tests/unit/model/test_attention_of_families.py": {
+        "test_greedy_answers_are_those_of_generate": "(falcon|stablelm|llama) .*|bloom",
+        # the same comparison as that of a folder which is loaded
+        "test_logprobs_and_gradients_are_those_of_transformers_row_by_row": "(?!(granite_swa|bloom 2)-).*-shared",
+    },
+    "tests/unit/model/test_routing.py": {
+        "test_every_router_is_counted_and_its_selection_recorded": _MIXTURES,
+        "test_routers_select_given_experts_with_their_own_scores": _MIXTURES,
+        "test_a_router_in_fp32_computes_with_fp32_logits_and_leaves_its_parameters": _MIXTURES,
+    },
+}
+
+
+def mark_slow_cases(items: Iterable[pytest.Item], all_of_a_test: bool) -> None:
+    """Mark the listed cases as slow. all_of_a_test: items has all cases of a test, or none. Then a pattern that matches
+    none or all of them is an error."""
+    seen, slow = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        file, _, name = test.partition("::")
+        pattern = SLOW_CASES.get(file, {}).get(name)
+        if pattern is not None:
+            seen[file, name] += 1
+            if re.fullmatch(pattern, case.removesuffix("]")):
+                slow[file, name] += 1
+                item.add_marker(pytest.mark.slow)
+    wrong = [test for test, count in seen.items() if slow[test] in (0, count)]
+    if all_of_a_test and wrong:
+        raise pytest.UsageError(f"tests/slow_cases.py: the patterns match none or all of the cases of {wrong}")
