@@ -113,6 +113,7 @@ OWN_ARGS = {  # set by meshrl: with other values its checks of weights and logpr
         --model --uds --host --port --dtype --max-model-len --max-num-seqs --tensor-parallel-size --data-parallel-size
         --pipeline-parallel-size --worker-extension-cls --logprobs-mode --generation-config --seed
         --kv-cache-memory-bytes --gpu-memory-utilization --skip-tokenizer-init --enable-scale-out --enable-sleep-mode
+        -tp -pp -dp
     """,
     "sglang": """
         --model-path --host --port --api-key --dtype --tp-size --tensor-parallel-size --dp-size --data-parallel-size
@@ -376,7 +377,9 @@ def _own_server(case: Case, engine: str, cfg: VllmConfig | SglangConfig) -> Iter
         yield missing
     for arg in cfg.args:
         name = arg.partition("=")[0].replace("_", "-")
-        if name in OWN_ARGS[engine].split():
+        own = OWN_ARGS[engine].split()
+        abbreviated = name.startswith("--") and any(each.startswith(name) for each in own)
+        if name in own or abbreviated:
             text = f"{name} is set by meshrl itself, from its own keys. Leave it out."
             yield Problem((f"rollout.{engine}.args",), text)
 

@@ -88,7 +88,10 @@ def local_device(local_rank: int) -> torch.device:
     kind = device_type()
     if kind == "cpu":
         return torch.device("cpu")
-    index = local_rank % torch.accelerator.device_count()
+    count = torch.accelerator.device_count()
+    if count == 0:
+        raise ConfigError(f"MESHRL_DEVICE is {kind}, but this machine has no such device. Unset it, or set it to cpu")
+    index = local_rank % count
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
 

@@ -44,7 +44,7 @@ def load_tokenizer(
     Raises: DataError when the path has no tokenizer that Transformers can load without running its code, and for
     a template or variables that can't be used.
     """
-    tokenizer = _load(path)
+    tokenizer = read_tokenizer(path)
     missing = set(CHATML_TOKENS) - set(tokenizer.get_vocab()) if chat_template == "chatml" else ()
     if missing:
         raise DataError(
@@ -78,7 +78,8 @@ def _require_content(tokenizer: Any) -> None:
         )
 
 
-def _load(path: str | Path) -> Any:
+def read_tokenizer(path: str | Path) -> Any:
+    """As load_tokenizer, for uses that render nothing: its template is not checked."""
     from transformers import AutoTokenizer
 
     folder = Path(path)

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 
 
@@ -37,6 +38,7 @@ class MetricMeaning:
     label: str
 
 
+@cache
 def meaning_of(name: str) -> MetricMeaning | None:
     """The explanation of a metric; None if there is none. Metrics of the first sync have the texts of all syncs."""
     name = name.removeprefix("first_") if name.startswith("first_sync/") else name

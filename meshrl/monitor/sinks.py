@@ -186,7 +186,7 @@ class TerminalSink:
         self._eta_s: float | None = None
         self._phase, self._progress = "start", ""
         self._values: dict[str, float] = {}
-        self._curve: list[float] = []
+        self._curve: dict[int, float] = {}  # by step
         self._printed_percent, self._printed_at, self._noted_at = -1, 0.0, clock()
         self._skipped: str | None = None  # the line of the newest step, while it is not printed
         self._live: Any = None
@@ -232,7 +232,9 @@ class TerminalSink:
         since, before = self._first_write
         left = self._num_steps - step
         self._step, self._eta_s = step, (now - since) / (done - before) * left if done > before else None
-        self._curve = self._curve + [values[name] for name in ("reward/mean", "loss/nll") if name in values]
+        for name in ("reward/mean", "loss/nll"):
+            if name in values:
+                self._curve = {at: score for at, score in self._curve.items() if at < step} | {step: values[name]}
         self._values = self._values | dict(values)  # an evaluation alone must not blank the step's numbers
         if self._live is None and "eval/mean_at_k" not in values:
             line = step_line(step, self._num_steps, values, self._eta_s, self._counted)
@@ -263,7 +265,7 @@ class TerminalSink:
             cells = ((f"{printable(label)} ", text) for label, text in shown[i : i + 4])
             table.add_row(*(Text.assemble((label, "dim"), text) for label, text in cells))
         bar = Padding(ProgressBar(total=self._num_steps, completed=done))  # a bare bar ends without a newline
-        curve = Text(text_curve(self._curve, width=60, height=6))
+        curve = Text(text_curve(list(self._curve.values()), width=60, height=6))
         return Panel(Group(bar, table, curve), title=f"{self._counted} {done}/{self._num_steps}", title_align="left")
 
     def close(self, failed: bool = False) -> None:
@@ -310,6 +312,7 @@ def number(value: float, unit: str = "", digits: int = 3) -> str:
     if 0 < abs(value) < 1e-3:
         shown, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{float(shown):g}e{int(power)}"
+    value = float(f"{value:.{digits}g}")  # so that 999.7 becomes 1k
     tail = {"bytes": "B", "s": " s"}.get(unit, "")
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:

@@ -17,7 +17,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Request
-from meshrl.data.chat import load_tokenizer
+from meshrl.data.chat import read_tokenizer
 from meshrl.data.decode import bytes_of_letters
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name for a token of a single byte
@@ -97,8 +97,8 @@ class StopSearch:
 def stop_strings_of(model: ModelConfig, rollout: RolloutConfig) -> StopStrings:
     """Stop strings for this model. If the config has stop strings, the tokenizer is loaded now, so that no request
     waits for it."""
-    tokenizer = load_tokenizer(model.path) if rollout.sampling.stop else None
-    return StopStrings(lambda: tokenizer or load_tokenizer(model.path))
+    tokenizer = read_tokenizer(model.path) if rollout.sampling.stop else None
+    return StopStrings(lambda: tokenizer or read_tokenizer(model.path))
 
 
 def bytes_of(tokenizer: Any, token: int) -> bytes:

@@ -54,8 +54,10 @@ class Gate:
         try:
             while not self._open.is_set() and not aborted.done():
                 opened = asyncio.ensure_future(self._open.wait())
-                await asyncio.wait([opened, aborted], return_when=asyncio.FIRST_COMPLETED)
-                opened.cancel()
+                try:
+                    await asyncio.wait([opened, aborted], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    opened.cancel()
         finally:
             del self._waiting[request_id]
         if aborted.done() or self.closed:

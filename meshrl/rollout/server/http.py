@@ -70,7 +70,10 @@ class HttpClient:
             except httpx2.TransportError as error:
                 raise EngineFailure(f"{self.name}: no answer to {method} {path}: {_cause(error)}") from error
             self._check(path, answer.status_code, answer.text)
-        return answer.json() if answer.content else None
+        try:
+            return answer.json() if answer.content else None
+        except ValueError as error:
+            raise EngineFailure(f"{self.name} answered {path} with {answer.text!r:.200}, which is not JSON") from error
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any]:
         """The JSON of each server-sent event. There is no time limit while the connection is open: a queue may be long.

@@ -194,7 +194,8 @@ def read_settings(path: Path) -> list[SavedSetting]:
 def criterion_of(settings: list[SavedSetting]) -> tuple[str | None, float]:
     """The values of loop.eval_term and loop.eval_pass_score, or their defaults; None for an unknown term."""
     values = {setting.key: setting.value for setting in settings}
-    first = next((key.split(".")[2] for key in values if key.startswith("reward.terms.")), None)
+    kinds = (key for key in values if key.startswith("reward.terms.") and key.endswith(".kind"))
+    first = next((key[len("reward.terms.") : -len(".kind")].strip('"') for key in kinds), None)  # may have dots
     term = values.get("loop.eval_term", "null").strip('"')
     try:
         pass_score = float(values.get("loop.eval_pass_score", "1"))

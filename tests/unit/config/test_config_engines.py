@@ -20,6 +20,8 @@ BAD = [
     (SGLANG.replace("python3", "no_such_python"), ["rollout.sglang.python", "no such program"]),
     (f"{SGLANG} rollout.sglang.args=[--tp-size=2]", ["--tp-size is set by meshrl itself"]),
     (f"{SGLANG} rollout.sglang.args=[--tp_size=2]", ["--tp-size is set by meshrl itself"]),
+    (f"{SGLANG} rollout.sglang.args=[--context=100]", ["--context is set by meshrl itself"]),
+    ("rollout.engine=vllm rollout.vllm.python=python3 rollout.vllm.args=[-tp=2]", ["-tp is set by meshrl itself"]),
     (f"{SGLANG} rollout.sglang.api_key_env=KEY", ["gets a key of its own"]),
     (f"{SGLANG} rollout.eval_sampling.min_p=0.1", ["rollout.eval_sampling.min_p", "ends an SGLang server"]),
     (f"{SGLANG} rollout.eval_sampling.repetition_penalty=2.5", ["eval_sampling.repetition_penalty", "at most 2"]),

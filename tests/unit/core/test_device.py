@@ -17,6 +17,7 @@ from meshrl.core.device import (
     device_type,
     has_long_row_kernels,
     has_triton,
+    local_device,
     upload,
 )
 from meshrl.core.errors import ConfigError
@@ -155,3 +156,10 @@ def test_deterministic_kernels_restore_what_the_user_had_set_and_name_their_key(
     finally:
         torch.use_deterministic_algorithms(False)
     assert state() == usual
+
+
+def test_a_forced_device_that_the_machine_does_not_have_is_a_config_error(monkeypatch):
+    monkeypatch.setenv("MESHRL_DEVICE", "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="MESHRL_DEVICE is cuda, but this machine has no such device"):
+        local_device(0)

@@ -11,7 +11,7 @@ import pytest
 from file_limits import no_file_above
 
 from meshrl.core.errors import OutputError
-from meshrl.monitor.sinks import COLUMNS, JsonlSink, TerminalSink, duration, read_metrics, step_line
+from meshrl.monitor.sinks import COLUMNS, JsonlSink, TerminalSink, duration, number, read_metrics, step_line
 from tests.waiting import wait_until
 
 UNITS = {"reward/mean": "reward", "train/grad_norm": "norm"}
@@ -318,6 +318,23 @@ def test_the_panel_shows_the_phase_from_the_start_on_and_each_reward_term(termin
     assert is_drawn("phase rollout, 12 of 64 answers")
     sink.close(True)
     assert is_drawn("phase failed")
+
+
+def test_a_run_that_continues_from_an_earlier_step_draws_each_step_once(terminal):
+    sink = TerminalSink(4, terminal, clock=lambda: 0.0)
+    for step in (1, 2, 3, 2):
+        sink.write(step, {"reward/mean": float(step)}, {})
+    sink.write(2, {"eval/mean_at_k": 0.75}, {})
+    sink.close()
+    assert sink._curve == {1: 1.0, 2: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(999.4, "", "999"), (999.7, "", "1k"), (999_600_000, "bytes", "1 GB"), (1234, "bytes", "1.23 kB")],
+)
+def test_a_number_is_rounded_before_its_factor_is_chosen(value, unit, text):
+    assert number(value, unit) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (187, "3m07s"), (7500, "2h05m")])

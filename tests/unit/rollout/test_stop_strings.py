@@ -162,3 +162,18 @@ def test_the_tokenizer_is_loaded_from_the_model_folder_when_it_is_needed(lm, tmp
     numbered_tokenizer(64).save_pretrained(tmp_path)
     stopped = run(engine, [ask("a", [5], seed=1, stop=(f"<{free[4]}>",))])["a"].output_ids.tolist()
     assert stopped == free[: free.index(free[4]) + 1]
+
+
+def test_the_models_template_is_not_asked_for_text_when_only_its_tokens_are_read(tmp_path):
+    """data.chat_template may replace a template that leaves out plain text, as those of vision-language models do."""
+    from meshrl.config.model import ModelConfig
+    from meshrl.config.rollout import RolloutConfig, SamplingConfig
+    from meshrl.rollout.stop_strings import stop_strings_of
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for p in m.content if p.text %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    strings = stop_strings_of(ModelConfig(path=str(tmp_path)), RolloutConfig(sampling=SamplingConfig(stop=["ab"])))
+    assert found_end(strings, byte_ids("xabx"), ("ab",)) == 3

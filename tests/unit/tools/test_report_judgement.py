@@ -10,13 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_run import write_run
 
 from meshrl.cli import main
+from meshrl.config.explain import to_yaml
+from meshrl.config.load import load_run_config
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.status import StatusFile
-from meshrl.tools.report.folder import read_run
+from meshrl.tools.report.folder import criterion_of, read_run, read_settings
 from meshrl.tools.report.page import write_report
 from meshrl.tools.report.sections import interval
 from tests.made_runs import answer, decode
@@ -237,3 +240,15 @@ def test_the_answers_of_tools_stand_between_those_of_the_model(tmp_path: Path):
     page = page_of(tmp_path)
     assert "assistantcall(6*7)tool42 </script>" in text_of(page) and "assistantit is 42" in text_of(page)
     assert "<img" not in page
+
+
+@pytest.mark.parametrize("name", ["v1.5", "right?", "my term", "42"])
+def test_answers_are_judged_by_the_first_term_whatever_its_name(tmp_path: Path, name: str):
+    """Names with dots, and names that YAML quotes."""
+    config = write_run(tmp_path)
+    values = json.loads(config.read_text())
+    terms = {name: {"kind": "math_answer", "weight": 0.5}, "form": {"kind": "format", "weight": 0.5}}
+    config.write_text(json.dumps({**values, "reward": {"terms": terms}}))
+    loaded = load_run_config(config)
+    config.write_text(to_yaml(loaded))
+    assert criterion_of(read_settings(config))[0] == loaded.config.eval_term == name
