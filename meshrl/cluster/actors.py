@@ -353,7 +353,7 @@ class RankWorker:
         settle(self.device)
         phases, of_device = recorder.take_memory(), memory_stats(self.device)
         if of_device:
-            of_device["peak_bytes"] = max(of_device["peak_bytes"], *phases.values())
+            of_device["peak_bytes"] = max([of_device["peak_bytes"], *phases.values()])
         sizes = {f"memory/device_{name}": size for name, size in of_device.items()}
         sizes |= {f"memory/phase_bytes/{name}": size for name, size in phases.items()}
         metrics = memory_metrics(own_name=f"rank_{self.spec.rank}")
