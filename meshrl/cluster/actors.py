@@ -26,7 +26,7 @@ from meshrl.algo.mismatch import row_mismatch
 from meshrl.cluster.executor import WorkerSpec, phase
 from meshrl.cluster.flight_recorder import FlightRecorder
 from meshrl.cluster.rank_sync import RankSync
-from meshrl.cluster.row_cache import RowCache, RowsMessage
+from meshrl.cluster.rows import RowsMessage
 from meshrl.cluster.shared_device import SharedDevice
 from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
@@ -98,7 +98,6 @@ class RankWorker:
         self.spec = spec
         self.device = torch.device("cpu")
         self.engines: dict[Role, TrainEngine] = {}  # with LoRA, the reference is the policy without adapters
-        self._rows = RowCache()
         self.sampler: RolloutEngine | None = None
         self._memory = SharedDevice(spec, self.device, self.engines, None)
         self._weight_sync: RankSync | None = None
@@ -169,7 +168,7 @@ class RankWorker:
     def forward(self, message: RowsMessage, role: Role) -> RowArrays:
         """Logprobs of this rank's rows under the engine of this role (collective)."""
         self._memory.for_training()
-        batches = self._batches(message, self._rows.take(message))
+        batches = self._batches(message, message.samples())
         if role == "reference" and self.spec.model.lora.enabled:
             return self._policy.forward(batches, adapter=False)[0]
         return self.engines[role].forward(batches)[0]
@@ -179,7 +178,7 @@ class RankWorker:
         """Add the gradient of this rank's micro-batches of the batch plan (collective). values: whether the values of
         each token are returned."""
         self._memory.for_training()
-        rows = self._rows.take(message)
+        rows = message.samples()
         engine = self.engines[role]
         batches = self._batches(message, rows)
         result = engine.forward_backward(batches, loss, entropies=values, num_scored=message.num_scored)

@@ -14,12 +14,11 @@ def test_a_rank_reports_the_peak_of_its_device_also_if_it_ran_no_phase(monkeypat
     """A step in which no token is trained has no phase in a rank that only trains."""
     monkeypatch.setattr(actors, "memory_stats", lambda device: {"allocated_bytes": 1, "peak_bytes": 2})
     worker, peaks = RankWorker(worker_spec()), list[float]()
-    for phase_bytes in (None, 3):
-        recorder.take_memory()
-        if phase_bytes is not None:
-            with monkeypatch.context() as patch:
-                patch.setattr(recorder, "measure", lambda: {"peak_bytes": phase_bytes})
-                recorder.sample("train")
+    monkeypatch.setattr(recorder, "measure", lambda: {"peak_bytes": 3})
+    recorder.take_memory()
+    for phases in ([], ["train"]):
+        for phase in phases:
+            recorder.sample(phase)
         metrics, _ = worker.memory()
         peaks += [metric.sum for metric in metrics if metric.name == "memory/device_peak_bytes"]
     assert peaks == [2, 3]
