@@ -33,7 +33,7 @@ class CountingSocket:
     """A connected TCP socket that counts the bytes that are sent."""
 
     def __init__(self, sock: socket.socket):
-        self._sock, self.family, self.num_bytes = sock, sock.family, 0
+        self._sock, self.num_bytes = sock, 0
 
     def sendall(self, data: Any) -> None:
         self.num_bytes += memoryview(data).nbytes
