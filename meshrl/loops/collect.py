@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from meshrl.agent.attempt import attempt, check_attempts
-from meshrl.agent.loop import AgentContext
+from meshrl.agent.loop import AgentContext, Task
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import DeadlineError, MeshrlError
 from meshrl.core.types import Metric, Prompt, Purpose, SamplingParams, Trajectory
-from meshrl.loops.job import Job, Task
+from meshrl.loops.job import Job
 from meshrl.reward.score import Scorer
 
 Ended = Callable[[Prompt, Trajectory], Awaitable[None]]
