@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ import torch.distributed as dist
 
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.cluster.executor import WorkerSpec, phase
-from meshrl.cluster.flight_recorder import FlightRecorder
 from meshrl.cluster.rank_sync import RankSync
 from meshrl.cluster.rows import RowsMessage
 from meshrl.cluster.shared_device import SharedDevice
@@ -102,7 +102,7 @@ class RankWorker:
         self._memory = SharedDevice(spec, self.device, self.engines, None)
         self._weight_sync: RankSync | None = None
         self._profiler: torch.profiler.profile | None = None
-        self.recorder: FlightRecorder | None = None  # of a rank that trains on an accelerator
+        self.recorder: Any = None  # the server of its flight recorder, in a rank that trains on an accelerator
         self._flops = 0.0  # of this rank's share of the training since `memory`
 
     @phase("load")
