@@ -15,8 +15,7 @@ from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
 from meshrl.data.order import SftSource
 from meshrl.loops.job import RunServices
-from meshrl.loops.optimizer import optimizer_step
-from meshrl.loops.speed import throughput, unknown_device
+from meshrl.loops.shared_step import optimizer_step, throughput, unknown_device
 from meshrl.monitor.memory import memory_metrics
 from meshrl.train.optim import learning_rate
 

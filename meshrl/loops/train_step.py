@@ -19,7 +19,7 @@ from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.collect import check_failures
 from meshrl.loops.finish_step import rollout_metrics
 from meshrl.loops.job import Job
-from meshrl.loops.optimizer import optimizer_step
+from meshrl.loops.shared_step import optimizer_step
 from meshrl.loops.sync_and_probe import probe_result, rows_to_probe
 from meshrl.monitor.metrics import histogram
 from meshrl.monitor.token_log import TrainerValues
