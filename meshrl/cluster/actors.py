@@ -280,14 +280,9 @@ class RankWorker:
         return releases, self._memory.is_shared
 
     @phase("sync")
-    def make_room_for_sync(self) -> None:
-        """Free what the sampler's weights may need, on the devices of several ranks."""
-        self._memory.for_sync()
-
-    @phase("sync")
-    def make_room_for_sampling(self) -> None:
-        """Free what the sampler's caches may need, on the devices of several ranks."""
-        self._memory.for_sampling()
+    def make_room(self, part: str) -> None:
+        """Free what this part of a sampler may need, on the devices of several ranks: weights or kv_cache."""
+        self._memory.make_room(part)
 
     @phase("sync")
     async def restore_sampler(self, part: str) -> None:
