@@ -80,11 +80,9 @@ class UpdateReport:
 
 @dataclass(kw_only=True, slots=True)
 class RankBoxes:
-    """The part of the weights that one rank holds. sender: its number among the ranks of its replica. tensors: {name:
-    (shape, dtype as sent)}. tied: alias -> the name that is sent for it. digest: the faster one on its device."""
+    """The part of the weights that one rank holds. tensors: {name: (shape, dtype as sent)}. tied: alias -> the name
+    that is sent for it. digest: the faster one on its device."""
 
-    sender: int
-    replica: int
     tensors: dict[str, tuple[tuple[int, ...], str]]
     boxes: list[Box]
     tied: dict[str, str]
@@ -243,8 +241,6 @@ class RankWorker:
         trainer, cfg = self._policy, self.spec.rollout
         weights = trainer.weights(merged=cfg is not None and not cfg.takes_adapters(self.spec.model.lora))
         return RankBoxes(
-            sender=trainer.coordinates.sender,
-            replica=trainer.coordinates.replica,
             tensors=weights.tensors,
             boxes=weights.boxes(),
             tied=weights.tied,

@@ -109,7 +109,7 @@ class TrainGroup:
         """The layout of syncs, made from the boxes of one replica's ranks. transfer_bytes: of all senders together;
         None = 64 MiB in host memory, 1 GiB on accelerators, where a transfer has to pay for more calls."""
         of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.weights))
-        senders = sorted((own for own in of_ranks if own.replica == 0), key=lambda own: own.sender)
+        senders = of_ranks[: self.coordinates[0].num_senders]  # the ranks of replica 0, sorted by sender
         first = senders[0]
         if transfer_bytes is None:
             transfer_bytes = _HOST_BYTES if first.digest == "xxh3" else _DEVICE_BYTES
