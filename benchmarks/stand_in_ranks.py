@@ -178,7 +178,6 @@ class _Ranks:
     def optim_step(self, rank: int, role: Role, lr: float) -> StepReport:
         return StepReport(grad_norm=1.0, skipped=False, lr=lr, num_optimizer_steps=1)
 
-    def memory(self, rank: int) -> tuple[list[Metric], dict[str, int]]:
+    def memory(self, rank: int) -> list[Metric]:
         names = ("allocated", "reserved", "peak_allocated", "peak_reserved", "free", "total")
-        found = [Metric(name=f"memory/device_{name}", sum=1e9, reduce="max", unit="bytes") for name in names]
-        return found, {"params": 1, "grads": 1, "optimizer": 1, "buffers": 1}
+        return [Metric(name=f"memory/device_{name}", sum=1e9, reduce="max", unit="bytes") for name in names]

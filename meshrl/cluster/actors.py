@@ -12,7 +12,6 @@ import datetime
 import os
 import socket
 import time
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -338,8 +337,8 @@ class RankWorker:
     # ---- rest
 
     @phase("report")
-    def memory(self) -> tuple[list[Metric], dict[str, int]]:
-        """This process's memory metrics, and the train engine's bytes by kind."""
+    def memory(self) -> list[Metric]:
+        """This process's memory metrics, and those of the recorder."""
         settle(self.device)
         phases, of_device = recorder.take_memory(), memory_stats(self.device)
         if of_device:
@@ -352,11 +351,7 @@ class RankWorker:
         if flops and self._peak_flops is not None:
             available = self._peak_flops * recorder.train_s
             metrics.append(Metric(name="perf/mfu", sum=flops, weight=available, unit="fraction"))
-        metrics += recorder.step_metrics(blocking=self.device.type == "cpu")
-        parts = Counter[str]()
-        for engine in self.engines.values():
-            parts.update(engine.memory())
-        return metrics, dict(parts)
+        return metrics + recorder.step_metrics(blocking=self.device.type == "cpu")
 
     # ---- traces
 

@@ -155,9 +155,10 @@ class TrainGroup:
         """Wait until the ranks have finished all earlier commands."""
         await self._all(lambda rank: self.executor.call(rank, RankWorker.state_bytes))
 
-    async def memory(self) -> list[tuple[list[Metric], dict[str, int]]]:
-        """Each rank's memory metrics, and its engine's bytes by kind."""
-        return await self._all(lambda rank: self.executor.call(rank, RankWorker.memory))
+    async def memory(self) -> list[Metric]:
+        """The memory metrics of all ranks."""
+        of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.memory))
+        return [metric for metrics in of_ranks for metric in metrics]
 
     async def _rows(
         self,

@@ -59,9 +59,7 @@ async def finish_step(
 ) -> None:
     """Log the rollouts, collect memory and time metrics, report, and count the step. cursor: the data's state for a run
     that continues after this step."""
-    for device_metrics, _ in await job.trainer.memory():
-        metrics += device_metrics
-    metrics += memory_metrics()
+    metrics += [*await job.trainer.memory(), *memory_metrics()]
     metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
     now, spans = time.perf_counter(), job.run.spans
     wall, job.step_started_at = now - job.step_started_at, now

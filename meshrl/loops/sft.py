@@ -75,7 +75,7 @@ async def sft(job: SftJob) -> None:
                 *memory_metrics(),
                 *job.run.writes.take(),
                 *spans.take(),
-                *(metric for of_a_rank, _ in await trainer.memory() for metric in of_a_rank),
+                *await trainer.memory(),
             ]
             now = time.perf_counter()
             metrics.append(throughput(cfg.cluster, num_tokens, now - start))

@@ -19,6 +19,5 @@ def test_a_rank_reports_the_peak_of_its_device_also_if_it_ran_no_phase(monkeypat
     for phases in ([], ["train"]):
         for phase in phases:
             recorder.sample(phase)
-        metrics, _ = worker.memory()
-        peaks += [metric.sum for metric in metrics if metric.name == "memory/device_peak_bytes"]
+        peaks += [metric.sum for metric in worker.memory() if metric.name == "memory/device_peak_bytes"]
     assert peaks == [2, 3]
