@@ -54,7 +54,7 @@ from meshrl.monitor.trace import PROFILE_FILE, write_rank
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.parallel.timing import settle
 from meshrl.process.family import own_memory
-from meshrl.rollout.base import EngineStats, RolloutEngine
+from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
 from meshrl.sync.digest import DigestKind, kind_for
 from meshrl.sync.layout import Ack, Box, Layout
@@ -324,10 +324,6 @@ class RankWorker:
     async def release_memory(self) -> int:
         """Free the sampler's weights and caches for the colocated trainer, until the next sync; returns bytes."""
         return await self._sampler().release({"weights", "kv_cache"})
-
-    @phase("rollout")
-    def stats(self) -> EngineStats:
-        return self._sampler().stats()
 
     @property
     def computed_tokens(self) -> int:
