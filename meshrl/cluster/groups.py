@@ -151,10 +151,6 @@ class TrainGroup:
         """Bytes of a checkpoint, summed over all ranks."""
         return sum(await self._all(lambda rank: self.executor.call(rank, RankWorker.state_bytes)))
 
-    async def idle(self) -> None:
-        """Wait until the ranks have finished all earlier commands."""
-        await self._all(lambda rank: self.executor.call(rank, RankWorker.state_bytes))
-
     async def memory(self) -> list[Metric]:
         """The memory metrics of all ranks."""
         of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.memory))

@@ -93,7 +93,7 @@ async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float
         run.note(f"{how}; ending with a checkpoint of step {job.step}")
         try:
             async with asyncio.timeout(wait_s):
-                await run.checkpoints.trainer.idle()
+                await run.checkpoints.trainer.state_bytes()  # any command: it waits for the end of the running one
         except (TimeoutError, RankFailure):
             pass
         else:
