@@ -275,8 +275,7 @@ async def step(job: Job, clock: Clock, batch: ScoredBatch, buffer: GroupBuffer) 
         metrics += job.proof.check(report.mismatch, samples, cfg.model.dtype, job.trainer.version, job.run.note)
         metrics += correction_summary(metrics)
         metrics += rollout_metrics(job, trajectories, samples)
-        for device_metrics, _ in await job.trainer.memory():
-            metrics += device_metrics
+        metrics += await job.trainer.memory()
         metrics += batch.metrics
         divide(merge(metrics))
     with clock("buffer"):

@@ -32,6 +32,7 @@ from meshrl.agent.flatten import flatten
 from meshrl.algo.advantages import assign_advantages
 from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.reduce import assign_loss_weights
+from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.launch import launched
 from meshrl.cluster.weight_sync import sync_weights
@@ -122,6 +123,11 @@ class Steps:
         return Trajectory(prompt=prompt, group_id=prompt.id, index=index, turns=[turn], reward=reward)
 
 
+def engine_bytes(worker: RankWorker) -> dict[str, int]:
+    """Bytes of the train engine by kind."""
+    return worker.engines["policy"].memory()
+
+
 async def measure(report: Report, args: Any, device: torch.device) -> None:
     folder = model_folder(args.model, "smoke" if args.smoke else "0.5B", device)
     cfg = RunConfig(
@@ -151,7 +157,7 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
             await run.sync()
             syncs.append(run.spans.seconds("sync"))
             run.spans.take()
-        held = (await trainer.memory())[0][1]
+        held = await trainer.executor.call(0, engine_bytes)
     report.raw |= {
         "steps": steps,
         "released_steps": released,

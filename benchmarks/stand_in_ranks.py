@@ -21,7 +21,6 @@ import numpy as np
 
 from meshrl.cluster.actors import UpdateReport
 from meshrl.cluster.executor import WorkerSpec, phase_of
-from meshrl.cluster.row_cache import RowCache
 from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric, Request, Times, Turn
 from meshrl.process import frames
@@ -34,7 +33,7 @@ class CountingSocket:
     """A connected TCP socket that counts the bytes that are sent."""
 
     def __init__(self, sock: socket.socket):
-        self._sock, self.family, self.num_bytes = sock, sock.family, 0
+        self._sock, self.num_bytes = sock, 0
 
     def sendall(self, data: Any) -> None:
         self.num_bytes += memoryview(data).nbytes
@@ -136,7 +135,6 @@ def stand_in_ranks(
 class _Ranks:
     def __init__(self, socks: Sequence[socket.socket], vocab: int, mean_tokens: int, metrics: list[Metric]):
         self.socks, self.vocab, self.mean_tokens, self.metrics = socks, vocab, mean_tokens, metrics
-        self.caches = [RowCache() for _ in socks]
 
     def serve(self) -> None:
         selector = selectors.DefaultSelector()
@@ -172,7 +170,7 @@ class _Ranks:
         )
 
     def forward_backward(self, rank: int, message: Any, role: Role, loss: Any, values: bool = False) -> UpdateReport:
-        rows = self.caches[rank].take(message)
+        rows = message.samples()
         metrics = self.metrics * len(message.micro_batches)
         mismatch = {i: np.array([row.mask.sum(), row.mask.sum(), 1e-3, 1e-5, 1e-6]) for i, row in rows.items()}
         return UpdateReport(metrics=metrics, mismatch=mismatch)
@@ -180,7 +178,6 @@ class _Ranks:
     def optim_step(self, rank: int, role: Role, lr: float) -> StepReport:
         return StepReport(grad_norm=1.0, skipped=False, lr=lr, num_optimizer_steps=1)
 
-    def memory(self, rank: int) -> tuple[list[Metric], dict[str, int]]:
+    def memory(self, rank: int) -> list[Metric]:
         names = ("allocated", "reserved", "peak_allocated", "peak_reserved", "free", "total")
-        found = [Metric(name=f"memory/device_{name}", sum=1e9, reduce="max", unit="bytes") for name in names]
-        return found, {"params": 1, "grads": 1, "optimizer": 1, "buffers": 1}
+        return [Metric(name=f"memory/device_{name}", sum=1e9, reduce="max", unit="bytes") for name in names]

@@ -455,8 +455,7 @@ def _memory(config: RunConfig | SftRunConfig) -> str:
 
 def _first_prompt(config: RunConfig) -> str:
     from meshrl.run.inputs import Objects
-    from meshrl.run.task import first_prompt, load_prompts
+    from meshrl.run.task import first_prompt, load_task
 
-    read = load_prompts(config, Objects(), training=True)
-    text = first_prompt(read.tokenizer, read.feed, read.held_out)
+    text = first_prompt(load_task(config, Objects(), training=True))
     return f"# first prompt: {text or f'rendered by the agent {config.agent.kind}'}"

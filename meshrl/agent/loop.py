@@ -29,6 +29,7 @@ from meshrl.core.types import (
 )
 from meshrl.data.chat import Message, continuation_ids, render, render_text
 from meshrl.data.decode import text_of
+from meshrl.data.order import PromptFeed
 
 # A turn's stop_reason -> the status of its trajectory. Aborted turns are continued below the agent: an abort that is
 # returned here means that the engine failed.
@@ -75,6 +76,19 @@ class Agent(Protocol):
         attempt; attempt.py has the rules.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """The prompts, the agent that answers them, and the tokenizer."""
+
+    tokenizer: Any
+    agent: Agent
+    train_prompts: PromptFeed | None
+    eval_prompts: list[Prompt]
+    num_eval_left_out: int  # held-out prompts over data.max_prompt_tokens
+    stop_token_ids: tuple[int, ...]
+    max_context_tokens: int
 
 
 def start_trajectory(prompt: Prompt, index: int, ctx: AgentContext) -> Trajectory:

@@ -12,11 +12,11 @@ import datetime
 import os
 import socket
 import time
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.cluster.executor import WorkerSpec, phase
-from meshrl.cluster.flight_recorder import FlightRecorder
 from meshrl.cluster.rank_sync import RankSync
-from meshrl.cluster.row_cache import RowCache, RowsMessage
+from meshrl.cluster.rows import RowsMessage
 from meshrl.cluster.shared_device import SharedDevice
 from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
@@ -55,7 +54,7 @@ from meshrl.monitor.trace import PROFILE_FILE, write_rank
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.parallel.timing import settle
 from meshrl.process.family import own_memory
-from meshrl.rollout.base import EngineStats, RolloutEngine
+from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
 from meshrl.sync.digest import DigestKind, kind_for
 from meshrl.sync.layout import Ack, Box, Layout
@@ -80,11 +79,9 @@ class UpdateReport:
 
 @dataclass(kw_only=True, slots=True)
 class RankBoxes:
-    """The part of the weights that one rank holds. sender: its number among the ranks of its replica. tensors: {name:
-    (shape, dtype as sent)}. tied: alias -> the name that is sent for it. digest: the faster one on its device."""
+    """The part of the weights that one rank holds. tensors: {name: (shape, dtype as sent)}. tied: alias -> the name
+    that is sent for it. digest: the faster one on its device."""
 
-    sender: int
-    replica: int
     tensors: dict[str, tuple[tuple[int, ...], str]]
     boxes: list[Box]
     tied: dict[str, str]
@@ -98,12 +95,11 @@ class RankWorker:
         self.spec = spec
         self.device = torch.device("cpu")
         self.engines: dict[Role, TrainEngine] = {}  # with LoRA, the reference is the policy without adapters
-        self._rows = RowCache()
         self.sampler: RolloutEngine | None = None
         self._memory = SharedDevice(spec, self.device, self.engines, None)
         self._weight_sync: RankSync | None = None
         self._profiler: torch.profiler.profile | None = None
-        self.recorder: FlightRecorder | None = None  # of a rank that trains on an accelerator
+        self.recorder: Any = None  # the server of its flight recorder, in a rank that trains on an accelerator
         self._flops = 0.0  # of this rank's share of the training since `memory`
 
     @phase("load")
@@ -169,7 +165,7 @@ class RankWorker:
     def forward(self, message: RowsMessage, role: Role) -> RowArrays:
         """Logprobs of this rank's rows under the engine of this role (collective)."""
         self._memory.for_training()
-        batches = self._batches(message, self._rows.take(message))
+        batches = self._batches(message, message.samples())
         if role == "reference" and self.spec.model.lora.enabled:
             return self._policy.forward(batches, adapter=False)[0]
         return self.engines[role].forward(batches)[0]
@@ -179,7 +175,7 @@ class RankWorker:
         """Add the gradient of this rank's micro-batches of the batch plan (collective). values: whether the values of
         each token are returned."""
         self._memory.for_training()
-        rows = self._rows.take(message)
+        rows = message.samples()
         engine = self.engines[role]
         batches = self._batches(message, rows)
         result = engine.forward_backward(batches, loss, entropies=values, num_scored=message.num_scored)
@@ -244,8 +240,6 @@ class RankWorker:
         trainer, cfg = self._policy, self.spec.rollout
         weights = trainer.weights(merged=cfg is not None and not cfg.takes_adapters(self.spec.model.lora))
         return RankBoxes(
-            sender=trainer.coordinates.sender,
-            replica=trainer.coordinates.replica,
             tensors=weights.tensors,
             boxes=weights.boxes(),
             tied=weights.tied,
@@ -281,14 +275,9 @@ class RankWorker:
         return releases, self._memory.is_shared
 
     @phase("sync")
-    def make_room_for_sync(self) -> None:
-        """Free what the sampler's weights may need, on the devices of several ranks."""
-        self._memory.for_sync()
-
-    @phase("sync")
-    def make_room_for_sampling(self) -> None:
-        """Free what the sampler's caches may need, on the devices of several ranks."""
-        self._memory.for_sampling()
+    def make_room(self, part: str) -> None:
+        """Free what this part of a sampler may need, on the devices of several ranks: weights or kv_cache."""
+        self._memory.make_room(part)
 
     @phase("sync")
     async def restore_sampler(self, part: str) -> None:
@@ -336,10 +325,6 @@ class RankWorker:
         """Free the sampler's weights and caches for the colocated trainer, until the next sync; returns bytes."""
         return await self._sampler().release({"weights", "kv_cache"})
 
-    @phase("rollout")
-    def stats(self) -> EngineStats:
-        return self._sampler().stats()
-
     @property
     def computed_tokens(self) -> int:
         """Of its sampler, since it started."""
@@ -348,12 +333,12 @@ class RankWorker:
     # ---- rest
 
     @phase("report")
-    def memory(self) -> tuple[list[Metric], dict[str, int]]:
-        """This process's memory metrics, and the train engine's bytes by kind."""
+    def memory(self) -> list[Metric]:
+        """This process's memory metrics, and those of the recorder."""
         settle(self.device)
         phases, of_device = recorder.take_memory(), memory_stats(self.device)
         if of_device:
-            of_device["peak_bytes"] = max(of_device["peak_bytes"], *phases.values())
+            of_device["peak_bytes"] = max([of_device["peak_bytes"], *phases.values()])
         sizes = {f"memory/device_{name}": size for name, size in of_device.items()}
         sizes |= {f"memory/phase_bytes/{name}": size for name, size in phases.items()}
         metrics = memory_metrics(own_name=f"rank_{self.spec.rank}")
@@ -362,11 +347,7 @@ class RankWorker:
         if flops and self._peak_flops is not None:
             available = self._peak_flops * recorder.train_s
             metrics.append(Metric(name="perf/mfu", sum=flops, weight=available, unit="fraction"))
-        metrics += recorder.step_metrics(blocking=self.device.type == "cpu")
-        parts = Counter[str]()
-        for engine in self.engines.values():
-            parts.update(engine.memory())
-        return metrics, dict(parts)
+        return metrics + recorder.step_metrics(blocking=self.device.type == "cpu")
 
     # ---- traces
 

@@ -19,7 +19,7 @@ from meshrl.cluster.actors import RankWorker, UpdateReport
 from meshrl.cluster.executor import Executor
 from meshrl.cluster.replacement import Replacement
 from meshrl.cluster.routes import Routes
-from meshrl.cluster.row_cache import PlannedRows, RowsMessage, SentRows
+from meshrl.cluster.rows import PlannedRows, RowsMessage
 from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
@@ -57,7 +57,6 @@ class TrainGroup:
         self.coordinates = [coordinates(shape, rank) for rank in range(self.num_ranks)]
         self.num_data_ranks = self.coordinates[0].num_data
         self._budget = (self.cfg.max_tokens_per_microbatch or MOST_TOKENS) * self.coordinates[0].num_ulysses
-        self._sent = SentRows()
         self.version = -1
         self.is_synced = False
         self.num_optim_steps = 0
@@ -71,8 +70,7 @@ class TrainGroup:
         return "adapter" if adapters else "delta"
 
     def plan_rows(self, samples: Sequence[Sample], scored: Collection[int] = ()) -> PlannedRows:
-        """Make the batch plan of these samples, once for all ranks and all commands. The samples are sent with the
-        first command, and the fields that have changed since with each later one. scored: the rows without a
+        """Make the batch plan of these samples, once for all ranks and all commands. scored: the rows without a
         gradient."""
         lengths = [len(s) for s in samples]
         groups = prefixes = None
@@ -81,11 +79,7 @@ class TrainGroup:
             groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
             prefixes = [s.prefix_len if len(s) > s.prefix_len and s.routed_experts is None else 0 for s in samples]
         batch_plan = make_batch_plan(lengths, self.num_data_ranks, self._budget, groups, prefixes, scored)
-        return self._sent.add([*samples], batch_plan)
-
-    def drop_rows(self, rows: PlannedRows) -> None:
-        """Let the ranks free these rows."""
-        self._sent.drop(rows)
+        return PlannedRows(samples=[*samples], batch_plan=batch_plan)
 
     async def forward(self, rows: PlannedRows, role: Role) -> list[np.ndarray]:
         """Logprobs of all samples under the engine of this role, in their order; float32[T] each."""
@@ -115,7 +109,7 @@ class TrainGroup:
         """The layout of syncs, made from the boxes of one replica's ranks. transfer_bytes: of all senders together;
         None = 64 MiB in host memory, 1 GiB on accelerators, where a transfer has to pay for more calls."""
         of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.weights))
-        senders = sorted((own for own in of_ranks if own.replica == 0), key=lambda own: own.sender)
+        senders = of_ranks[: self.coordinates[0].num_senders]  # the ranks of replica 0, sorted by sender
         first = senders[0]
         if transfer_bytes is None:
             transfer_bytes = _HOST_BYTES if first.digest == "xxh3" else _DEVICE_BYTES
@@ -149,7 +143,6 @@ class TrainGroup:
 
         Raises: CheckpointError, before anything is changed.
         """
-        self._sent.forget()
         if folder is not None:
             await self._all(lambda rank: self.executor.call(rank, RankWorker.load, str(folder)))
         self.version, self.is_synced = version - 1, False
@@ -158,13 +151,10 @@ class TrainGroup:
         """Bytes of a checkpoint, summed over all ranks."""
         return sum(await self._all(lambda rank: self.executor.call(rank, RankWorker.state_bytes)))
 
-    async def idle(self) -> None:
-        """Wait until the ranks have finished all earlier commands."""
-        await self._all(lambda rank: self.executor.call(rank, RankWorker.state_bytes))
-
-    async def memory(self) -> list[tuple[list[Metric], dict[str, int]]]:
-        """Each rank's memory metrics, and its engine's bytes by kind."""
-        return await self._all(lambda rank: self.executor.call(rank, RankWorker.memory))
+    async def memory(self) -> list[Metric]:
+        """The memory metrics of all ranks."""
+        of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.memory))
+        return [metric for metrics in of_ranks for metric in metrics]
 
     async def _rows(
         self,
@@ -174,18 +164,11 @@ class TrainGroup:
         **kwargs: P.kwargs,
     ) -> list[T]:
         """Call every rank with the rows of its data index; returns the answer of each index's first rank."""
-        async with self.command_lock:
-            messages = self._sent.messages(rows)
-            try:
-                answers = await self._each(
-                    lambda rank: self.executor.call(
-                        rank, method, messages[self.coordinates[rank].data_index], *args, **kwargs
-                    )
-                )
-            except BaseException:
-                self._sent.forget()
-                raise
-            return [answer for answer, own in zip(answers, self.coordinates, strict=True) if own.is_first_peer]
+        messages = [rows.message(index) for index in range(self.num_data_ranks)]
+        answers = await self._all(
+            lambda rank: self.executor.call(rank, method, messages[self.coordinates[rank].data_index], *args, **kwargs)
+        )
+        return [answer for answer, own in zip(answers, self.coordinates, strict=True) if own.is_first_peer]
 
     async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
         async with self.command_lock:

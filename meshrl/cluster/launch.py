@@ -162,6 +162,7 @@ async def launched(
             f"cluster.executor is {cluster.executor}, but torchrun (RANK and WORLD_SIZE are set) has started one "
             "process for each rank: use executor processes, or start meshrl without torchrun"
         )
+    keep_freed_memory(torch.device("cpu"))  # each step's samples take the memory of the last step's
     executor: Executor
     if cluster.executor == "inline":
         executor = InlineExecutor(specs)
@@ -171,7 +172,6 @@ async def launched(
         executor = RayExecutor(specs, cluster.address)
     else:  # one process for each rank: a child of this process, or started by torchrun on every machine
         executor = TorchrunExecutor(specs, Path(cfg.run.folder)) if is_launched() else ProcessExecutor(specs)
-    keep_freed_memory(torch.device("cpu"))  # each step's samples take the memory of the last step's
     try:
         await executor.start()
         groups = Groups(

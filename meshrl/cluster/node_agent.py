@@ -95,7 +95,6 @@ class NodeAgent:
 
     def end_child(self) -> None:
         if self.child is not None:
-            self.child.kill()
             self.child.end(0.0)
 
     def report(self, number: int, value: Any) -> None:

@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec, phase, phase_of
-from meshrl.cluster.flight_recorder import FlightRecorder
 from meshrl.cluster.node_agent import RemoteProcess
 from meshrl.core.device import device_type
 from meshrl.core.errors import MeshrlError, RankFailure
@@ -366,12 +365,20 @@ class ProcessExecutor:
 
 @phase("start")
 def serve_recorder(worker: RankWorker) -> str:
-    """Serve the flight recorder of a rank that trains on an accelerator; returns its socket, else "". The answer shows
-    that the rank accepts commands."""
+    """Serve torch's flight recorder, which stores the last collectives of a rank, if the rank trains on an accelerator;
+    returns the socket, which only this user can reach, else "". Threads of torch answer: they need neither the GIL nor
+    the main thread, which may wait for the device. Nothing has to be set: it records 2,000 collectives unless
+    TORCH_FR_BUFFER_SIZE has another number. The return also shows that the rank accepts commands."""
     if not worker.spec.trains or device_type() == "cpu":
         return ""
-    worker.recorder = FlightRecorder()
-    return worker.recorder.socket
+    folder = LeasedFolder()
+    path = str(folder.path / "records")
+    # A build of torch without the server, or a path that is too long: then the diagnosis has no records.
+    with contextlib.suppress(ImportError, RuntimeError):
+        from torch._C._distributed_c10d import _WorkerServer
+
+        worker.recorder = folder, _WorkerServer(path)
+    return path
 
 
 def _ended(rank: RankConnection) -> _Suspicion:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import secrets
 import socket
 import time
@@ -31,6 +32,7 @@ PASSED = (
 """Environment variables of the controller with these prefixes are set in every rank, unless its machine sets them."""
 _NOT_PASSED = (VARIABLE, *VISIBLE_DEVICES)  # the connection is not encrypted; devices belong to one machine
 _POLL_S = 1.0
+_OTHER_FILES = 512  # that this process opens, in addition to the two sockets of each rank
 
 
 class RemoteExecutor(ProcessExecutor, ABC):
@@ -59,6 +61,9 @@ class RemoteExecutor(ProcessExecutor, ABC):
     async def start(self) -> None:
         """Find the machines, start a node agent for each rank, then the ranks."""
         loop = asyncio.get_running_loop()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < (needed := 2 * len(self.specs) + _OTHER_FILES):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
         self._host = await self.find_machines()
         for spec in self.specs:
             self._expect("control", spec.rank)

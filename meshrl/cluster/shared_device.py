@@ -1,11 +1,11 @@
 """The memory of a rank's device, which its train engines and a colocated sampler use in turns:
 
-    for_training -> train -> for_sync -> restore_sampler(weights) -> send the weights
-    -> for_sampling -> restore_sampler(kv_cache) -> sample -> for_training
+    for_training -> train -> make_room(weights) -> restore_sampler(weights) -> send the weights
+    -> make_room(kv_cache) -> restore_sampler(kv_cache) -> sample -> for_training
 
-The controller calls for_sync and for_sampling in all ranks before any of them goes on, because a sampler may be another
-process on the devices of several ranks. Parameters that are offloaded (train.param_offload) are on the host between
-for_sampling and for_sync.
+The controller calls make_room in all ranks before any of them goes on, because a sampler may be another process on the
+devices of several ranks. Parameters that are offloaded (train.param_offload) are on the host from make_room(kv_cache)
+until make_room(weights) or for_training.
 """
 
 from __future__ import annotations
@@ -47,15 +47,12 @@ class SharedDevice:
         return_freed_memory(self._device)
         self._restore()
 
-    def for_sync(self) -> None:
-        """Make room for the sampler's weights; the train engines have their parameters."""
-        self._restore()
-        if self.is_shared:
-            empty_cache(self._device)
-
-    def for_sampling(self) -> None:
-        """Make room for the sampler's caches: with what the train engines do not need while it works."""
-        if self._offloads:
+    def make_room(self, part: str) -> None:
+        """Make room for this part of a sampler. While it gets its weights, the train engines have their parameters;
+        from its kv_cache on, only what they need while it works."""
+        if part == "weights":
+            self._restore()
+        elif self._offloads:
             self._on_host = True  # also if only a part of them is
             for engine in self._engines.values():
                 engine.release({"params"})

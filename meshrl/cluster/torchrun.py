@@ -53,8 +53,8 @@ class TorchrunExecutor(RemoteExecutor):
     """The controller's side, in the process of rank 0."""
 
     def __init__(self, specs: Sequence[WorkerSpec], folder: Path):
-        """folder: run.folder. Raises: ConfigError when the number of processes differs from the config's number of
-        ranks."""
+        """folder: run.folder, in which the run's token is made. Raises: ConfigError when the number of processes
+        differs from the config's number of ranks; errors of RunToken."""
         started, asked = int(os.environ["WORLD_SIZE"]), specs[0].num_ranks
         if started != asked:
             raise ConfigError(
@@ -63,21 +63,18 @@ class TorchrunExecutor(RemoteExecutor):
             )
         local = int(os.environ.get("LOCAL_WORLD_SIZE", started))
         super().__init__([dataclasses.replace(spec, nodes=started // local) for spec in specs])
-        self._folder = folder
-        self._run_token: RunToken | None = None
         self._launch_store: dist.Store | None = None
         self.can_restart_trainers = False  # torchrun does this with its --max-restarts
+        self._run_token = RunToken(folder)  # last: from now on `close` has to remove its file
+        self.token = self._run_token.key
 
     async def find_machines(self) -> str:
-        """Make the run's token. There is nothing to find: torchrun runs on the machines, and rank 0 is on the machine
-        with the address MASTER_ADDR."""
-        self._run_token = RunToken(self._folder)
-        self.token = self._run_token.key
+        """There is nothing to find: torchrun runs on the machines, and rank 0 is on the machine with the address
+        MASTER_ADDR."""
         return LOOPBACK if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else os.environ["MASTER_ADDR"]
 
     async def start_agents(self, address: tuple[str, int]) -> set[int]:
         """Publish the address: the agents run already, and wait for it."""
-        assert self._run_token is not None, "find_machines comes first"
         self._launch_store = _launch_store()  # a reference: without torchrun's agent, the store is in this process
         self._launch_store.set(_key(), self._run_token.announcement(_key(), address))
         return {spec.rank for spec in self.specs if spec.rank > 0}
@@ -85,18 +82,14 @@ class TorchrunExecutor(RemoteExecutor):
     async def await_agents(self, ranks: Sequence[int]) -> None:
         """Wait for the agents; rank 0 then uses the network interface on which the last of them has connected."""
         await super().await_agents(ranks)
-        self._remove_token()
+        self._run_token.remove()
         self.address = self._agents[max(ranks)].reached_at
         self.interface = interface_of(self.address) or self.interface
 
     async def close(self) -> None:
         """End all ranks and node agents, and remove the file with the token if an error left it."""
-        self._remove_token()
+        self._run_token.remove()
         await super().close()
-
-    def _remove_token(self) -> None:
-        if self._run_token is not None:
-            self._run_token.remove()
 
 
 def _launch_store() -> dist.Store:

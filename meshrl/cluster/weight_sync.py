@@ -87,12 +87,12 @@ async def _sync(
     executor = trainer.executor
     ranks = sorted({*range(trainer.num_ranks), *samplers})
 
-    async def hand_over(make_room: Callable[[RankWorker], None], part: str) -> None:
+    async def hand_over(part: str) -> None:
         if shares_devices:
-            await asyncio.gather(*(executor.call(rank, make_room) for rank in ranks))
+            await asyncio.gather(*(executor.call(rank, RankWorker.make_room, part) for rank in ranks))
             await asyncio.gather(*(executor.call(rank, RankWorker.restore_sampler, part) for rank in ranks))
 
-    await hand_over(RankWorker.make_room_for_sync, "weights")
+    await hand_over("weights")
     answers = await asyncio.gather(*(executor.call(rank, RankWorker.sync_state, connection_id) for rank in ranks))
     states: dict[int, SyncState] = dict(zip(ranks, answers, strict=True))
     header = make_header(layout, version, list(states.values()), trainer.changes_mode)
@@ -105,7 +105,7 @@ async def _sync(
     try:
         await asyncio.wait(calls.values(), return_when=asyncio.FIRST_EXCEPTION)
         outcomes = [call.result() for call in calls.values()]
-        await hand_over(RankWorker.make_room_for_sampling, "kv_cache")
+        await hand_over("kv_cache")
         acks, reports = ([part for part in parts if part is not None] for parts in zip(*outcomes, strict=True))
         return with_reports(acks, reports, header)
     except BaseException as error:

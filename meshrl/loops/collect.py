@@ -6,17 +6,16 @@ import asyncio
 import itertools
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from meshrl.agent.attempt import attempt, check_attempts
-from meshrl.agent.loop import AgentContext
+from meshrl.agent.loop import AgentContext, Task
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import DeadlineError, MeshrlError
 from meshrl.core.types import Metric, Prompt, Purpose, SamplingParams, Trajectory
-from meshrl.loops.job import Job, Task
+from meshrl.loops.job import Job
 from meshrl.reward.score import Scorer
 
 Ended = Callable[[Prompt, Trajectory], Awaitable[None]]
@@ -29,7 +28,7 @@ async def collect(
     prompts: Sequence[Prompt],
     purpose: Purpose,
     min_version: int,
-    ended: Ended | None = None,
+    ended: Ended,
 ) -> list[Trajectory]:
     """All attempts at these prompts, concurrently; returned in the order of prompts and attempts.
 
@@ -47,8 +46,8 @@ async def collect(
         stop_token_ids=tuple(sorted({*task.stop_token_ids, *keys.stop_token_ids})),
         stop=tuple(keys.stop),
     )
-    runs = []
-    for prompt in prompts:
+
+    async def one(prompt: Prompt, index: int) -> Trajectory:
         context = AgentContext(
             tokenizer=task.tokenizer,
             sampling=sampling,
@@ -59,21 +58,17 @@ async def collect(
             purpose=purpose,
             min_version=min_version,
         )
-        for index in range(num_attempts):
-            one = attempt(task.agent, prompt, index, rollouts.generate, context, cfg.agent.kind)
-            runs.append(one if ended is None else _then(one, partial(ended, prompt)))
+        trajectory = await attempt(task.agent, prompt, index, rollouts.generate, context, cfg.agent.kind)
+        await ended(prompt, trajectory)
+        return trajectory
+
+    runs = [one(prompt, index) for prompt in prompts for index in range(num_attempts)]
     try:
         phase = "eval" if is_eval else "rollout"
         return await gather_with_deadline(cfg.cluster, phase, runs, rollouts.computed_tokens)
     finally:
         for prompt in prompts:
             rollouts.routes.end_session(group_id(prompt, purpose))
-
-
-async def _then(one: Awaitable[Trajectory], ended: Callable[[Trajectory], Awaitable[None]]) -> Trajectory:
-    trajectory = await one
-    await ended(trajectory)
-    return trajectory
 
 
 def group_id(prompt: Prompt, purpose: Purpose) -> str:

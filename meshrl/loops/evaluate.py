@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from meshrl.agent.loop import Task
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt, Trajectory
 from meshrl.loops.collect import check_failures, collect
-from meshrl.loops.job import Job, Task
+from meshrl.loops.job import Job
 from meshrl.reward.score import Scorer
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.job import Job
-from meshrl.loops.speed import request_times, throughput, unknown_device
+from meshrl.loops.shared_step import throughput, unknown_device
 from meshrl.loops.step_notes import note_what_is_wrong
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
@@ -36,14 +36,30 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
     return metrics
 
 
+def request_times(trajectories: Sequence[Trajectory]) -> list[Metric]:
+    """How long turns waited in their engine's queue, and until their first token; each is absent if it is not known."""
+    times = [turn.times for trajectory in trajectories for turn in trajectory.turns]
+    queue = np.array([t.queue_s for t in times])
+    first_token = queue + np.array([t.prefill_s for t in times])
+    metrics = []
+    for name, longest, seconds in (
+        ("rollout/queue_s", "rollout/queue_max_s", queue),
+        ("rollout/first_token_s", "rollout/first_token_max_s", first_token),
+    ):
+        if seconds.any():
+            metrics += [
+                histogram(name, seconds, "s"),
+                Metric(name=longest, sum=float(seconds.max()), reduce="max", unit="s"),
+            ]
+    return metrics
+
+
 async def finish_step(
     job: Job, trajectories: Sequence[Trajectory], metrics: list[Metric], cursor: dict[str, Any]
 ) -> None:
     """Log the rollouts, collect memory and time metrics, report, and count the step. cursor: the data's state for a run
     that continues after this step."""
-    for device_metrics, _ in await job.trainer.memory():
-        metrics += device_metrics
-    metrics += memory_metrics()
+    metrics += [*await job.trainer.memory(), *memory_metrics()]
     metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
     now, spans = time.perf_counter(), job.run.spans
     wall, job.step_started_at = now - job.step_started_at, now

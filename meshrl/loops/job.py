@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshrl.agent.loop import Agent
+from meshrl.agent.loop import Task
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt, Sample, Trajectory
@@ -83,19 +83,6 @@ class RunServices(Protocol):
 
     async def keep_best(self, step: int, score: float) -> None:
         """Write the model of `step` if its score is higher than all earlier ones."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """The prompts, the agent that answers them, and the tokenizer."""
-
-    tokenizer: Any
-    agent: Agent
-    train_prompts: PromptFeed | None
-    eval_prompts: list[Prompt]
-    num_eval_left_out: int  # held-out prompts over data.max_prompt_tokens
-    stop_token_ids: tuple[int, ...]
-    max_context_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

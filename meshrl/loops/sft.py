@@ -15,8 +15,7 @@ from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
 from meshrl.data.order import SftSource
 from meshrl.loops.job import RunServices
-from meshrl.loops.optimizer import optimizer_step
-from meshrl.loops.speed import throughput, unknown_device
+from meshrl.loops.shared_step import optimizer_step, throughput, unknown_device
 from meshrl.monitor.memory import memory_metrics
 from meshrl.train.optim import learning_rate
 
@@ -76,7 +75,7 @@ async def sft(job: SftJob) -> None:
                 *memory_metrics(),
                 *job.run.writes.take(),
                 *spans.take(),
-                *(metric for of_a_rank, _ in await trainer.memory() for metric in of_a_rank),
+                *await trainer.memory(),
             ]
             now = time.perf_counter()
             metrics.append(throughput(cfg.cluster, num_tokens, now - start))

@@ -13,13 +13,13 @@ from meshrl.algo.correction import correction_summary
 from meshrl.algo.losses import make_policy_loss, rows_without_gradient
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
-from meshrl.cluster.row_cache import PlannedRows
+from meshrl.cluster.rows import PlannedRows
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.collect import check_failures
 from meshrl.loops.finish_step import rollout_metrics
 from meshrl.loops.job import Job
-from meshrl.loops.optimizer import optimizer_step
+from meshrl.loops.shared_step import optimizer_step
 from meshrl.loops.sync_and_probe import probe_result, rows_to_probe
 from meshrl.monitor.metrics import histogram
 from meshrl.monitor.token_log import TrainerValues
@@ -125,7 +125,6 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
         scored = set[int]() if balances else rows_without_gradient(cfg.algo, part.samples)
         rows = job.trainer.plan_rows(part.samples, scored) if scored else part
         report = await job.trainer.forward_backward(rows, "policy", loss, job.token_values is not None)
-        job.trainer.drop_rows(part)
         share = Metric(name="train/no_gradient_fraction", sum=len(scored), weight=len(part.samples), unit="fraction")
         metrics.append(share)
         if job.token_values is not None:

@@ -8,16 +8,19 @@ them after about LOST_AFTER_S without an answer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 
+from meshrl.core.terminal import print_message
 from meshrl.process import frames
 
 LOST_AFTER_S = 14
@@ -46,16 +49,25 @@ class Listener:
 
     def __init__(self, host: str, token: bytes, connected: Callable[[socket.socket, Any], object]):
         """host: the address at which other machines reach this one."""
-        self._token, self._connected = token, connected
+        self._token, self._connected, self._closed = token, connected, False
         self._socket = listening_socket(host)
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
+        is_noted = False
+        while True:
+            try:
                 sock, _ = self._socket.accept()
-                threading.Thread(target=self._authenticate, args=(sock,), daemon=True).start()
+            except OSError as error:  # also one of a connection that has failed before it was accepted
+                if self._closed:
+                    return
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not is_noted:
+                    print_message(f"connections of ranks wait: {error.strerror}; raise the limit (ulimit -n)")
+                    is_noted = True
+                time.sleep(0.1)
+                continue
+            threading.Thread(target=self._authenticate, args=(sock,), daemon=True).start()
 
     def _authenticate(self, sock: socket.socket) -> None:
         try:
@@ -75,6 +87,7 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more connections; existing ones stay open."""
+        self._closed = True
         with contextlib.suppress(OSError):  # macOS refuses it for a listening socket, but there close is enough
             self._socket.shutdown(socket.SHUT_RDWR)  # close alone does not end an accept in another thread
         self._socket.close()

@@ -1,9 +1,7 @@
 """Messages between two processes over a socket: Python objects with large arrays, or plain bytes.
 
-An object's frame is a header, the arrays' sizes and a pickle, then the arrays. Over a Unix socket the arrays are in an
-unlinked file in memory, and its descriptor is sent with the header: the file has no name that could be left behind, and
-the memory is freed when both sides have closed it. Over TCP, and when there is no room for such a file, the arrays
-follow in the stream. A frame of bytes is its length (4 bytes, big-endian) and the bytes.
+An object's frame is a header, the arrays' sizes and a pickle, then the arrays. A frame of bytes is its length (4 bytes,
+big-endian) and the bytes.
 
 Reading a pickle runs its code. So read objects only from a trusted process: a child that was started here, the parent,
 or a connection made by `connect.py`.
@@ -11,20 +9,14 @@ or a connection made by `connect.py`.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 import pickle
 import socket
 import struct
-import tempfile
-from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 _HEADER = struct.Struct("<QQ")  # bytes that follow, number of arrays outside the pickle
 _LENGTH = struct.Struct("!I")
 _LARGE_BYTES = 1 << 16  # arrays of at least this size are sent outside the pickle
-_MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
 
 
 def send(sock: socket.socket, obj: Any) -> None:
@@ -40,48 +32,20 @@ def send(sock: socket.socket, obj: Any) -> None:
     data = pickle.dumps(obj, protocol=5, buffer_callback=stays_inside)
     sizes = [b.nbytes for b in buffers]
     body = struct.pack(f"<{len(sizes)}Q", *sizes) + data
-    header = _HEADER.pack(len(body), len(sizes))
-    file = _memory_file(buffers) if sizes and sock.family == socket.AF_UNIX else None
-    if file is None:
-        sock.sendall(header + body)
-        for view in buffers:
-            sock.sendall(view)
-        return
-    with file:
-        socket.send_fds(sock, [header], [file.fileno()])
-        sock.sendall(body)
-
-
-def _memory_file(buffers: Sequence[memoryview]) -> IO[bytes] | None:
-    """An unlinked file with these bytes; None when there is no room for it.
-
-    The file is not mapped to write it: if the memory ran out, the kernel would end this process by SIGBUS.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(tempfile.TemporaryFile(dir=_MEMORY_FOLDER, buffering=0))
-            for view in buffers:
-                rest = view
-                while rest:
-                    rest = rest[file.write(rest) :]
-        except OSError:  # ENOSPC: containers have little shared memory by default
-            return None
-        stack.pop_all()
-        return file
+    sock.sendall(_HEADER.pack(len(body), len(sizes)) + body)
+    for view in buffers:
+        sock.sendall(view)
 
 
 def receive(sock: socket.socket) -> Any:
     """Read one object; its large arrays are writable copies in this process. Raises: EOFError at the end."""
-    head, fds, _, _ = socket.recv_fds(sock, _HEADER.size, 1)
+    head = sock.recv(_HEADER.size)
     if not head:
         raise EOFError("the other side closed the channel")
     size, count = _HEADER.unpack(head + receive_exactly(sock, _HEADER.size - len(head)))
     body = memoryview(receive_exactly(sock, size))
     sizes = struct.unpack_from(f"<{count}Q", body)
-    if not fds:
-        return pickle.loads(body[8 * count :], buffers=[receive_exactly(sock, n) for n in sizes])
-    with open(fds[0], "rb") as file, mmap.mmap(file.fileno(), sum(sizes), access=mmap.ACCESS_READ) as memory:
-        return pickle.loads(body[8 * count :], buffers=[bytearray(memory.read(n)) for n in sizes])
+    return pickle.loads(body[8 * count :], buffers=[receive_exactly(sock, n) for n in sizes])
 
 
 def send_bytes(sock: socket.socket, body: bytes) -> None:

@@ -101,16 +101,12 @@ def _path(folder: Path, file_id: str) -> Path:
 def _read(path: Path, wait_s: float = 0.0) -> str:
     """The secret in a file, which only this user could write and read. wait_s: for the file to appear."""
     until = time.monotonic() + wait_s
-    while True:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            break
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError) or time.monotonic() >= until:
-                raise MeshrlError(
-                    f"{path}, the secret of this run, can't be read: {error.strerror}. {_REMEDY}"
-                ) from error
+    while not os.path.lexists(path) and time.monotonic() < until:
         time.sleep(0.2)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise MeshrlError(f"{path}, the secret of this run, can't be read: {error.strerror}. {_REMEDY}") from error
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         wrong = None

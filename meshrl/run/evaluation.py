@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from meshrl.agent.loop import Task
 from meshrl.cluster.launch import launched
 from meshrl.config.load import Loaded
 from meshrl.config.loop import WEIGHTED_SUM
@@ -22,7 +23,6 @@ from meshrl.core.terminal import print_output
 from meshrl.core.types import Trajectory
 from meshrl.data.decode import text_of
 from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, evaluation_text, score_of
-from meshrl.loops.job import Task
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog

@@ -54,13 +54,6 @@ WriteReport = Callable[[Path], object]
 _OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 
 
-class _Discarded(io.StringIO):
-    """The terminal of a quiet run."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-
 class LiveRun:
     """The services for a loop (loops/job.py: RunServices), and the start and end of the run.
 
@@ -88,7 +81,7 @@ class LiveRun:
         self.writes = FailedWrites()
         self.status = StatusFile(folder, num_steps, first_step, self.writes)
         is_eval = kind == "eval"  # then stdout has only the results
-        stream = _Discarded() if objects.quiet else sys.stderr if is_eval else None
+        stream = io.StringIO() if objects.quiet else sys.stderr if is_eval else None
         counted = "answer" if is_eval else "step"
         terminal = TerminalSink(num_steps, stream, finished_steps=first_step, writes=self.writes, counted=counted)
         self._terminal, self._notes = terminal, NotesFile(folder, self.writes)

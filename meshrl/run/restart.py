@@ -84,15 +84,16 @@ async def run_to_end(
 async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float | None) -> None:
     """Save the last finished step of a run that ends early, or report the last checkpoint. how: it ended. wait_s: for
     the running command of the ranks; None = without limit."""
-    if run.stop.trainer_is_valid and job.step in (0, run.checkpoints.newest_on_disk()):
-        saved = ", which is saved" if job.step else "; there is nothing to save yet"
+    saves = run.objects.saves
+    if run.stop.trainer_is_valid and (not saves or job.step in (0, run.checkpoints.newest_on_disk())):
+        saved = ", which is saved" if saves and job.step else "; there is nothing to save"
         run.note(f"{how} after step {job.step}{saved}")
         return
     if run.stop.trainer_is_valid:
         run.note(f"{how}; ending with a checkpoint of step {job.step}")
         try:
             async with asyncio.timeout(wait_s):
-                await run.checkpoints.trainer.idle()
+                await run.checkpoints.trainer.state_bytes()  # any command: it waits for the end of the running one
         except (TimeoutError, RankFailure):
             pass
         else:

@@ -152,7 +152,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
     with live_run(loaded, "train", cfg.loop.num_steps, stop, write_report, objects) as run:
         _note_start(run)
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
-        if (prompt := first_prompt(task.tokenizer, task.train_prompts, task.eval_prompts)) is not None:
+        if (prompt := first_prompt(task)) is not None:
             run.note(f"first prompt: {prompt}")
         if cfg.data.chat_template is not None:
             run.chat_template = task.tokenizer.chat_template

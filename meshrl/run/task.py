@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshrl.agent.loop import AGENTS, Agent, require_tools_in_template
+from meshrl.agent.loop import AGENTS, Task, require_tools_in_template
 from meshrl.agent.resolve import resolve_agent
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.types import Prompt
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.data.datasets import PromptMaker, load_sft_rows
-from meshrl.data.order import PromptFeed, SftSource, load_eval_prompts, open_feed
+from meshrl.data.order import SftSource, load_eval_prompts, open_feed
 from meshrl.model.limits import limits_of, vocab_size_of
 from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.sandbox import Log
@@ -21,28 +20,14 @@ from meshrl.reward.score import Scorer
 from meshrl.reward.self_test import NUM_ROWS, try_built_in, try_on_answers
 from meshrl.run.inputs import Objects
 
-if TYPE_CHECKING:
-    from meshrl.loops.job import Task
-
 MAX_SHOWN = 400  # characters of the first prompt
 
 
-class Prompts(NamedTuple):
-    """What a run reads before its ranks start."""
-
-    tokenizer: Any
-    agent: Agent
-    feed: PromptFeed | None
-    held_out: list[Prompt]
-    num_held_out_left_out: int
-    max_context_tokens: int
-
-
-def load_prompts(cfg: RunConfig, objects: Objects, training: bool) -> Prompts:
+def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     """Load tokenizer, agent and prompts, without importing the code of loops and ranks, which takes seconds. training:
     also load the training rows.
 
-    Raises: ConfigError, DataError.
+    Raises: ConfigError, also for tools that the chat template does not describe; DataError.
     """
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
@@ -51,40 +36,29 @@ def load_prompts(cfg: RunConfig, objects: Objects, training: bool) -> Prompts:
     make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size, answer_for)
     feed = open_feed(make, cfg.run.seed, objects.table("data.path")) if training else None
     held_out, left_out = load_eval_prompts(make, objects.table("data.eval_path"))
-    return Prompts(tokenizer, agent, feed, held_out, left_out, max_context_tokens)
-
-
-def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
-    """The prompts of a run as its loop gets them.
-
-    Raises: ConfigError, also for tools that the chat template does not describe; DataError.
-    """
-    from meshrl.loops.job import Task  # with the code of the ranks
-
-    read = load_prompts(cfg, objects, training)
     task = Task(
-        tokenizer=read.tokenizer,
-        agent=read.agent,
-        train_prompts=read.feed,
-        eval_prompts=read.held_out,
-        num_eval_left_out=read.num_held_out_left_out,
-        stop_token_ids=stop_token_ids(read.tokenizer, cfg.model.path),
-        max_context_tokens=read.max_context_tokens,
+        tokenizer=tokenizer,
+        agent=agent,
+        train_prompts=feed,
+        eval_prompts=held_out,
+        num_eval_left_out=left_out,
+        stop_token_ids=stop_token_ids(tokenizer, cfg.model.path),
+        max_context_tokens=max_context_tokens,
     )
-    for prompt in _first_prompts(task.train_prompts, task.eval_prompts)[:1] if task.agent.tools else ():
+    for prompt in _first_prompts(task)[:1] if agent.tools else ():
         own = f"the chat template of {cfg.model.path}"
         template = own if cfg.data.chat_template is None else f"data.chat_template = {cfg.data.chat_template[:200]}"
-        require_tools_in_template(task.agent, task.tokenizer, prompt.messages or [], template)
+        require_tools_in_template(agent, tokenizer, prompt.messages or [], template)
     return task
 
 
-def first_prompt(tokenizer: Any, feed: PromptFeed | None, held_out: list[Prompt]) -> str | None:
+def first_prompt(task: Task) -> str | None:
     """The text of a prompt as the model reads it, in quotes and cut, with the number of its tokens; None if the agent
     renders its prompts by itself."""
-    ids = next((prompt.ids for prompt in _first_prompts(feed, held_out)[:1]), None)
+    ids = next((prompt.ids for prompt in _first_prompts(task)[:1]), None)
     if ids is None:
         return None
-    text = repr(tokenizer.decode(ids.tolist()))
+    text = repr(task.tokenizer.decode(ids.tolist()))
     cut = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
     return f"{len(ids)} tokens, {cut}"
 
@@ -110,7 +84,7 @@ async def reward_workers(
         await scorer.start()
         await try_built_in(scorer, cfg.reward.terms, note)
         # Not with a user's agent: a reward function may read messages that only that agent writes.
-        tried = _first_prompts(task.train_prompts, task.eval_prompts) if cfg.agent.kind in AGENTS else []
+        tried = _first_prompts(task) if cfg.agent.kind in AGENTS else []
         trial = asyncio.create_task(try_on_answers(scorer, cfg.reward, tried, note))
         try:
             yield scorer, trial
@@ -120,10 +94,11 @@ async def reward_workers(
         await scorer.close()
 
 
-def _first_prompts(feed: PromptFeed | None, held_out: list[Prompt]) -> list[Prompt]:
+def _first_prompts(task: Task) -> list[Prompt]:
     """A few prompts, of the training rows if there are any; the feed keeps its position."""
+    feed = task.train_prompts
     if feed is None:
-        return held_out[:NUM_ROWS]
+        return task.eval_prompts[:NUM_ROWS]
     position = feed.state()
     prompts = feed.next(NUM_ROWS)
     feed.load_state(position)

@@ -122,8 +122,8 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "Shared memory": (
         (
-            "`/dev/shm` is full when samples or answers are sent",
-            "they are sent over the socket, and the run continues",
+            "`/dev/shm` is smaller than the samples of a step",
+            "the run continues: they are sent over sockets",
             "tests/e2e/test_little_shared_memory.py::test_a_full_dev_shm_ends_no_process_by_a_signal",
         ),
         (

@@ -125,7 +125,7 @@ FAULTS = [
     Fault(
         "the token stays in run.folder while the run trains",
         "meshrl/cluster/torchrun.py::TorchrunExecutor.await_agents",
-        "self._remove_token() => pass",
+        "self._run_token.remove() => pass",
         _OPEN_PORTS + "test_another_user_can_read_the_store_of_torchrun_but_can_not_run_code_in_the_run",
     ),
     Fault(

@@ -14,7 +14,6 @@ from rank_pool import RankPool
 from tiny_specs import worker_spec
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.flight_recorder import FlightRecorder
 from meshrl.cluster.processes import ProcessExecutor, RankConnection, _Call, _Suspicion, serve_recorder
 from meshrl.core.errors import RankFailure
 from meshrl.process.diagnosis import Snapshot, last_collective
@@ -24,8 +23,10 @@ def _waits(rank: int, world: int) -> str:
     """Rank 1 waits in a collective until rank 0 has read its records. Returns what rank 0 has read."""
     store, numbers = dist.distributed_c10d._get_default_store(), torch.ones(3, 5)
     if rank == 1:
-        recorder = FlightRecorder()
-        store.set("socket", recorder.socket)
+        worker = RankWorker(worker_spec())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MESHRL_DEVICE", "xpu")
+            store.set("socket", serve_recorder(worker))
         dist.all_reduce(numbers)
         dist.broadcast(numbers, 0)
         return ""

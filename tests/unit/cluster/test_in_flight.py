@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from test_lost_trainers import running, step, synced
+from test_lost_trainers import running, stats, step, synced
 from tiny_engines import ask
 
 from meshrl.cluster.actors import RankWorker
@@ -32,9 +32,9 @@ def test_running_turns_are_kept_aborted_or_restarted_at_a_sync(tmp_path, policy)
             for attempt in range(20):  # on a busy machine the turn may be over before the sync begins
                 await step(trainer)
                 asked = ask(f"turn {attempt}", CONTEXT, max_new_tokens=LENGTH, ignore_eos=True, seed=attempt)
-                before = (await call(1, RankWorker.stats)).decode_tokens
+                before = (await call(1, stats)).decode_tokens
                 turn = asyncio.ensure_future(rollouts.generate(asked))
-                while (await call(1, RankWorker.stats)).decode_tokens < before + 3:
+                while (await call(1, stats)).decode_tokens < before + 3:
                     await asyncio.sleep(0)
                 old, under_way = trainer.version, not turn.done()
                 await sync_weights(trainer, rollouts, layout)

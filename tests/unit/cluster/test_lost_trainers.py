@@ -30,6 +30,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.run import RunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure, StaleWeightsError
+from meshrl.rollout.base import EngineStats
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.run.checkpoints import Checkpoints
 from meshrl.sync.delivery import Delivery
@@ -80,6 +81,12 @@ async def synced(groups: Groups) -> tuple[TrainGroup, RolloutGroup, Layout]:
 
 def pid(worker: RankWorker) -> int:
     return os.getpid()
+
+
+def stats(worker: RankWorker) -> EngineStats:
+    """Of its sampler."""
+    assert worker.sampler is not None
+    return worker.sampler.stats()
 
 
 def engines_of(worker: RankWorker) -> tuple[list[str], bool]:
@@ -138,8 +145,8 @@ def test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced(t
             restart, at_restart = groups.executor.restart, list[tuple[int, int]]()
 
             async def observed(ranks: Sequence[int]) -> None:
-                stats = await groups.executor.call(2, RankWorker.stats)
-                at_restart.append((stats.running, stats.version))
+                now = await groups.executor.call(2, stats)
+                at_restart.append((now.running, now.version))
                 await restart(ranks)
 
             groups.executor.restart = observed
@@ -153,7 +160,7 @@ def test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced(t
             assert later.value is failure.value, "all train ranks are lost with it"
             assert groups.can_restart_after(failure.value)
             endless.cancel()  # as the loop does with all its requests
-            assert (await groups.executor.call(2, RankWorker.stats)).running == 1
+            assert (await groups.executor.call(2, stats)).running == 1
             await groups.restart_trainers(layout)
             assert at_restart == [(0, -1)], "the sampler has no requests and no valid weights"
             after = await _pids(groups)

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -130,6 +131,11 @@ def misbehave(worker: RankWorker, how: str) -> None:
 def wait(worker: RankWorker, begun: str) -> None:
     Path(begun).touch()
     time.sleep(600)
+
+
+class Unreachable(ByHand):
+    async def find_machines(self) -> str:
+        raise ConnectionError
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +261,16 @@ def test_node_agents_and_ranks_end_when_the_controller_is_killed(model: str):
     controller.stdout.close()
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert not [p for p in alive if is_running_process(p.pid)]
+
+
+def test_the_controller_may_open_two_sockets_for_each_rank():
+    """The usual limit of 1,024 files is too low for 600 ranks. A limit that suffices stays."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for soft, expected in ((1024, 2 * 600 + 512), (4096, 4096)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+            with pytest.raises(ConnectionError):
+                asyncio.run(Unreachable("unused", num_train=600).start())
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

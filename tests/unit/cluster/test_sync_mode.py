@@ -80,7 +80,7 @@ def test_weights_are_broadcast_between_devices_that_nccl_connects(device, change
 )
 def test_a_window_is_larger_on_accelerators_where_each_call_costs_more(digest, given, want):
     tensors, boxes = {"w": ((4,), "float32")}, [Box("w", (0,), (4,))]
-    own = RankBoxes(sender=0, replica=0, tensors=tensors, boxes=boxes, tied={}, digest=digest)
+    own = RankBoxes(tensors=tensors, boxes=boxes, tied={}, digest=digest)
 
     async def call(rank: int, method: object) -> RankBoxes:
         return own

@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import io
+import os
 import pickle
 import queue
+import resource
 import secrets
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +82,27 @@ def test_a_pickle_from_a_process_without_the_token_is_not_read(listening, tmp_pa
     connect(listener.address, TOKEN, _hello).close()
     arrived.get(timeout=20)[0].close()
     assert not (tmp_path / "touched").exists()
+
+
+def test_connections_are_accepted_again_after_the_limit_of_open_files_was_reached(listening, monkeypatch):
+    listener, arrived = listening
+    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as waiting:
+        free = os.dup(waiting.fileno())
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # no descriptor of this number or above
+        try:
+            waiting.connect(listener.address)
+            until = time.monotonic() + 20
+            while "ulimit -n" not in stderr.getvalue() and time.monotonic() < until:
+                time.sleep(0.05)
+            time.sleep(0.3)  # more attempts
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert stderr.getvalue().count("ulimit -n") == 1
+    connect(listener.address, TOKEN, _hello).close()
+    arrived.get(timeout=20)[0].close()
 
 
 def test_a_controller_that_does_not_know_the_token_gets_no_message():

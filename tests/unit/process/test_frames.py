@@ -1,16 +1,13 @@
-"""Messages over a socket: any Python object, arrays by shared memory or, over TCP, in the stream; plain bytes."""
+"""Messages over a socket: any Python object, large arrays after its pickle; plain bytes."""
 
 from __future__ import annotations
 
-import os
-import resource
 import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from meshrl.core.types import Request
@@ -88,34 +85,6 @@ def test_many_frames_stay_apart(pair):
     sent_objects = [{"i": i, "x": np.full(i * 1000, i, np.float32)} for i in range(100)]
     for sent, got in zip(sent_objects, _over(pair, *sent_objects), strict=True):
         assert got["i"] == sent["i"] and np.array_equal(got["x"], sent["x"])
-
-
-def test_no_descriptor_and_no_name_is_left_behind(pair):
-    """Two hundred sends, each with its own memory."""
-    process, folder = psutil.Process(), "/dev/shm" if os.path.isdir("/dev/shm") else None
-    before, names = process.num_fds(), set(os.listdir(folder)) if folder else set()
-    for _ in range(4):
-        _over(pair, *[np.zeros(BIG, np.uint8)] * 50)
-    assert process.num_fds() == before
-    assert not folder or not {n for n in set(os.listdir(folder)) - names if n.startswith("tmp")}
-
-
-@pytest.mark.parametrize("first", [BIG, 3 * BIG], ids=["no room for the second array", "no room for any"])
-def test_arrays_without_room_in_shared_memory_come_back_over_the_socket(pair, first):
-    """A limit of the file size stands for a full /dev/shm: both are errors of a write. A mapped file would end the
-    process by SIGBUS (tests/e2e/test_little_shared_memory.py)."""
-    sent = [np.arange(first, dtype=np.uint8), np.arange(3 * BIG, dtype=np.uint8), "text"]
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    process = psutil.Process()
-    before = process.num_fds()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BIG, limits[1]))
-    try:
-        got = _over(pair, sent, "next")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert all(np.array_equal(a, b) for a, b in zip(got[0], sent, strict=True)) and got[1] == "next"
-    got[0][0][:] = 1
-    assert process.num_fds() == before
 
 
 def test_the_end_of_the_stream_differs_from_an_incomplete_frame(pair):

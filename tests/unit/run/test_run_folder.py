@@ -295,6 +295,21 @@ def test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_sav
     assert (result["status"], result["steps"]) == ("failed", 3)
 
 
+def test_a_run_that_saves_nothing_ends_by_an_error_without_a_checkpoint(config: Path):
+    """The steps of `meshrl diagnose`."""
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        if step == 2:
+            raise _Broken
+
+    loaded = load_run_config(config, ["run.name=unsaved", "loop.eval_every_steps=0"])
+    with pytest.raises(_Broken):
+        start.train(loaded, write_report, Objects(on_step=on_step, saves=False))
+    folder = Path(loaded.config.run.folder) / "unsaved"
+    assert states(folder / "checkpoints") == []
+    assert "ended by _Broken after step 2; there is nothing to save\n" in (folder / "run_notes.txt").read_text()
+
+
 @pytest.mark.slow
 def test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_default(config, tmp_path, monkeypatch):
     """Without models, except the best and the last."""

@@ -13,7 +13,7 @@ from tiny_tokenizers import tiny_tokenizer
 from meshrl.cli import main
 from meshrl.data.chat import BUILT_IN
 from meshrl.run.inputs import Objects, load_run
-from meshrl.run.task import load_prompts
+from meshrl.run.task import load_task
 from meshrl.tools.init import NUM_HELDOUT, NUM_TRAIN, TASKS
 from meshrl.tools.problems import word_problems
 
@@ -34,13 +34,13 @@ def test_it_writes_a_run_that_loads_with_problems_that_fit(tmp_path, capsys, mon
     assert f"meshrl train {folder}/config.yaml --explain" in capsys.readouterr().out
     monkeypatch.chdir("/")  # paths and modules are found next to the config, not in the working folder
     cfg = load_run(folder / "config.yaml", []).config
-    read = load_prompts(cfg, Objects(), training=True)
-    assert len(read.held_out) == NUM_HELDOUT and read.num_held_out_left_out == 0
-    assert question in read.held_out[0].messages[-1]["content"]
+    task = load_task(cfg, Objects(), training=True)
+    assert len(task.eval_prompts) == NUM_HELDOUT and task.num_eval_left_out == 0
+    assert question in task.eval_prompts[0].messages[-1]["content"]
     rows = [json.loads(line) for name in ("train", "heldout") for line in (folder / f"{name}.jsonl").open()]
     assert len(rows) == NUM_TRAIN + NUM_HELDOUT == len({row["question"] for row in rows})
     assert (folder / "chat_template.jinja").read_text() == tiny_tokenizer().chat_template
-    longest = max(len(prompt.ids) for prompt in read.held_out) + cfg.rollout.sampling.max_new_tokens
+    longest = max(len(prompt.ids) for prompt in task.eval_prompts) + cfg.rollout.sampling.max_new_tokens
     assert longest <= positions
 
 
@@ -78,7 +78,7 @@ def test_a_tokenizer_without_a_template_gets_chatml_if_it_has_its_tokens_else_th
     other = tmp_path / "other"
     assert main(["init", str(other), "--model", str(tmp_path / "model")]) == 0
     assert "message['content']" in (other / "chat_template.jinja").read_text()
-    load_prompts(load_run(other / "config.yaml", []).config, Objects(), training=True)
+    load_task(load_run(other / "config.yaml", []).config, Objects(), training=True)
 
 
 def test_what_can_not_work_is_refused_and_nothing_is_written(tmp_path, capsys):

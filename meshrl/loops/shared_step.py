@@ -1,8 +1,11 @@
-"""One optimizer step of any loop: its metrics, and the end of the run if it leaves weights that are not finite."""
+"""What a step of any loop has: the optimizer's update, its throughput, and a note about an unknown device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meshrl.cluster.groups import TrainGroup
+from meshrl.config.cluster import ClusterConfig
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric
 from meshrl.train.engine import StepReport
@@ -27,3 +30,20 @@ async def optimizer_step(trainer: TrainGroup, step: int, lr: float) -> tuple[Ste
         Metric(name="train/lr", sum=lr, unit="1/step"),
         Metric(name="train/skipped_steps", sum=float(report.skipped), reduce="sum", unit="steps"),
     ]
+
+
+def throughput(cluster: ClusterConfig, num_tokens: int, wall_s: float) -> Metric:
+    """num_tokens: of the trained rows, with their prompts. wall_s: of the complete step."""
+    num_devices = cluster.num_train_ranks + cluster.num_rollout_ranks
+    return Metric(name="perf/throughput", sum=num_tokens, weight=wall_s * num_devices, unit="tokens/s/device")
+
+
+def unknown_device(step: int, metrics: Sequence[Metric]) -> str | None:
+    """A note, at the first step of a run, that there is no perf/mfu. step: number of finished steps."""
+    names = {metric.name for metric in metrics}
+    if step or "train/model_flops" not in names or "perf/mfu" in names:
+        return None
+    return (
+        "perf/mfu is not reported: the peak FLOP/s of the train ranks' devices is not in the table of "
+        "meshrl/model/flops.py. Divide train/model_flops by it and by the seconds of training"
+    )
