@@ -17,6 +17,7 @@ from meshrl.core.device import (
     device_type,
     has_long_row_kernels,
     has_triton,
+    local_device,
     upload,
 )
 from meshrl.core.errors import ConfigError
@@ -53,6 +54,13 @@ def test_a_device_that_is_asked_for_needs_no_notice(machine_with, monkeypatch):
     monkeypatch.setenv("MESHRL_DEVICE", "mps")
     with pytest.raises(ConfigError, match="MESHRL_DEVICE is 'mps'; allowed: cpu, cuda, npu, xpu"):
         device_type()
+
+
+def test_a_device_that_is_asked_for_and_missing_is_an_error_that_names_the_variable(monkeypatch):
+    monkeypatch.setenv("MESHRL_DEVICE", "xpu")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="MESHRL_DEVICE is xpu, but this machine has no such device"):
+        local_device(0)
 
 
 @pytest.mark.parametrize(
