@@ -1,4 +1,5 @@
-"""A model's vocabulary size and context length, for a sampler in another process."""
+"""What a run needs to know of a model before it is loaded, from its config: the context length, the vocabulary size,
+whether it has experts, and the tokens of a micro-batch."""
 
 from __future__ import annotations
 
