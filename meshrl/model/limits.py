@@ -34,11 +34,6 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
     return tokens, config.vocab_size
 
 
-def vocab_size_of(path: str) -> int:
-    """The number of ids that the model can read: rows of its embedding. Raises: ConfigError."""
-    return text_config(path).vocab_size
-
-
 def micro_batch_tokens(model: ModelConfig, train: TrainConfig) -> int:
     """The value of train.max_tokens_per_microbatch when it is null: a power of two, and a function of the configs
     alone, so that a run's micro-batches are the same on every machine. Raises: ConfigError."""
