@@ -51,7 +51,7 @@ from meshrl.model.stream import LoadedWeights
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.recorder import TRACED, recorder
 from meshrl.monitor.trace import PROFILE_FILE, write_rank
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh
 from meshrl.parallel.timing import settle
 from meshrl.process.family import own_memory
 from meshrl.rollout.base import RolloutEngine
@@ -128,8 +128,7 @@ class RankWorker:
                 # Without it, NCCL makes a communicator for each pair of ranks of which one sends to the other.
                 device_id=None if self.device.type == "cpu" else self.device,
             )
-            shape = resolve_shape(spec.train, spec.num_train_ranks)
-            mesh = build_mesh(shape, self.device.type)
+            mesh = build_mesh(spec.train.mesh_shape(spec.num_train_ranks), self.device.type)
             roles: list[Role] = ["policy"]
             if spec.reference and not spec.model.lora.enabled:
                 roles.append("reference")

@@ -24,7 +24,7 @@ from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric, Request, Sample, Turn
-from meshrl.parallel.mesh import coordinates, resolve_shape
+from meshrl.parallel.mesh import coordinates
 from meshrl.rollout.continuation import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
@@ -53,7 +53,7 @@ class TrainGroup:
         self.num_ranks = executor.specs[0].num_train_ranks
         self.cfg = executor.specs[0].train
         self.compute_dtype = executor.specs[0].model.dtype
-        shape = resolve_shape(self.cfg, self.num_ranks)
+        shape = self.cfg.mesh_shape(self.num_ranks)
         self.coordinates = [coordinates(shape, rank) for rank in range(self.num_ranks)]
         self.num_data_ranks = self.coordinates[0].num_data
         self._budget = (self.cfg.max_tokens_per_microbatch or MOST_TOKENS) * self.coordinates[0].num_ulysses

@@ -84,12 +84,11 @@ def may_have_own_device() -> bool:
 
 def local_device(local_rank: int) -> torch.device:
     """The device of a local rank; it becomes the current device. A process that sees one device uses it whatever its
-    local rank is. (cluster/launch.py refuses ranks that would share a device.)"""
-    kind = device_type()
+    local rank is. (cluster/launch.py refuses ranks that would share a device.) Raises: ConfigError."""
+    kind, count = device_type(), device_count()
     if kind == "cpu":
         return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if count == 0:
+    if not count:
         raise ConfigError(f"MESHRL_DEVICE is {kind}, but this machine has no such device. Unset it, or set it to cpu")
     index = local_rank % count
     torch.accelerator.set_device_index(index)

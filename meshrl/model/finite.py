@@ -28,7 +28,7 @@ def not_finite(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.f
 
 
 def not_finite_error(source: str, name: str, dtype: torch.dtype) -> ConfigError:
-    """The error for a tensor of a model's folder. where: its file, or the folder if the file is not known."""
+    """The error for a tensor of a model's folder. source: its file, or the folder if the file is not known."""
     kind = str(dtype).removeprefix("torch.")
     return ConfigError(
         f"{source}: tensor {name} contains NaN, an infinity, or a value outside the range of {kind} (largest: "

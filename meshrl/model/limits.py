@@ -1,4 +1,5 @@
-"""A model's vocabulary size and context length, for a sampler in another process."""
+"""What a run needs to know of a model before it is loaded, from its config: the context length, the vocabulary size,
+whether it has experts, and the tokens of a micro-batch."""
 
 from __future__ import annotations
 
@@ -31,11 +32,6 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
             "key to a number, at most that of the model; null works only if the model has one"
         )
     return tokens, config.vocab_size
-
-
-def vocab_size_of(path: str) -> int:
-    """The number of ids that the model can read: rows of its embedding. Raises: ConfigError."""
-    return text_config(path).vocab_size
 
 
 def micro_batch_tokens(model: ModelConfig, train: TrainConfig) -> int:

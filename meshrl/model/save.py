@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIN_FILE_BYTES = 256 << 20  # a smaller model is one file: more files would not be faster
-_LAYER = re.compile(r"(.*?\.\d+)\.")  # up to the first number; Transformers may join or split tensors of one layer
+_LAYER = re.compile(r".*?\.\d+(?=\.)|.*")  # to the first number; Transformers may join or split tensors of a layer
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -140,18 +140,13 @@ def assign_files(sizes: Sequence[tuple[str, int]], num_ranks: int, min_file_byte
     num_files = max(1, min(num_ranks, total // max(1, min_file_bytes)))
     file_of: dict[str, int] = {}
     before = 0
-    for _, members in groupby(sizes, key=lambda entry: _layer_of(entry[0])):
+    for _, members in groupby(sizes, key=lambda entry: _LAYER.match(entry[0])[0]):  # type: ignore[index]
         layer = list(members)
         number = min(num_files - 1, before * num_files // max(1, total))
         file_of |= dict.fromkeys((name for name, _ in layer), number)
         before += sum(size for _, size in layer)
     numbers = {number: i for i, number in enumerate(sorted(set(file_of.values())))}  # a huge layer may skip a number
     return {name: numbers[number] for name, number in file_of.items()}
-
-
-def _layer_of(name: str) -> str:
-    layer = _LAYER.match(name)
-    return layer[1] if layer else name
 
 
 def _model_without_weights(lm: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

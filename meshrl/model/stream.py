@@ -16,7 +16,7 @@ from meshrl.model.finite import not_finite, not_finite_error
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import is_adapter, named_weights
 from meshrl.model.weight_files import KINDS, StoredTensor
-from meshrl.parallel.boxes import boxes, index_of, is_first_copy, send_to_copies
+from meshrl.parallel.boxes import boxes, index_of, replica, send_to_copies
 from meshrl.parallel.fsdp import local_shard
 
 BUCKET_BYTES = 64 << 20  # host memory in addition to the shard; much smaller buckets read at full speed, too
@@ -41,7 +41,7 @@ class StoredWeights:
         sources = [
             (self.stored[hub_name], offsets, values)
             for name, tensor in tensors.items()
-            if is_first_copy(tensor)
+            if replica(tensor)[0] == 0
             for local in boxes(tensor)
             for hub_name, offsets, values in self._names.split(name, local.offsets, local.tensor)
         ]

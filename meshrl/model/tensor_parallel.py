@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ def cut_model(model: CausalModel, tp: TensorParallel) -> None:
             if any(p.ndim > 1 for p in child.parameters()):
                 tp.bound(child, cuts is not None)
                 for path, layer in child.named_modules() if cuts else ():
-                    style = styles.of(f"{name}.{path}")
+                    style = _style_of(f"{name}.{path}", styles)
                     if style == "colwise_gather_output":
                         tp.gather_output(layer)
                     elif style == "rowwise_split_input":
@@ -138,22 +137,19 @@ def uncut_layers(model: CausalModel, tp: TensorParallel) -> list[str]:
     return sorted({re.sub(r"\.\d+\b", ".*", name) for name, _ in named})
 
 
-@dataclass(frozen=True)
-class _Styles:
-    by_end: dict[str, str]  # by the end of a layer's path in its block, of which the first one that fits counts
-
-    def of(self, path: str) -> str | None:
-        """path: of a layer, or of a parameter that belongs to no layer of its own."""
-        return next((style for end, style in self.by_end.items() if path == end or path.endswith(f".{end}")), None)
+def _style_of(path: str, styles: dict[str, str]) -> str | None:
+    """path: of a layer in its block, or of a parameter that belongs to no layer of its own."""
+    return next((style for end, style in styles.items() if path == end or path.endswith(f".{end}")), None)
 
 
-def _styles(lm: Any) -> _Styles:
+def _styles(lm: Any) -> dict[str, str]:
+    """By the end of a layer's path in its block, of which the first one that fits counts."""
     config = lm.config.get_text_config()
     theirs = getattr(config, "base_model_tp_plan", None) or {}
     styles = _OUTPUTS.keys() | _INPUTS.keys()
     own = {re.sub(r"^.*layers\.\*\.", "", path): style for path, style in theirs.items() if style in styles}
-    ours = PLANS.get(config.model_type, {})  # of the ends that fit a path, the first one counts
-    return _Styles(ours | {end: style for end, style in {**own, **EXPERTS}.items() if end not in ours})
+    ours = PLANS.get(config.model_type, {})
+    return ours | {end: style for end, style in {**own, **EXPERTS}.items() if end not in ours}
 
 
 def _parameters(child: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str]]:
@@ -165,13 +161,13 @@ def _parameters(child: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, 
 
 
 def _cuts_of_child(
-    lm: Any, name: str, child: torch.nn.Module, styles: _Styles, tp: TensorParallel
+    lm: Any, name: str, child: torch.nn.Module, styles: dict[str, str], tp: TensorParallel
 ) -> dict[tuple[int, str], Cut] | None:
     """By layer and name, the cuts of a module's parameters; None = each rank computes all of it."""
     cuts, used = {}, set()
     for layer, leaf, path in _parameters(child):
         owner = re.sub(r"(\.lora_[AB])?\.(weight|bias)$", "", f"{name}.{path}")
-        if not (style := styles.of(owner)):
+        if not (style := _style_of(owner, styles)):
             continue
         p = layer._parameters[leaf]
         assert p is not None

@@ -97,34 +97,17 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 def replica(tensor: torch.Tensor) -> tuple[int, int]:
     """(index, number) of this rank among the ranks that hold the same boxes of a sharded tensor. The boxes of all ranks
-    with one index make up the tensor exactly once.
-
-    FSDP2 shards tensors without TP over a mesh without TP's axis, so several meshes hold the same tensor. Only the mesh
-    with rank 0 counts: ranks of the others have an index that is out of range.
-    """
+    with one index make up the tensor exactly once: the mesh of a tensor has all ranks."""
     index, count = 0, 1
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        for size, at, placement in zip(mesh.shape, _coordinate(mesh), tensor.placements, strict=True):
-            if placement.is_replicate():
-                index, count = index * size + at, count * size
-        if not bool((mesh.mesh == 0).any()):
-            index = count
+    for mesh, axis, at in _copies(tensor):
+        index, count = index * mesh.size(axis) + at, count * mesh.size(axis)
     return index, count
 
 
 def copies_in_replica(tensor: torch.Tensor) -> int:
     """How many ranks of one replica of the model hold each box of a tensor: those of tp, if it does not cut it."""
-    names = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
-    if not isinstance(tensor, DTensor) or "tp" not in names:
-        return 1
-    axis = names.index("tp")
-    return int(tensor.device_mesh.size(axis)) if tensor.placements[axis].is_replicate() else 1
-
-
-def is_first_copy(tensor: torch.Tensor) -> bool:
-    """Whether no rank before this one, in the tensor's mesh, holds the same boxes."""
-    return not any(at for _, _, at in _copies(tensor))
+    axes = [(mesh.mesh_dim_names, mesh.size(axis), axis) for mesh, axis, _ in _copies(tensor)]
+    return prod(size for names, size, axis in axes if names is not None and names[axis] == "tp")
 
 
 def send_to_copies(tensor: torch.Tensor) -> None:
@@ -139,17 +122,16 @@ def _copies(tensor: torch.Tensor) -> list[tuple[DeviceMesh, int, int]]:
     if not isinstance(tensor, DTensor) or not tensor.to_local().numel():
         return []
     mesh = tensor.device_mesh
-    axes = zip(tensor.placements, mesh.shape, _coordinate(mesh), strict=True)
+    axes = zip(tensor.placements, *_place(mesh), strict=True)
     return [(mesh, axis, at) for axis, (p, size, at) in enumerate(axes) if p.is_replicate() and size > 1]
 
 
 def owners(tensor: DTensor, near: int) -> dict[int, list[Box]]:
-    """Global rank -> its boxes, for the ranks of one replica of the tensor: the replica of rank `near`. Empty if `near`
-    is not part of the tensor's mesh."""
+    """Global rank -> its boxes, for the ranks of one replica of the tensor: the replica of rank `near`."""
     mesh, shape, by_rank = tensor.device_mesh, tuple(tensor.shape), {}
-    home = (mesh.mesh == near).nonzero().tolist()
-    for coordinate in product(*[range(size) for size in mesh.shape]) if home else ():
-        axes = zip(coordinate, home[0], tensor.placements, strict=True)
+    (home,) = (mesh.mesh == near).nonzero().tolist()
+    for coordinate in product(*[range(size) for size in mesh.shape]):
+        axes = zip(coordinate, home, tensor.placements, strict=True)
         if all(at == same for at, same, placement in axes if placement.is_replicate()):
             held = held_ranges(shape, tensor.placements, tuple(mesh.shape), coordinate)
             by_rank[int(mesh.mesh[coordinate])] = sorted(

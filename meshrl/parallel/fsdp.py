@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshrl.parallel.timing import TimedFunctional, time_fsdp
+from meshrl.parallel.timing import time_fsdp, timed_collective
 
 
 def shard_model(
@@ -51,5 +53,7 @@ def full_tensor(p: torch.Tensor) -> torch.Tensor:
     """The full tensor on every rank (a collective, if it is sharded)."""
     if not isinstance(p, DTensor):
         return p
-    with TimedFunctional():
+    axes = zip(p.device_mesh.shape, p.placements, strict=True)
+    num_ranks = prod(size for size, placement in axes if not placement.is_replicate())
+    with timed_collective("all_gather", p, num_ranks):
         return p.full_tensor()

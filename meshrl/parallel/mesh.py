@@ -1,4 +1,4 @@
-"""The DeviceMesh, dp_replicate x dp_shard x ulysses x tp, and its shape from the config."""
+"""The DeviceMesh, dp_replicate x dp_shard x ulysses x tp, and the place of a rank in it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, _redistribute
 
-from meshrl.config.train import TrainConfig
-from meshrl.core.errors import ConfigError
-
 AXES = ("dp_replicate", "dp_shard", "ulysses", "tp")
-
-
-def resolve_shape(cfg: TrainConfig, num_ranks: int) -> tuple[int, int, int, int]:
-    """Sizes of the four axes for num_ranks ranks. Raises: ConfigError when they don't multiply to num_ranks."""
-    shape = cfg.mesh_shape(num_ranks)
-    size = prod(shape)
-    if size != num_ranks:
-        raise ConfigError(
-            f"train.mesh {dict(zip(AXES, shape, strict=True))} needs {size} ranks, but cluster.num_train_ranks is "
-            f"{num_ranks}; make the product equal, or leave dp_shard at -1"
-        )
-    return shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

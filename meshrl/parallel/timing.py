@@ -11,12 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.monitor.recorder import recorder
 from meshrl.monitor.trace import Category
@@ -100,28 +96,6 @@ class _ReduceScatter(DefaultReduceScatter):
     def all_reduced(self, output: torch.Tensor) -> None:
         """Called in the stream of the all-reduce, after it."""
         _record("all_reduce", "collective", self._begin, _now(output.device), _facts(output, self._num_replicas))
-
-
-class TimedFunctional(TorchDispatchMode):
-    """Context that records the collectives of DTensors, each until the end of the wait for it."""
-
-    _running: tuple[str, Any, dict[str, Any]]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # their own operations come here next
-        space, _, name = func.name().partition("::")
-        is_collective = space == "_c10d_functional" and isinstance(args[-1], str)
-        if is_collective:
-            num_ranks = _resolve_process_group(args[-1]).size()
-            self._running = name.partition("_into")[0], _now(args[0].device), _facts(args[0], num_ranks)
-        result = func(*args, **(kwargs or {}))
-        if space == "_c10d_functional" and name == "wait_tensor":
-            name, begin, facts = self._running
-            facts["bytes"] = max(facts["bytes"], result.numel() * result.element_size())
-            if facts["group"] > 1:
-                _record(name, "collective", begin, _now(result.device), facts)
-        return result
 
 
 def _facts(tensor: torch.Tensor, num_ranks: int) -> dict[str, Any]:

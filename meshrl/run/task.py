@@ -13,7 +13,7 @@ from meshrl.core.types import Prompt
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.data.datasets import PromptMaker, load_sft_rows
 from meshrl.data.order import SftSource, load_eval_prompts, open_feed
-from meshrl.model.limits import limits_of, vocab_size_of
+from meshrl.model.limits import limits_of, text_config
 from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.sandbox import Log
 from meshrl.reward.score import Scorer
@@ -68,7 +68,8 @@ def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int
     path = cfg.model.path
     tokenizer = load_tokenizer(path, cfg.sft.chat_template, cfg.sft.chat_template_kwargs)
     table = objects.table("sft.path") or cfg.sft.path
-    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stop_token_ids(tokenizer, path), vocab_size_of(path))
+    vocab_size = text_config(path).vocab_size
+    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stop_token_ids(tokenizer, path), vocab_size)
     template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
     return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out, template
 

@@ -213,30 +213,6 @@ class Transport(Protocol):
         ...
 
 
-class TransferByTransfer(Transport, Protocol):
-    """A transport in which each sender sends its transfers alone, and each receiver gets them one after the other."""
-
-    double_buffered: bool = True
-
-    async def exchange(self, window: Sequence[Transfer], filled: Delivery | None, receives: bool) -> list[Delivery]:
-        deliveries = []
-        for transfer in window:
-            if filled is not None and transfer is filled.transfer:
-                deliveries.append(await self.put(filled))
-            elif receives:
-                deliveries.append(await self.get(transfer))
-        return deliveries
-
-    async def put(self, delivery: Delivery) -> Delivery:
-        """Begin to send a transfer, which is in its slot. Returns it with the slot's address, if other processes can
-        open the slot. Raises: SyncError."""
-        ...
-
-    async def get(self, transfer: Transfer) -> Delivery:
-        """Wait for a transfer of another rank; valid until `release_slot`. Raises: SyncError."""
-        ...
-
-
 class Progress:
     """Checks that all transfers of one sync are received, in the layout's order and as they were sent."""
 

@@ -36,8 +36,6 @@ ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 yield one object under several names. All tensors are held until the comparison ends, so they should be views, and none
 may be changed before."""
 
-_Key = tuple[str, int]  # of a tensor that was read back: the name sent for it, and its id
-
 
 class Receiver:
     """Only a commit that verified everything makes the weights usable (`state`); else an engine raises

@@ -15,7 +15,7 @@ import hmac
 import secrets
 import socket
 import struct
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 
 from meshrl.core.errors import SyncInterrupted
 from meshrl.process.connect import listening_socket
-from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, TransferByTransfer, delivery_from_facts, facts_bytes
+from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, Transport, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer
 from meshrl.sync.shared_memory import SharedRing, SharedRingView
 
@@ -31,8 +31,10 @@ _HELLO = struct.Struct("<64s64s?")  # token, connection_id (padded with zeros), 
 _HELLO_S = 20.0
 
 
-class Sockets(TransferByTransfer):
+class Sockets(Transport):
     """One rank's end of its connections: as a sender, a receiver, or both."""
+
+    double_buffered = True
 
     def __init__(self, layout: Layout, sender: int | None, host: str, machine: int, timeout_s: float = 600.0):
         """sender: this rank's number among the senders; None = it only receives. host: the address under which other
@@ -90,8 +92,17 @@ class Sockets(TransferByTransfer):
             self._slots_in_use[slot] = False
         return self._ring.slots[slot]
 
+    async def exchange(self, window: Sequence[Transfer], filled: Delivery | None, receives: bool) -> list[Delivery]:
+        deliveries = []
+        for transfer in window:
+            if filled is not None and transfer is filled.transfer:
+                deliveries.append(await self.put(filled))
+            elif receives:
+                deliveries.append(await self.get(transfer))
+        return deliveries
+
     async def put(self, delivery: Delivery) -> Delivery:
-        """Announce a transfer; also send its bytes to other machines."""
+        """Announce a transfer; also send its bytes to other machines. Returns it with the address of its slot."""
         facts, payload = delivery.facts(), delivery.payload
         assert payload is not None and self._ring is not None
         raw = payload.numpy().data
@@ -108,6 +119,7 @@ class Sockets(TransferByTransfer):
         return replace(delivery, slot_address=self._ring.slot_address(slot))
 
     async def get(self, transfer: Transfer) -> Delivery:
+        """Wait for a transfer of another rank."""
         sock, view = self._senders[transfer.sender]
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -145,15 +145,12 @@ def _by_group(rows: Sequence[Row], members: Sequence[int]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for i in sorted(members, key=lambda i: (-rows[i].length, i)):
         groups.setdefault(rows[i].group, []).append(i)
-    return sorted(groups.values(), key=lambda g: (-_group_cost(rows, g), g[0]))
 
+    def cost(group: list[int]) -> float:
+        """In a bin of its own."""
+        return sum(rows[i].cost - rows[i].prefix_cost for i in group) + rows[group[0]].prefix_cost
 
-def _group_cost(rows: Sequence[Row], group: Sequence[int]) -> float:
-    """Cost of a group in a bin of its own."""
-    b = _Bin()
-    for i in group:
-        b.add(i, rows[i])
-    return b.cost
+    return sorted(groups.values(), key=lambda g: (-cost(g), g[0]))
 
 
 def _spread(rows: Sequence[Row], members: Sequence[int], num_bins: int) -> list[_Bin]:

@@ -105,7 +105,8 @@ def pack(
 
     per_row = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
     temperature = np.array([p.sample.temperature for p in pieces], np.float32)[per_row]
-    mask, loss_weight = cat("mask", np.bool_), _loss_weight(pieces)
+    mask, weight = cat("mask", np.bool_), _filled(pieces, [p.sample.loss_weight for p in pieces], 0.0)
+    loss_weight = torch.zeros(int(cu[-1])) if weight is None else weight  # fp32, in tests of equality fp64
     # Computed here, since on an accelerator the host would have to wait for their sizes.
     trained = (mask.numpy() & (loss_weight.numpy() != 0)).nonzero()[0]
     scored = mask.numpy().nonzero()[0]
@@ -122,9 +123,11 @@ def pack(
         "rollout_logprobs": cat("rollout_logprobs", np.float32),
     }
     optional = {name: cat_if_annotated(name) for name in ("old_logprobs", "ref_logprobs", "advantages")}
-    optional["routed_experts"] = _routed_experts(pieces)
+    optional["routed_experts"] = _filled(pieces, [p.sample.routed_experts for p in pieces], -1)  # the router chooses
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-    groups = tensors, _token_extras(pieces), _model_kwargs(pieces)
+    names = sorted({name for p in pieces for name in p.sample.token_extras})
+    filled = ((name, _filled(pieces, [p.sample.token_extras.get(name) for p in pieces], 0)) for name in names)
+    groups = tensors, {name: x for name, x in filled if x is not None}, _model_kwargs(pieces)
     sent: Iterator[Any] = iter(upload([x for group in groups for x in group.values()], torch.device(device)))
     fields, token_extras, model_kwargs = ({name: next(sent) for name in group} for group in groups)
     return Batch(
@@ -140,41 +143,16 @@ def pack(
     )
 
 
-def _filled(
-    pieces: Sequence[_Piece], arrays: Sequence[np.ndarray | None], like: np.ndarray, fill: float
-) -> torch.Tensor:
-    """Each piece's part of its sample's array; where a sample has none, `fill`, in the dtype and with the further dims
-    of `like`."""
+def _filled(pieces: Sequence[_Piece], arrays: Sequence[np.ndarray | None], fill: float) -> torch.Tensor | None:
+    """Each piece's part of its sample's array; `fill` where a sample has none, None if no sample has one."""
+    like = next((array for array in arrays if array is not None), None)
+    if like is None:
+        return None
     rows = [
         np.full((p.stop - p.start, *like.shape[1:]), fill, like.dtype) if array is None else array[p.start : p.stop]
         for p, array in zip(pieces, arrays, strict=True)
     ]
     return torch.from_numpy(np.concatenate(rows))
-
-
-def _loss_weight(pieces: Sequence[_Piece]) -> torch.Tensor:
-    """fp64 weights stay fp64, which the equality tests need; runs have fp32."""
-    arrays = [p.sample.loss_weight for p in pieces]
-    return _filled(pieces, arrays, next((a for a in arrays if a is not None), np.zeros(0, np.float32)), 0.0)
-
-
-def _routed_experts(pieces: Sequence[_Piece]) -> torch.Tensor | None:
-    """[T, L, K]; rows without recorded experts are filled with -1 (the router chooses there)."""
-    arrays = [p.sample.routed_experts for p in pieces]
-    present = [array for array in arrays if array is not None]
-    shapes = {array.shape[1:] for array in present}
-    if len(shapes) > 1:
-        raise ValueError(f"routed_experts of one batch have shapes {sorted(shapes)}; a model has one")
-    return _filled(pieces, arrays, present[0], -1) if present else None
-
-
-def _token_extras(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
-    out = {}
-    for name in sorted({name for p in pieces for name in p.sample.token_extras}):
-        arrays = [p.sample.token_extras.get(name) for p in pieces]
-        like = next(array for array in arrays if array is not None)
-        out[name] = _filled(pieces, arrays, like, 0)
-    return out
 
 
 def _model_kwargs(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:

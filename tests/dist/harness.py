@@ -20,7 +20,7 @@ from meshrl.core.types import Sample
 from meshrl.model.lora import adapters_of
 from meshrl.monitor.metrics import divide, merge
 from meshrl.parallel.fsdp import full_tensor
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
@@ -34,7 +34,7 @@ def engine_over(
 ) -> TrainEngine:
     """A policy engine over `lm` on all ranks. dtype: compute dtype, by default the dtype of the weights."""
     cfg = TrainConfig(**(train or {}))
-    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
+    mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     adapters = adapters_of(lm).values()
     lora = (EXPERTS_LORA if any(a.num_experts for a in adapters) else LORA) if adapters else None
     return TrainEngine.wrap(lm, cfg, mesh, "policy", dtype or next(lm.parameters()).dtype, lora=lora)

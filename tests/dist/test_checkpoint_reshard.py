@@ -19,7 +19,7 @@ from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshrl.algo.losses import sft_loss
@@ -290,7 +290,7 @@ PLACED = {  # over tp; FSDP2 then cuts the rows of these shards
     "rows": Shard(0),
     "columns": Shard(1),
     "fused": _StridedShard(0, split_factor=3),
-    "plain": None,
+    "plain": Replicate(),
     "expert": Shard(1),
 }
 
@@ -302,7 +302,7 @@ def _over_two_axes(dp: int, tp: int, value: float | None) -> tuple[Any, dict[str
     module = torch.nn.Module()
     for name, placement in PLACED.items():
         tensor = numbers[name] if value is None else torch.full_like(numbers[name], value)
-        if placement is not None and tp > 1:
+        if tp > 1:
             tensor = distribute_tensor(tensor, mesh["tp"], [placement], src_data_rank=None)
         module.register_parameter(name, torch.nn.Parameter(tensor))
     fully_shard(module, mesh=mesh["dp"])

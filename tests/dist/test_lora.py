@@ -21,7 +21,7 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.lora import adapters_of, add_adapters, is_adapter, merged, named_weights, randomize_adapters
 from meshrl.parallel.fsdp import full_tensor
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh
 from meshrl.train.checkpoint_files import state_folder
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
@@ -85,7 +85,7 @@ def test_every_sharding_strategy_gives_the_same_gradient_and_merged_weights(pool
 def _trained(rank: int, world: int, path: Path, out: Path, dtype: str) -> dict[str, Any]:
     """Two steps from a folder: scores before and after, with and without adapters, and all weights."""
     cfg = TrainConfig()
-    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
+    mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     engine = TrainEngine.build(ModelConfig(path=str(path), dtype=dtype, lora=LORA), cfg, mesh, "policy")
     samples = _samples()
     batches = [pack([s], [i]) for i, s in enumerate(samples)]
@@ -220,7 +220,7 @@ def test_merged_weights_equal_pefts_own_merge_for_any_cuts(pool, world):
 
 def _resumed(rank: int, world: int, path: Path, folder: Path, begin: bool) -> dict[str, torch.Tensor]:
     cfg = TrainConfig()
-    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
+    mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     engine = TrainEngine.build(ModelConfig(path=str(path), dtype="float32", lora=LORA), cfg, mesh, "policy")
     if begin:
         engine.forward_backward([pack([s], [0]) for s in _samples()], make_policy_loss(AlgoConfig()))

@@ -30,7 +30,7 @@ from meshrl.model.lora import (
 )
 from meshrl.model.tensor_parallel import cut_model
 from meshrl.parallel.exchange import Axis
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh
 from meshrl.parallel.tp import TensorParallel
 from meshrl.train.checkpoint_files import state_folder
 from meshrl.train.engine import TrainEngine
@@ -128,7 +128,7 @@ def test_gradients_under_ulysses_equal_the_unsharded_models(pool):
 
 def _exported(rank: int, world: int, path: Path, out: Path) -> None:
     cfg = TrainConfig()
-    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
+    mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     engine = TrainEngine.build(ModelConfig(path=str(path), dtype="float32", lora=EXPERTS_LORA), cfg, mesh, "policy")
     if world == 1:
         for _ in range(2):  # in the first step no A has a gradient, because B is 0
@@ -189,7 +189,7 @@ def test_any_rows_of_any_block_are_those_of_the_merged_tensor(dims, transposed):
 
 def _loaded(rank: int, world: int, path: Path, folder: Path, targets: list[str]) -> str:
     cfg = TrainConfig()
-    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
+    mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     lora = EXPERTS_LORA.model_copy(update={"targets": targets})
     engine = TrainEngine.build(ModelConfig(path=str(path), dtype="float32", lora=lora), cfg, mesh, "policy")
     if not folder.exists():

@@ -18,7 +18,7 @@ from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.model.memory import model_memory
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.rollout.embedded.kv_cache import room_for
 from meshrl.train.engine import TrainEngine
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = dict(
 
 
 def _held(rank: int, world: int, model: ModelConfig, train: TrainConfig) -> dict[str, int]:
-    mesh = build_mesh(resolve_shape(train, world), "cpu")
+    mesh = build_mesh(train.mesh_shape(world), "cpu")
     policy, reference = (TrainEngine.build(model, train, mesh, role) for role in ("policy", "reference"))
     batches = [pack([sample], [i]) for i, sample in enumerate(weigh(random_samples(0, [5, 9])))]
     policy.forward_backward(batches, sft_loss)

@@ -27,7 +27,7 @@ from meshrl.model.lora import add_adapters, init_adapters, named_weights
 from meshrl.model.recipe import load_causal_lm
 from meshrl.model.tensor_parallel import PLANS
 from meshrl.parallel.fsdp import full_tensor
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh
 from meshrl.train.checkpoint_files import state_folder
 from meshrl.train.engine import TrainEngine
 
@@ -41,7 +41,7 @@ ONE_RANK, TP, BOTH = mesh(), mesh(dp_shard=2, tp=2), mesh(ulysses=2, tp=2)
 def _engine(folder: Path, train: dict[str, Any], lora: LoraConfig, world: int) -> TrainEngine:
     """From the folder, with all checks of a start."""
     cfg = TrainConfig(**train, optimizer={"eps": 1e-3})  # a gradient that is noise makes no step
-    device_mesh = build_mesh(resolve_shape(cfg, world), "cpu")
+    device_mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     return TrainEngine.build(ModelConfig(path=str(folder), dtype="float32", lora=lora), cfg, device_mesh, "policy")
 
 

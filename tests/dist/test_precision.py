@@ -20,7 +20,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import Recipe, load_causal_lm
 from meshrl.parallel.fsdp import full_tensor, shard_model
-from meshrl.parallel.mesh import build_mesh, fsdp_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh, fsdp_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.tools.model_check.small_model import write_random_model
 from meshrl.train.engine import TrainEngine
@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 def _built(world: int, folder: Path, dtype: str, role: Any = "policy", **train: Any) -> TrainEngine:
     cfg = TrainConfig(**train)
-    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
+    mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     return TrainEngine.build(ModelConfig(path=str(folder), dtype=dtype), cfg, mesh, role)
 
 

@@ -25,7 +25,7 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Outputs
 from meshrl.core.types import Sample, Turn
 from meshrl.monitor.metrics import divide, merge
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
@@ -136,7 +136,7 @@ def test_replayed_experts_compute_with_the_scores_of_the_trainers_router(pool, m
 def _in_fp32(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """The dtypes of routers' logits in the trainer and a synced sampler, both in bf16; and the proofs."""
     model_cfg = ModelConfig(path=str(folder), dtype="bfloat16", router_dtype="float32")
-    mesh = build_mesh(resolve_shape(TrainConfig(), world), "cpu")
+    mesh = build_mesh(TrainConfig().mesh_shape(world), "cpu")
     trainer = TrainEngine.build(model_cfg, TrainConfig(), mesh, "policy")
     sampler = build_embedded_engine(model_cfg, RolloutConfig(), torch.device("cpu"), "s", (), synced=True)
     dtypes = set[torch.dtype]()

@@ -38,7 +38,7 @@ from meshrl.model.recipe import (
 from meshrl.model.stream import BUCKET_BYTES, LoadedWeights
 from meshrl.model.weight_files import stored_tensors
 from meshrl.parallel.fsdp import local_shard
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.train.engine import TrainEngine
 
@@ -85,7 +85,7 @@ def _differences(
 ) -> tuple[list[str], int]:
     """Names of what differs between a streamed engine and one over a full load, and the size of the smallest shard."""
     cfg = TrainConfig(**train)
-    mesh = build_mesh(resolve_shape(cfg, world), "cpu")
+    mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     got = TrainEngine.build(ModelConfig(path=str(folder), **model), cfg, mesh, role)
     stored = DTYPES[cfg.master_dtype if role == "policy" else model["dtype"]]
     want = engine_over(_by_transformers(folder, stored), world, train)

@@ -430,13 +430,13 @@ FAULTS = [
     Fault(
         "each replica reads the files",
         "meshrl/model/stream.py::StoredWeights.fill",
-        "is_first_copy(tensor) => tensor is not None",
+        "replica(tensor)[0] == 0 => True",
         _READS_ONCE + "[replicas]",
     ),
     Fault(
         "replicas keep what their memory contained",
         "meshrl/model/stream.py::StoredWeights.fill",
-        "send_to_copies(tensor) => is_first_copy(tensor)",
+        "send_to_copies(tensor) => replica(tensor)",
         _READS_ONCE + "[replicas]",
     ),
     Fault(

@@ -27,7 +27,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, SyncError
 from meshrl.core.types import Request
-from meshrl.model.limits import vocab_size_of
+from meshrl.model.limits import text_config
 from meshrl.process.leases import LeasedFolder
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.base import Capabilities
@@ -280,7 +280,7 @@ def connect_sglang(
     require_fit(info, engine_id, cfg.deterministic, max_context_tokens, model_cfg.dtype)
     label = str(fetch("/model_info", url, headers)["weight_version"])
     http = HttpClient(engine_id, url, headers=headers, server=server)
-    return SglangDialect(http, info, label, vocab_size_of(model_cfg.path), server)
+    return SglangDialect(http, info, label, text_config(model_cfg.path).vocab_size, server)
 
 
 def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_context_tokens: int, dtype: str) -> None:

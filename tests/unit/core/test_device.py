@@ -56,6 +56,13 @@ def test_a_device_that_is_asked_for_needs_no_notice(machine_with, monkeypatch):
         device_type()
 
 
+def test_a_device_that_is_asked_for_and_missing_is_an_error_that_names_the_variable(monkeypatch):
+    monkeypatch.setenv("MESHRL_DEVICE", "xpu")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="MESHRL_DEVICE is xpu, but this machine has no such device"):
+        local_device(0)
+
+
 @pytest.mark.parametrize(
     ("device", "capability", "hip", "installed", "setting", "used"),
     [
@@ -156,10 +163,3 @@ def test_deterministic_kernels_restore_what_the_user_had_set_and_name_their_key(
     finally:
         torch.use_deterministic_algorithms(False)
     assert state() == usual
-
-
-def test_a_forced_device_that_the_machine_does_not_have_is_a_config_error(monkeypatch):
-    monkeypatch.setenv("MESHRL_DEVICE", "cuda")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match="MESHRL_DEVICE is cuda, but this machine has no such device"):
-        local_device(0)

@@ -11,7 +11,7 @@ from tiny_run import write_run
 
 from meshrl.cli import main
 from meshrl.core.errors import DataError
-from meshrl.model.limits import vocab_size_of
+from meshrl.model.limits import text_config
 
 NUM_IDS = 100
 
@@ -21,7 +21,7 @@ def config(tmp_path: Path) -> Path:
     """A run with a model that has fewer ids than the tokenizer."""
     path = write_run(tmp_path)
     tiny_qwen2(vocab_size=NUM_IDS).save_pretrained(tmp_path / "model")
-    assert vocab_size_of(str(tmp_path / "model")) == NUM_IDS
+    assert text_config(str(tmp_path / "model")).vocab_size == NUM_IDS
     return path
 
 
