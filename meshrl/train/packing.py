@@ -148,6 +148,9 @@ def _filled(pieces: Sequence[_Piece], arrays: Sequence[np.ndarray | None], fill:
     like = next((array for array in arrays if array is not None), None)
     if like is None:
         return None
+    shapes = {array.shape[1:] for array in arrays if array is not None}
+    if len(shapes) > 1:
+        raise ValueError(f"routed_experts or extras of one batch have shapes {sorted(shapes)}; a model has one")
     rows = [
         np.full((p.stop - p.start, *like.shape[1:]), fill, like.dtype) if array is None else array[p.start : p.stop]
         for p, array in zip(pieces, arrays, strict=True)
