@@ -22,6 +22,7 @@ SGLANG_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weigh
 
 # The tests' tensors are tiny and their ranks share the cores, so one thread each is fastest. Ranks set their own number.
 test test-all mutants test-vllm test-sglang: export OMP_NUM_THREADS ?= 1
+test: export MESHRL_FUZZ_ROUNDS ?= 0.35  # the random part of the damaged files; test-all makes all of it
 unexport PYTHONDONTWRITEBYTECODE  # otherwise every process that a test starts compiles meshrl again
 
 .PHONY: help setup fix check test test-all mutants quickstart smollm setup-vllm test-vllm setup-sglang test-sglang

@@ -51,6 +51,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return scheduler(config, log)
 
 
+_OF_ONEDNN = {name: os.environ.get(name) for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")}
+
+
+@pytest.fixture(autouse=True)
+def what_ranks_inherit() -> Iterator[None]:
+    """A run in this process adds its working folder to sys.path and sets two variables. Ranks inherit both, so a fork
+    server that was started before such a run would be replaced, which takes seconds."""
+    path = sys.path[:]
+    yield
+    sys.path[:] = path
+    for name, value in _OF_ONEDNN.items():
+        if value is None:
+            os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="session")
 def users_device() -> str:
     """MESHRL_DEVICE as pytest was started with; empty if it was not set, and the tests use the CPU."""

@@ -16,6 +16,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -151,12 +152,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of dense matrix products: of an accelerator in bf16, by its name; None for one that is not in the table.
     Of a CPU with this process's threads, measured in `dtype`: the fastest of several products, in 50 ms."""
     if device.type == "cpu":
-        return _measured(dtype)
+        return _measured(dtype, torch.get_num_threads())
     name = device_name(device)
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
-def _measured(dtype: torch.dtype) -> float:
+@cache  # a process may have several runs
+def _measured(dtype: torch.dtype, num_threads: int) -> float:
     a = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype)
     a @ a  # the first one also loads the kernel
     fastest, end = float("inf"), time.perf_counter() + _MEASURE_S

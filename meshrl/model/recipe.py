@@ -160,7 +160,8 @@ def randomize(model: CausalModel) -> None:
     """Random values of the size of a model's, for comparisons. Their number is prime, so that rows differ."""
     values = 0.02 * torch.randn(1_048_573, generator=torch.Generator().manual_seed(1))
     for p in model.parameters():
-        own = (values if p.dim() > 1 else 1 + 10 * values).to(p)
+        some = values[: p.numel()]
+        own = (some if p.dim() > 1 else 1 + 10 * some).to(p)
         for part in p.view(-1).split(len(own)):
             part.copy_(own[: len(part)])
 

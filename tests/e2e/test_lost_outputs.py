@@ -76,6 +76,7 @@ def test_a_run_continues_without_the_reader_of_its_output_and_without_its_rollou
     assert [path.name for path in rollouts] == ["step_000002.jsonl"]  # the folder was created again
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_continues_when_its_output_goes_to_a_full_disk(config: Path):
     run = start(config, 'exec "$@" cluster.executor=inline >/dev/full 2>/dev/full')

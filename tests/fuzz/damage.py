@@ -1,6 +1,6 @@
 """Damaged and malicious files: cut, with flipped bits, edited, or replaced by something that is not a file.
 
-All damage follows from a seed. MESHRL_FUZZ_ROUNDS=50 makes fifty rounds of the random part.
+All damage follows from a seed. MESHRL_FUZZ_ROUNDS=50 makes fifty rounds of the random part, `make test` a third of one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROUNDS = int(os.environ.get("MESHRL_FUZZ_ROUNDS", "1"))
+_ROUNDS = float(os.environ.get("MESHRL_FUZZ_ROUNDS", "1"))
 _STRUCTURE = re.compile(rb'[{}\[\],:"\n]')
+
+
+def rounds_of(count: int) -> int:
+    """How often to make random damage that one round has `count` times."""
+    return max(1, round(count * _ROUNDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ def cuts(data: bytes, seed: int, marks: list[int], count: int = 8) -> Iterator[D
     """The file ends too early: at its structural bytes and one byte after them."""
     rng = random.Random(seed)
     chosen = {0, 1, len(data) - 1, len(data) // 2}
-    for mark in rng.sample(marks, min(count * ROUNDS, len(marks))):
+    for mark in rng.sample(marks, min(rounds_of(count), len(marks))):
         chosen |= {mark, mark + 1}
     for at in sorted(at for at in chosen if at < len(data)):
         yield written(f"cut at byte {at} of {len(data)}", "cut", data[:at])
@@ -69,7 +74,7 @@ def cuts(data: bytes, seed: int, marks: list[int], count: int = 8) -> Iterator[D
 def flips(data: bytes, seed: int, count: int = 12, within: int | None = None) -> Iterator[Damage]:
     """One flipped bit at a time, in the first `within` bytes."""
     rng = random.Random(seed)
-    for _ in range(count * ROUNDS):
+    for _ in range(rounds_of(count)):
         at, bit = rng.randrange(min(within or len(data), len(data))), rng.randrange(8)
         flipped = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
         yield written(f"bit {bit} of byte {at} flipped", "content", flipped)
@@ -86,13 +91,13 @@ def of_json(data: bytes, seed: int, count: int = 30, mark: str = "harmless") -> 
     rng = random.Random(seed)
     yield from of_text(data, seed, mark)
     places = list(_places(json.loads(data)))
-    for _ in range(count * ROUNDS):
+    for _ in range(rounds_of(count)):
         where, odd = rng.choice(places), rng.choice(ODD_VALUES)
         yield written(f"{where} = {odd!r:.40}", "content", _with(data, where, odd))
-    for where in rng.sample(places, min(len(places), count // 2 * ROUNDS)):
+    for where in rng.sample(places, min(len(places), rounds_of(count // 2))):
         yield written(f"no {where}", "content", _with(data, where, _REMOVED))
     names = [where[-1] for where in places if isinstance(where[-1], str) and json.dumps(where[-1]).encode() in data]
-    for name in rng.sample(names, min(4 * ROUNDS, len(names))):
+    for name in rng.sample(names, min(rounds_of(4), len(names))):
         key = json.dumps(name).encode()
         yield written(f"{name} twice", "content", data.replace(key, key + b": 1, " + key, 1))
     yield written("digits without end", "content", data.replace(b"{", b'{"n": ' + b"9" * 5000 + b", ", 1))

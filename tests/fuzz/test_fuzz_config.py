@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import ROUNDS, Damage, of_json, of_place, of_text, written
+from damage import Damage, of_json, of_place, of_text, rounds_of, written
 from outcome import check, findings, limits
 
 from meshrl.cli import main
@@ -182,7 +182,7 @@ def test_a_random_mixture_of_lines_is_refused_or_read(home: Path):
     import random
 
     damages = []
-    for seed in range(60 * ROUNDS):
+    for seed in range(rounds_of(60)):
         rng = random.Random(seed)
         lines = CONFIG.splitlines(keepends=True)
         mixed = [rng.choice(lines) for _ in range(rng.randrange(len(lines)))] + lines[: rng.randrange(len(lines))]

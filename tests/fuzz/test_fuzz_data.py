@@ -15,7 +15,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from damage import ROUNDS, Damage, cuts, flips, of_json, of_place, of_text, written
+from damage import Damage, cuts, flips, of_json, of_place, of_text, rounds_of, written
 from outcome import check, limits
 from tiny_tokenizers import tiny_tokenizer
 
@@ -145,7 +145,7 @@ def test_damaged_parquet_is_reported_with_file_and_row(folder: Path, checksums: 
 def _flipped(data: bytes, seed: int) -> list[tuple[Damage, bytes]]:
     rng = random.Random(seed)
     found = []
-    for _ in range(24 * ROUNDS):
+    for _ in range(rounds_of(24)):
         at, bit = rng.randrange(len(data)), rng.randrange(8)
         flipped = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
         found.append((written(f"bit {bit} of byte {at} flipped", "content", flipped), flipped))

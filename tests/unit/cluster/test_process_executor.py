@@ -417,6 +417,7 @@ def test_a_rank_that_does_not_start_is_named(tmp_path):
     assert "in rank 0, phase 'load'" in "".join(error.value.__notes__)
 
 
+@pytest.mark.slow  # test_fork_server has both halves: its end with its starter, and its ranks' end with it
 def test_no_rank_outlives_a_controller_that_was_killed():
     """SIGKILL leaves the controller no time to end them."""
     script = """

@@ -1,4 +1,4 @@
-"""The command line in a separate process in which the import of torch fails."""
+"""The command line, mostly in a separate process in which the import of torch fails."""
 
 import os
 import subprocess
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from tiny_tokenizers import tiny_tokenizer
+
+from meshrl.cli import main
 
 REPOSITORY = Path(__file__).parents[3]
 WITHOUT_TORCH = "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
@@ -147,27 +149,22 @@ def test_a_closed_pipe_is_not_an_error():
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
-def _with_torch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "meshrl", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100)
-
-
-def test_a_failed_run_prints_its_error_and_ends_with_1(good: Path):
+def test_a_failed_run_prints_its_error_and_ends_with_1(good: Path, capsys: pytest.CaptureFixture[str]):
     tiny_tokenizer().save_pretrained(good.parent / "tiny")
     with (good.parent / "test.jsonl").open("a") as file:
         file.write("no JSON\n")
-    done = _with_torch("eval", "run.yaml", folder=good.parent)
-    assert done.returncode == 1, done.stderr
-    assert "meshrl: DataError: " in done.stderr and "test.jsonl:2" in done.stderr and "Traceback" not in done.stderr
+    assert main(["eval", str(good)]) == 1
+    errors = capsys.readouterr().err
+    assert "meshrl: DataError: " in errors and "test.jsonl:2" in errors and "Traceback" not in errors
 
 
-def test_an_interrupted_run_ends_with_130(good: Path):
+def test_an_interrupted_run_ends_with_130(good: Path, capsys: pytest.CaptureFixture[str]):
     """The agent's module presses Ctrl-C while the run loads it."""
     tiny_tokenizer().save_pretrained(good.parent / "tiny")
     (good.parent / "stopper.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nAgent = None\n")
-    done = _with_torch("eval", "run.yaml", "agent.kind=stopper:Agent", folder=good.parent)
-    assert done.returncode == 130, done.stderr
-    assert "meshrl: interrupted" in done.stderr and "Traceback" not in done.stderr
+    assert main(["eval", str(good), "agent.kind=stopper:Agent"]) == 130
+    errors = capsys.readouterr().err
+    assert "meshrl: interrupted" in errors and "Traceback" not in errors
 
 
 def in_shell(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
