@@ -273,7 +273,6 @@ class EmbeddedEngine:
     # ---- generation, with an event loop
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one turn. Waits while a sync is open and while memory is released."""
         self.submit(request)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self._futures[request.id] = future
@@ -282,7 +281,6 @@ class EmbeddedEngine:
         return await future
 
     async def abort(self, ids: Seq[str] | None = None) -> int:
-        """Abort these requests (None = all), running or waiting; returns their number."""
         aborted = self._withdraw(None if ids is None else set(ids))
         self._return_turns(aborted)
         return len(aborted)
@@ -326,10 +324,7 @@ class EmbeddedEngine:
                 future.set_result(turn)
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0.
-
-        Raises: RequestError for ids that the model has no row for, or too many; StaleWeightsError.
-        """
+        """Raises: RequestError for ids that the model has no row for, or too many; StaleWeightsError."""
         check_scorable(self.engine_id, self._state.version, self._released)
         bounds_of(Request(id="score", context_ids=ids), (), self.max_context_tokens + 1, self._vocab_size)
         return self._runner.score(ids)
@@ -337,11 +332,9 @@ class EmbeddedEngine:
     # ---- weights
 
     def trust_loaded_weights(self, version: int = 0) -> None:
-        """Sample with the weights of the model folder, under this version number, until a sync begins."""
         self._state.trust(version)
 
     async def reconcile(self, layout: Layout) -> None:
-        """Compare the layout with the model's parameters, in both directions. Raises: UnloadedParamsError."""
         self._weights.reconcile(layout)
 
     def targets(self) -> dict[str, torch.Tensor]:
@@ -365,16 +358,14 @@ class EmbeddedEngine:
         return ack
 
     async def cancel(self) -> None:
-        """Give the sync up: its weights are mixed. All requests are aborted, and new ones are refused until the next
-        full sync."""
+        """All requests are aborted, and new ones are refused until the next full sync."""
         self._weights.cancel()
         await self.abort()
 
     # ---- memory and the rest
 
     async def release(self, parts: set[str]) -> int:
-        """Free parts of {weights, kv_cache}; returns bytes freed. Running requests wait, and their KV cache is computed
-        again."""
+        """Running requests wait, and their KV cache is computed again."""
         check_parts(parts)
         freed = self._runner.num_bytes if "kv_cache" in parts else 0
         self._flush()
@@ -385,7 +376,7 @@ class EmbeddedEngine:
         return freed
 
     async def restore(self, parts: set[str]) -> int:
-        """Allocate parts again; returns bytes. The cache grows with use; weights need a full sync."""
+        """The cache grows with use."""
         check_parts(parts)
         taken = self._weights.restore() if "weights" in parts & self._released else 0
         self._released -= parts
