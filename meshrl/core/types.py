@@ -233,6 +233,22 @@ class Sample:
         return len(self.tokens)
 
 
+def unsampled_row(name: str, tokens: np.ndarray, mask: np.ndarray) -> Sample:
+    """A row that no sampler made: rollout_logprobs are NaN, versions -1."""
+    return Sample(
+        trajectory_id=name,
+        group_id=name,
+        row=0,
+        prefix_len=0,
+        tokens=tokens,
+        mask=mask,
+        turn=np.where(mask, 0, -1).astype(np.int16),
+        rollout_logprobs=np.full(len(tokens), np.nan, np.float32),
+        versions=np.full(len(tokens), -1, np.int32),
+        rewards=np.zeros(len(tokens), np.float32),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
     """One measured quantity before division. Merged only by adding sums and weights (max and min by max and min);
