@@ -186,8 +186,8 @@ class ServerEngine:
     def stats(self) -> EngineStats:
         return dataclasses.replace(
             self._totals,
-            running=self._gate.num_sent,
-            waiting=self._gate.num_waiting,
+            running=len(self._gate.sent),
+            waiting=len(self._gate.waiting),
             version=self._state.version,
         )
 
