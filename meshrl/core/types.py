@@ -19,7 +19,7 @@ from meshrl.core.errors import DataError, Failure
 
 SCHEMA = 1  # written into every file that contains records
 
-StopReason = Literal["stop", "length", "context", "abort", "error"]
+StopReason = Literal["stop", "length", "context", "abort"]
 Purpose = Literal["train", "eval"]
 Status = Literal["done", "truncated", "failed"]
 Reduce = Literal["mean", "sum", "max", "min", "hist"]
@@ -56,7 +56,6 @@ class Prompt:
     media: dict[str, Media] = field(default_factory=dict)
     answer: Any = None
     env: str = "default"  # the task family or data source, for reward functions
-    agent: str = "single_turn"
     meta: dict[str, Any] = field(default_factory=dict)  # plain JSON only
 
 
