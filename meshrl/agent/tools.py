@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.core.errors import ConfigError, DataError
-from meshrl.data.tool_schema import function_schema
+from meshrl.data.chat import function_schema
 from meshrl.reward.replies import error_text, one_line
 
 MAX_EXPRESSION_CHARS = 256
@@ -55,7 +55,7 @@ class Tool:
 
 
 def as_tool(tool: Any, key: str) -> Tool:
-    """A Tool as it is, and a function by its types and docstring (data/tool_schema.py).
+    """A Tool as it is, and a function by its types and docstring.
 
     key: of the value in errors. Raises: ConfigError for anything else, and for a function without a description.
     """
