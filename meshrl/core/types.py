@@ -102,7 +102,7 @@ class Request:
 
     id: str
     context_ids: np.ndarray
-    prefix_output: np.ndarray | None = None
+    prefix_output: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     media: dict[str, Media] = field(default_factory=dict)
     media_spans: list[tuple[str, int, int]] = field(default_factory=list)
     sampling: SamplingParams = field(default_factory=SamplingParams)

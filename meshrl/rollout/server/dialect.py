@@ -113,7 +113,7 @@ class Dialect:
 def continuation_seed(request: Request) -> int:
     """For servers that seed a generator for each request. A continuation with the same seed would repeat the random
     numbers of the earlier tokens, so it gets another seed."""
-    done = 0 if request.prefix_output is None else len(request.prefix_output)
+    done = len(request.prefix_output)
     return mix64(request.seed ^ mix64(done)) >> 1 if done else request.seed
 
 
