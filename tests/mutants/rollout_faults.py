@@ -215,8 +215,8 @@ FAULTS = [
     ),
     Fault(
         "an abort ends every request with the same beginning of its id",
-        "meshrl/rollout/sglang/dialect.py::SglangDialect._new_rid",
-        'f"{self._run}-{self._num_rids:012d}" => f"{self._run}-{self._num_rids}"',
+        "meshrl/rollout/sglang/dialect.py::SglangDialect.stream",
+        "secrets.token_hex(8) => request.id",
         _SGLANG_CLIENT + "test_no_id_of_a_request_begins_with_another_one",
     ),
     Fault(

@@ -65,7 +65,6 @@ class SglangDialect(Dialect):
         self._is_deterministic = bool(info.get("enable_deterministic_inference"))
         self._tp_size = int(info["tp_size"])
         self._gib = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
-        self._run, self._num_rids = secrets.token_hex(4), 0
         self._rids: dict[str, str] = {}  # request id -> SGLang's rid, of sent requests
         self._answers = LeasedFolder()  # each worker writes its answer to a file in this folder
         self._num_calls = 0
@@ -81,7 +80,8 @@ class SglangDialect(Dialect):
             raise CapabilityError(f"request {request.id} has min_p, which ends a deterministic SGLang server; {remedy}")
 
     async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
-        rid, num_sampled = self._new_rid(), 0
+        # Of a fixed length: SGLang aborts by prefix, so an abort of "a-1" would also abort "a-10".
+        rid, num_sampled = secrets.token_hex(8), 0
         self._rids[request.id] = rid
         try:
             async with aclosing(self.http.stream("/generate", _body(request, bounds, rid))) as events:
@@ -91,11 +91,6 @@ class SglangDialect(Dialect):
                     yield part
         finally:
             del self._rids[request.id]
-
-    def _new_rid(self) -> str:
-        """It has a fixed length: SGLang aborts by prefix, so an abort of "a-1" would also abort "a-10"."""
-        self._num_rids += 1
-        return f"{self._run}-{self._num_rids:012d}"
 
     async def abort(self, ids: Sequence[str]) -> None:
         rids = [self._rids[name] for name in ids if name in self._rids]
