@@ -185,8 +185,10 @@ class EmbeddedEngine:
         return finished
 
     def drop_caches(self) -> None:
-        """Free keys and values, and the copies of weights that multiply faster. They are made again when needed."""
-        self._flush()
+        """Free keys and values, and the copies of weights that multiply faster; they are made again when needed.
+        Running requests wait at the head of the queue with their tokens."""
+        self._scheduler.preempt_all()
+        self._runner.flush()
 
     def output_so_far(self, request_id: str) -> list[int]:
         """The tokens that a running request has sampled, for callers of `step`. Raises: KeyError if it does not run."""
@@ -265,11 +267,6 @@ class EmbeddedEngine:
             self._compact(set(rows))
         return turns
 
-    def _flush(self) -> None:
-        """Drop all keys and values; running requests wait at the head of the queue with their tokens."""
-        self._scheduler.preempt_all()
-        self._runner.flush()
-
     # ---- generation, with an event loop
 
     async def generate(self, request: Request) -> Turn:
@@ -344,7 +341,7 @@ class EmbeddedEngine:
 
     async def begin(self, header: SyncHeader) -> None:
         """Pause all requests, drop every cache, and expect the transfers of this version."""
-        self._flush()
+        self.drop_caches()
         self._weights.begin(header)
 
     async def receive(self, *deliveries: Delivery) -> None:
@@ -368,7 +365,7 @@ class EmbeddedEngine:
         """Running requests wait, and their KV cache is computed again."""
         check_parts(parts)
         freed = self._runner.num_bytes if "kv_cache" in parts else 0
-        self._flush()
+        self.drop_caches()
         if "weights" in parts - self._released:
             freed += self._weights.release()
         self._released |= parts
