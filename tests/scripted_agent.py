@@ -42,7 +42,7 @@ class ScriptedEngine:
 
     async def generate(self, request: Request) -> Turn:
         self.requests.append(request)
-        start = 0 if request.prefix_output is None else len(request.prefix_output)
+        start = len(request.prefix_output)
         self._fresh += start == 0
         cut = start == 0 and self.abort_every and self._fresh % self.abort_every == 0
         limit = 2 if cut else request.max_new_tokens

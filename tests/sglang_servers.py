@@ -17,8 +17,9 @@ import torch
 from tiny_tokenizers import numbered_tokenizer
 
 from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import RolloutConfig, SglangConfig
-from meshrl.rollout.completions import RELOAD_PATH, CompletionsDialect, only_model
+from meshrl.config.rollout import EndpointConfig, RolloutConfig, SglangConfig
+from meshrl.rollout.completions import CompletionsDialect, only_model
+from meshrl.rollout.server.dialect import ServerSpec
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.server.http import HttpClient, fetch, is_up
 from meshrl.rollout.server.process import ServerProcess
@@ -54,8 +55,15 @@ def serving(lm: torch.nn.Module, folder: Path, tp_size: int = 1) -> Iterator[str
     if tp_size > 1:  # a core for each rank; on a machine with one NUMA node SGLang requires that they are named
         cores = sorted(os.sched_getaffinity(0))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(tp_size))
+    spec = ServerSpec(
+        model=model,
+        rollout=cfg,
+        device=torch.device("cpu"),
+        name="sglang-0",
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+    )
     with mock.patch.dict(os.environ, environment):
-        server, url = start_server(model, cfg, torch.device("cpu"), "sglang-0", MAX_CONTEXT_TOKENS, KEY)
+        server, url = start_server(spec, KEY)
     try:
         yield url
     finally:
@@ -115,13 +123,7 @@ def endpoint_client(
     url: str, model_folder: Path, versions: Path | None = None, takes_folders: bool = True, **changes: Any
 ) -> ServerEngine:
     """The same for an endpoint. model_folder: of the model that the server was started with."""
-    dialect = CompletionsDialect(
-        HttpClient("endpoint-0", url, headers=HEADERS),
-        model=only_model(fetch("/v1/models", url, HEADERS), url),
-        model_folder=model_folder,
-        takes_folders=takes_folders,
-        reload_url=RELOAD_PATH,
-        versions=versions,
-        max_running=4,
-    )
+    http, model = HttpClient("endpoint-0", url, headers=HEADERS), only_model(fetch("/v1/models", url, HEADERS), url)
+    folder, weights = None if versions is None else str(versions), "files" if takes_folders else "none"
+    dialect = CompletionsDialect(http, EndpointConfig(weights=weights, folder=folder), model, model_folder, 4)
     return ServerEngine(dialect, **{**FACTS, **changes})

@@ -13,6 +13,7 @@ from tiny_models import tiny_lm
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
+from meshrl.rollout.server.dialect import ServerSpec
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.vllm.dialect import VllmDialect, http_of, start_server
@@ -49,7 +50,9 @@ def serving(
         update={"vllm": cfg.vllm.model_copy(update={"args": ["--enforce-eager", *args]})}
     )  # compiling takes longer than the tests
     model = ModelConfig(path=str(folder), dtype=str(lm.dtype).removeprefix("torch."))
-    server = start_server(model, cfg, device, "vllm", MAX_CONTEXT_TOKENS)
+    server = start_server(
+        ServerSpec(model=model, rollout=cfg, device=device, name="vllm", max_context_tokens=MAX_CONTEXT_TOKENS)
+    )
     try:
         yield server
     finally:

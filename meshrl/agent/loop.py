@@ -22,6 +22,7 @@ from meshrl.core.types import (
     Request,
     SamplingParams,
     Status,
+    StopReason,
     Trajectory,
     Turn,
     freeze,
@@ -31,17 +32,8 @@ from meshrl.data.chat import Message, continuation_ids, render, render_text
 from meshrl.data.decode import text_of
 from meshrl.data.order import PromptFeed
 
-# A turn's stop_reason -> the status of its trajectory. Aborted turns are continued below the agent: an abort that is
-# returned here means that the engine failed.
-_STATUS: dict[str, Status] = {
-    "stop": "done",
-    "length": "truncated",
-    "context": "truncated",
-    "abort": "failed",
-    "error": "failed",
-}
-
-
+# Aborted turns are continued below the agent: an abort that is returned here means that the engine failed.
+_STATUS: dict[StopReason, Status] = {"stop": "done", "length": "truncated", "context": "truncated", "abort": "failed"}
 _ANSWER = "stand-in answer of a tool"  # no template contains it
 
 

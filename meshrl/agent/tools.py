@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
+import concurrent.futures
 import inspect
 import json
 import math
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.core.errors import ConfigError, DataError
-from meshrl.data.tool_schema import function_schema
+from meshrl.data.chat import function_schema
 from meshrl.reward.replies import error_text, one_line
 
 MAX_EXPRESSION_CHARS = 256
@@ -55,7 +55,7 @@ class Tool:
 
 
 def as_tool(tool: Any, key: str) -> Tool:
-    """A Tool as it is, and a function by its types and docstring (data/tool_schema.py).
+    """A Tool as it is, and a function by its types and docstring.
 
     key: of the value in errors. Raises: ConfigError for anything else, and for a function without a description.
     """
@@ -124,27 +124,19 @@ async def _in_thread(tool: Tool, arguments: dict[str, Any]) -> Any:
     asyncio.to_thread is not used: the end of a run would wait for its threads, also for one that hangs, and they are
     too few for all trajectories of a step.
     """
-    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def settle(outcome: Any) -> None:
-        if not future.cancelled():
-            future.set_result(outcome)
+    outcome = concurrent.futures.Future[Any]()
+    outcome.set_running_or_notify_cancel()  # a cancelled call drops the outcome, and does not cancel it
 
     def work() -> None:
         try:
-            outcome = tool.function(**arguments)
+            outcome.set_result(tool.function(**arguments))
         except ToolError as refusal:
-            outcome = refusal
+            outcome.set_exception(refusal)
         except BaseException as error:  # also sys.exit(), and StopIteration, which no future accepts
-            outcome = ToolError(_description(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
-            loop.call_soon_threadsafe(settle, outcome)
+            outcome.set_exception(ToolError(_description(error)))
 
     threading.Thread(target=work, name=f"tool {tool.name}", daemon=True).start()
-    outcome = await future
-    if isinstance(outcome, ToolError):
-        raise outcome
-    return outcome
+    return await asyncio.wrap_future(outcome)
 
 
 def _description(error: BaseException) -> str:

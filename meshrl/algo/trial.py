@@ -4,6 +4,7 @@ after the models are loaded and the first answers are sampled."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from meshrl.algo.advantages import assign_advantages
 from meshrl.algo.losses import LossInputs, policy_terms
 from meshrl.config.algo import AlgoConfig, KlConfig
 from meshrl.core.errors import ConfigError
-from meshrl.core.types import Sample
+from meshrl.core.types import Sample, unsampled_row
 
 
 def try_user_functions(cfg: AlgoConfig) -> None:
@@ -46,19 +47,9 @@ def _advantage(cfg: AlgoConfig) -> None:
 
 def _sample(group: str, index: int, reward: float) -> Sample:
     mask = np.arange(3 + index) > 1
-    return Sample(
-        trajectory_id=f"{group}/{index}",
-        group_id=group,
-        row=0,
-        prefix_len=2,
-        tokens=np.ones(len(mask), np.int32),
-        mask=mask,
-        turn=np.where(mask, 0, -1).astype(np.int16),
-        rollout_logprobs=np.where(mask, -1.0, np.nan).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        rewards=np.zeros(len(mask), np.float32),
-        reward=reward,
-    )
+    row = unsampled_row(f"{group}/{index}", np.ones(len(mask), np.int32), mask)
+    row.rollout_logprobs[mask], row.versions[mask] = -1.0, 0
+    return replace(row, group_id=group, prefix_len=2, reward=reward)
 
 
 def _loss(cfg: AlgoConfig) -> None:

@@ -238,9 +238,8 @@ class RolloutGroup:
                 parts.clear()
             asked = request
             if parts:  # the same request, with all tokens sampled so far as its prefix
-                sampled = [part.output_ids for part in parts]
-                prefix = sampled if request.prefix_output is None else [request.prefix_output, *sampled]
-                asked = dataclasses.replace(request, prefix_output=np.concatenate(prefix))
+                prefix = np.concatenate([request.prefix_output, *(part.output_ids for part in parts)])
+                asked = dataclasses.replace(request, prefix_output=prefix)
 
     def computed_tokens(self) -> int:
         """Tokens that all samplers have computed. It stands still when none of them makes progress."""

@@ -19,7 +19,7 @@ from meshrl.core.errors import DataError, Failure
 
 SCHEMA = 1  # written into every file that contains records
 
-StopReason = Literal["stop", "length", "context", "abort", "error"]
+StopReason = Literal["stop", "length", "context", "abort"]
 Purpose = Literal["train", "eval"]
 Status = Literal["done", "truncated", "failed"]
 Reduce = Literal["mean", "sum", "max", "min", "hist"]
@@ -56,7 +56,6 @@ class Prompt:
     media: dict[str, Media] = field(default_factory=dict)
     answer: Any = None
     env: str = "default"  # the task family or data source, for reward functions
-    agent: str = "single_turn"
     meta: dict[str, Any] = field(default_factory=dict)  # plain JSON only
 
 
@@ -103,7 +102,7 @@ class Request:
 
     id: str
     context_ids: np.ndarray
-    prefix_output: np.ndarray | None = None
+    prefix_output: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     media: dict[str, Media] = field(default_factory=dict)
     media_spans: list[tuple[str, int, int]] = field(default_factory=list)
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -231,6 +230,22 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def unsampled_row(name: str, tokens: np.ndarray, mask: np.ndarray) -> Sample:
+    """A row that no sampler made: rollout_logprobs are NaN, versions -1."""
+    return Sample(
+        trajectory_id=name,
+        group_id=name,
+        row=0,
+        prefix_len=0,
+        tokens=tokens,
+        mask=mask,
+        turn=np.where(mask, 0, -1).astype(np.int16),
+        rollout_logprobs=np.full(len(tokens), np.nan, np.float32),
+        versions=np.full(len(tokens), -1, np.int32),
+        rewards=np.zeros(len(tokens), np.float32),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,9 @@ writes its own BOS, so there is never a second one. Transformers is imported whe
 from __future__ import annotations
 
 import codecs
+import inspect
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,27 @@ def _template_line(error: BaseException) -> str:
         line = frame.tb_lineno if frame.tb_frame.f_code.co_filename == "<template>" else line
         frame = frame.tb_next
     return "" if line is None else f", in line {line} of it"
+
+
+def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """A function as chat templates describe it to a model: name, description, and parameters as a JSON schema with
+    `required`, from its types and its docstring in Google style, which describes each parameter under `Args:`.
+
+    Raises: DataError, with a text that follows the function's name, when a part is missing.
+    """
+    from transformers.utils import get_json_schema
+
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        if bad := [parameter.name for parameter in parameters if parameter.kind not in by_name]:
+            raise DataError(f"its parameters {bad} can't be given by name, as a model gives them")
+        described = get_json_schema(function)["function"]
+    except DataError:
+        raise
+    except Exception as cause:  # Transformers evaluates the user's annotations
+        raise DataError(f"it can't be described to the model: {cause}") from cause
+    return {name: described[name] for name in ("name", "description", "parameters")}
 
 
 def stop_token_ids(tokenizer: Any, model: str | Path | None = None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshrl.core.errors import DataError
-from meshrl.core.types import SCHEMA, Prompt, Sample
+from meshrl.core.types import SCHEMA, Prompt, Sample, unsampled_row
 from meshrl.data.datasets import PromptMaker, SftRow, all_too_long, load_prompts, require_rows
 from meshrl.data.tables import RowTable, Table, open_table
 
@@ -212,24 +212,9 @@ class SftSource(_Source):
         self._rows = list(rows)
 
     def next(self, n: int) -> list[Sample]:
-        """The next n rows. None of their tokens was sampled, so all rollout_logprobs are NaN and all versions -1."""
-        return [_sft_sample(self._rows[row], ordinal) for ordinal, row in self._draw(n)]
-
-
-def _sft_sample(row: SftRow, ordinal: int) -> Sample:
-    length = len(row.ids)
-    return Sample(
-        trajectory_id=f"{row.id}@{ordinal}",
-        group_id=f"{row.id}@{ordinal}",
-        row=0,
-        prefix_len=0,
-        tokens=row.ids,
-        mask=row.mask,
-        turn=np.where(row.mask, 0, -1).astype(np.int16),
-        rollout_logprobs=np.full(length, np.nan, np.float32),
-        versions=np.full(length, -1, np.int32),
-        rewards=np.zeros(length, np.float32),
-    )
+        """The next n rows."""
+        drawn = [(ordinal, self._rows[number]) for ordinal, number in self._draw(n)]
+        return [unsampled_row(f"{row.id}@{ordinal}", row.ids, row.mask) for ordinal, row in drawn]
 
 
 def digest_of(rows: Iterable[tuple[str, np.ndarray | None]]) -> str:

@@ -183,7 +183,7 @@ def read_records(path: str | Path, convert: Callable[[Record], T], notes: list[s
 
 # Fields that a record has as they are.
 _TRAJECTORY = ("group_id", "index", "purpose", "status")
-_PROMPT = ("id", "ordinal", "messages", "answer", "env", "agent", "meta")
+_PROMPT = ("id", "ordinal", "messages", "answer", "env", "meta")
 _MEDIA = ("kind", "digest", "source", "num_tokens")
 _TURN = ("parent", "stop_reason", "messages", "seed", "engine_id")
 _SAMPLING, _TIMES = ([field.name for field in fields(kind)] for kind in (SamplingParams, Times))

@@ -79,7 +79,7 @@ class Scorer:
         counts = self._sandbox.counts
         events, self._reported = counts - self._reported, counts
         counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
-        return [*self._metrics(scored), *counted]
+        return [*self._metrics(scored, Counter(failure.kind for _, _, failure in failures)), *counted]
 
     async def grade(self, items: Sequence[tuple[str, Trajectory]]) -> list[float | Failure]:
         """The result of each (term, trajectory), in order. Trajectories are not changed and nothing is counted."""
@@ -138,13 +138,10 @@ class Scorer:
             + advice.format(timeout_s=self._cfg.timeout_s, max_memory_bytes=self._cfg.max_memory_bytes)
         )
 
-    def _metrics(self, scored: list[Trajectory]) -> list[Metric]:
+    def _metrics(self, scored: list[Trajectory], failed: Counter[str]) -> list[Metric]:
         metrics = []
-        failed: Counter[str] = Counter()
         for name in self._cfg.terms:
-            results = [t.rewards[name] for t in scored]
-            values = [r for r in results if not isinstance(r, Failure)]
-            failed.update(r.kind for r in results if isinstance(r, Failure))
+            values = [r for t in scored if not isinstance(r := t.rewards[name], Failure)]
             metrics.append(Metric(name=f"reward/term/{name}", sum=sum(values), weight=len(values)))
         turn_rewards = [_turn_rewards(t) for t in scored]
         if any(turn_rewards):

@@ -73,9 +73,7 @@ def bounds_of(request: Request, stop_token_ids: tuple[int, ...], max_context_tok
 
     Raises: RequestError.
     """
-    context, prefix = np.asarray(request.context_ids), np.asarray([])
-    if request.prefix_output is not None:
-        prefix = np.asarray(request.prefix_output)
+    context, prefix = np.asarray(request.context_ids), np.asarray(request.prefix_output)
     _check_ids(request, "context_ids", context, vocab_size)
     _check_ids(request, "prefix_output", prefix, vocab_size)
     if not len(context):

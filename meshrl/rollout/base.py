@@ -65,12 +65,12 @@ class RolloutEngine(WeightReceiver, Protocol):
         ...
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T]; index 0 is 0. The probe after a sync compares them with
-        the trainer's."""
+        """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0. The probe after
+        a sync compares them with the trainer's."""
         ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
-        """Abort these requests (None: all), return how many."""
+        """Abort these requests (None = all), running or waiting; returns their number."""
         ...
 
     def trust_loaded_weights(self, version: int = 0) -> None:

@@ -13,6 +13,7 @@ from meshrl.model.limits import limits_of
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.completions import connect_endpoint
 from meshrl.rollout.embedded.engine import build_embedded_engine
+from meshrl.rollout.server.dialect import ServerSpec
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.sglang.dialect import connect_sglang
 from meshrl.rollout.stop_strings import stop_strings_of
@@ -40,9 +41,16 @@ def build_rollout_engine(
     if rollout_cfg.engine == "embedded":
         return build_embedded_engine(model_cfg, rollout_cfg, device, engine_id, stop_token_ids, facts, synced)
     max_context_tokens, vocab_size = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
-    connect = SERVERS[rollout_cfg.engine]
+    spec = ServerSpec(
+        model=model_cfg,
+        rollout=rollout_cfg,
+        device=device,
+        name=engine_id,
+        max_context_tokens=max_context_tokens,
+        logs=logs,
+    )
     return ServerEngine(
-        connect(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, logs),
+        SERVERS[rollout_cfg.engine](spec),
         stop_token_ids=stop_token_ids,
         max_context_tokens=max_context_tokens,
         vocab_size=vocab_size,

@@ -14,10 +14,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import RolloutConfig
+from meshrl.config.rollout import EndpointConfig
 from meshrl.core.errors import CapabilityError, EngineFailure
 from meshrl.core.types import Request
 from meshrl.process.leases import LeasedFolder
@@ -25,35 +22,22 @@ from meshrl.rollout.admission import Bounds
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.folder_weights import FolderWeights
 from meshrl.rollout.server.answer import AnswerPart, full_ids
-from meshrl.rollout.server.dialect import Dialect, continuation_seed, sampling_body
+from meshrl.rollout.server.dialect import Dialect, ServerSpec, continuation_seed, sampling_body
 from meshrl.rollout.server.http import HttpClient, authorization, fetch
 
 RELOAD_PATH = "/update_weights_from_disk"
 _RELOAD_S = 1800.0  # a server may read a large model from a slow disk
 
 
-def connect_endpoint(
-    model_cfg: ModelConfig,
-    rollout_cfg: RolloutConfig,
-    device: torch.device,
-    engine_id: str,
-    max_context_tokens: int,
-    logs: Path | None,
-) -> CompletionsDialect:
+def connect_endpoint(spec: ServerSpec) -> CompletionsDialect:
     """Ask the running server for its model. It is no child of this process, so it has no log here. Blocks. Raises:
     EngineFailure, ConfigError."""
-    cfg = rollout_cfg.endpoint
+    cfg = spec.rollout.endpoint
     assert cfg.url is not None, "the config check requires an address"
     headers = authorization(cfg.api_key_env)
-    return CompletionsDialect(
-        HttpClient(engine_id, cfg.url, headers=headers),
-        model=cfg.model or only_model(fetch("/v1/models", cfg.url, headers), cfg.url),
-        model_folder=Path(model_cfg.path),
-        takes_folders=cfg.weights == "files",
-        reload_url=cfg.reload_url or RELOAD_PATH,
-        versions=None if cfg.folder is None else Path(cfg.folder),
-        max_running=rollout_cfg.max_running_requests,
-    )
+    model = cfg.model or only_model(fetch("/v1/models", cfg.url, headers), cfg.url)
+    http = HttpClient(spec.name, cfg.url, headers=headers)
+    return CompletionsDialect(http, cfg, model, Path(spec.model.path), spec.rollout.max_running_requests)
 
 
 def only_model(answer: dict[str, Any], url: str) -> str:
@@ -72,23 +56,13 @@ class CompletionsDialect(Dialect):
     name = "the endpoint"
     capabilities = Capabilities()
 
-    def __init__(
-        self,
-        http: HttpClient,
-        *,
-        model: str,
-        model_folder: Path,
-        takes_folders: bool,
-        reload_url: str,
-        versions: Path | None,
-        max_running: int,
-    ):
-        """versions: the folder in which each version is written as a folder; None = a temporary one, which `close`
-        removes."""
+    def __init__(self, http: HttpClient, cfg: EndpointConfig, model: str, model_folder: Path, max_running: int):
+        """model: its name on the server. model_folder: the server was started with it."""
         super().__init__(http)
-        self._model, self._takes_folders, self._reload_url = model, takes_folders, reload_url
+        self._cfg, self._model = cfg, model
         self._temporary = LeasedFolder()
-        self._folders = FolderWeights(model_folder, versions or self._temporary.path, self._reload, http.name)
+        versions = self._temporary.path if cfg.folder is None else Path(cfg.folder)
+        self._folders = FolderWeights(model_folder, versions, self._reload, http.name)
         self._connections = asyncio.Semaphore(max_running)
         self._aborts: dict[str, asyncio.Future[None]] = {}  # by id of each sent request; done when it is aborted
 
@@ -134,17 +108,18 @@ class CompletionsDialect(Dialect):
                 self._aborts[name].set_result(None)
 
     async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        if not self._takes_folders:
+        if self._cfg.weights == "none":
             raise CapabilityError(
                 f"{self.http.name} can't get weights: rollout.endpoint.weights is none, which is for evaluation only"
             )
         return await self._folders.call(step, arguments)
 
     async def _reload(self, folder: Path) -> None:
-        answer = await self.http.post(self._reload_url, {"model_path": str(folder)}, timeout_s=_RELOAD_S)
+        url = self._cfg.reload_url or RELOAD_PATH
+        answer = await self.http.post(url, {"model_path": str(folder)}, timeout_s=_RELOAD_S)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise EngineFailure(
-                f'{self.http.name}: {self._reload_url} answered {answer!r:.200} for {folder}, not {{"success": true}}'
+                f'{self.http.name}: {url} answered {answer!r:.200} for {folder}, not {{"success": true}}'
             )
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ Reload = Callable[[Path], Awaitable[None]]
 
 
 class FolderWeights:
-    """Writes files during a sync. It has the tensors of one file in memory, and the last version on disk until the
+    """Writes files during a sync. It has the tensors of one file in memory, and earlier versions on disk until the
     server has loaded the new one."""
 
     def __init__(self, model_folder: Path, versions: Path, reload: Reload, name: str):
@@ -38,7 +38,7 @@ class FolderWeights:
         self._assembly: Assembly | None = None
         self._waiting: dict[str, torch.Tensor] = {}
         self._file_of: dict[str, str] = {}
-        self._current: Path | None = None
+        self._written: set[Path] = set()
 
     async def call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Run a step, as a server with one worker. Raises: SyncError."""
@@ -98,10 +98,11 @@ class FolderWeights:
         folder = self._versions / f"version_{assembly.header.version}"
         shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have left one
         self._incoming.rename(folder)
-        last, self._current = self._current, folder
+        self._written.add(folder)
         await self._reload(folder)
-        if last is not None and last != folder:
-            shutil.rmtree(last)
+        for earlier in self._written - {folder}:  # several, if the server has not loaded one of them
+            shutil.rmtree(earlier)
+        self._written = {folder}
         lap(assembly.seconds, "load", started_at)
         return {"differing": [], "seconds": assembly.seconds}
 

@@ -47,8 +47,7 @@ class StopStrings:
                 )
             self._tokenizer = self._load()
         search = StopSearch([text.encode() for text in request.sampling.stop], self._token_bytes)
-        if request.prefix_output is not None:
-            search.skip(request.prefix_output)
+        search.skip(request.prefix_output)
         return search
 
     def _token_bytes(self, token: int) -> bytes:

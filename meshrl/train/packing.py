@@ -14,7 +14,7 @@ import torch
 
 from meshrl.core.batch import Batch
 from meshrl.core.device import upload
-from meshrl.core.types import Sample
+from meshrl.core.types import Sample, unsampled_row
 from meshrl.parallel.peers import chunk_tokens
 
 
@@ -171,17 +171,6 @@ def _model_kwargs(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
 
 def bare_row(name: str, tokens: Sequence[int], scored: bool) -> Sample:
     """A row that no sampler made and that trains nothing. scored: its tokens are in the mask, except the first one."""
-    n = len(tokens)
-    return Sample(
-        trajectory_id=name,
-        group_id=name,
-        row=0,
-        prefix_len=0,
-        tokens=np.array(tokens, np.int32),
-        mask=(np.arange(n) > 0) & scored,
-        turn=np.zeros(n, np.int16),
-        rollout_logprobs=np.full(n, np.nan, np.float32),
-        versions=np.zeros(n, np.int32),
-        rewards=np.zeros(n, np.float32),
-        advantages=np.zeros(n, np.float32),
-    )
+    row = unsampled_row(name, np.array(tokens, np.int32), (np.arange(len(tokens)) > 0) & scored)
+    row.advantages = np.zeros(len(tokens), np.float32)
+    return row

@@ -185,8 +185,10 @@ class EmbeddedEngine:
         return finished
 
     def drop_caches(self) -> None:
-        """Free keys and values, and the copies of weights that multiply faster. They are made again when needed."""
-        self._flush()
+        """Free keys and values, and the copies of weights that multiply faster; they are made again when needed.
+        Running requests wait at the head of the queue with their tokens."""
+        self._scheduler.preempt_all()
+        self._runner.flush()
 
     def output_so_far(self, request_id: str) -> list[int]:
         """The tokens that a running request has sampled, for callers of `step`. Raises: KeyError if it does not run."""
@@ -265,15 +267,9 @@ class EmbeddedEngine:
             self._compact(set(rows))
         return turns
 
-    def _flush(self) -> None:
-        """Drop all keys and values; running requests wait at the head of the queue with their tokens."""
-        self._scheduler.preempt_all()
-        self._runner.flush()
-
     # ---- generation, with an event loop
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one turn. Waits while a sync is open and while memory is released."""
         self.submit(request)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self._futures[request.id] = future
@@ -282,7 +278,6 @@ class EmbeddedEngine:
         return await future
 
     async def abort(self, ids: Seq[str] | None = None) -> int:
-        """Abort these requests (None = all), running or waiting; returns their number."""
         aborted = self._withdraw(None if ids is None else set(ids))
         self._return_turns(aborted)
         return len(aborted)
@@ -326,10 +321,7 @@ class EmbeddedEngine:
                 future.set_result(turn)
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0.
-
-        Raises: RequestError for ids that the model has no row for, or too many; StaleWeightsError.
-        """
+        """Raises: RequestError for ids that the model has no row for, or too many; StaleWeightsError."""
         check_scorable(self.engine_id, self._state.version, self._released)
         bounds_of(Request(id="score", context_ids=ids), (), self.max_context_tokens + 1, self._vocab_size)
         return self._runner.score(ids)
@@ -337,11 +329,9 @@ class EmbeddedEngine:
     # ---- weights
 
     def trust_loaded_weights(self, version: int = 0) -> None:
-        """Sample with the weights of the model folder, under this version number, until a sync begins."""
         self._state.trust(version)
 
     async def reconcile(self, layout: Layout) -> None:
-        """Compare the layout with the model's parameters, in both directions. Raises: UnloadedParamsError."""
         self._weights.reconcile(layout)
 
     def targets(self) -> dict[str, torch.Tensor]:
@@ -351,7 +341,7 @@ class EmbeddedEngine:
 
     async def begin(self, header: SyncHeader) -> None:
         """Pause all requests, drop every cache, and expect the transfers of this version."""
-        self._flush()
+        self.drop_caches()
         self._weights.begin(header)
 
     async def receive(self, *deliveries: Delivery) -> None:
@@ -365,19 +355,17 @@ class EmbeddedEngine:
         return ack
 
     async def cancel(self) -> None:
-        """Give the sync up: its weights are mixed. All requests are aborted, and new ones are refused until the next
-        full sync."""
+        """All requests are aborted, and new ones are refused until the next full sync."""
         self._weights.cancel()
         await self.abort()
 
     # ---- memory and the rest
 
     async def release(self, parts: set[str]) -> int:
-        """Free parts of {weights, kv_cache}; returns bytes freed. Running requests wait, and their KV cache is computed
-        again."""
+        """Running requests wait, and their KV cache is computed again."""
         check_parts(parts)
         freed = self._runner.num_bytes if "kv_cache" in parts else 0
-        self._flush()
+        self.drop_caches()
         if "weights" in parts - self._released:
             freed += self._weights.release()
         self._released |= parts
@@ -385,7 +373,7 @@ class EmbeddedEngine:
         return freed
 
     async def restore(self, parts: set[str]) -> int:
-        """Allocate parts again; returns bytes. The cache grows with use; weights need a full sync."""
+        """The cache grows with use."""
         check_parts(parts)
         taken = self._weights.restore() if "weights" in parts & self._released else 0
         self._released -= parts

@@ -53,8 +53,7 @@ class Sequence:
     @property
     def first_position(self) -> int:
         """Output position of the first token sampled here: a continuation starts where its prefix ends."""
-        prefix = self.request.prefix_output
-        return 0 if prefix is None else len(prefix)
+        return len(self.request.prefix_output)
 
     @property
     def max_cached(self) -> int:
@@ -63,9 +62,7 @@ class Sequence:
 
     def ids(self) -> np.ndarray:
         """All tokens so far: int64[context + prefix + sampled]."""
-        parts = [self.request.context_ids, self.tokens]
-        if self.request.prefix_output is not None:
-            parts.insert(1, self.request.prefix_output)
+        parts = self.request.context_ids, self.request.prefix_output, self.tokens
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
     def lap(self) -> float:

@@ -165,5 +165,4 @@ class ServerAnswer:
 
 def full_ids(request: Request) -> list[int]:
     """The ids that the server continues: the context, and tokens that were sampled before an abort."""
-    prefix = [] if request.prefix_output is None else [np.asarray(request.prefix_output)]
-    return np.concatenate([np.asarray(request.context_ids), *prefix]).tolist()
+    return np.concatenate([request.context_ids, request.prefix_output]).tolist()

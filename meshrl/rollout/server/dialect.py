@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Request, mix64
 from meshrl.rollout.admission import Bounds, check_supported
@@ -18,6 +23,19 @@ from meshrl.rollout.server.process import ServerProcess
 
 STREAM_INTERVAL = 16  # tokens per event; the first event has one token
 STREAM_INTERVAL_STOP = 4  # with stop strings: the server samples until this process has found one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSpec:
+    """What a dialect needs to start its server, or to connect to it. name: of the engine and its server, in errors and
+    of the log. logs: the folder of the log of a server that is started; None = a private one."""
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    device: torch.device
+    name: str
+    max_context_tokens: int
+    logs: Path | None = None
 
 
 class Dialect:
@@ -95,7 +113,7 @@ class Dialect:
 def continuation_seed(request: Request) -> int:
     """For servers that seed a generator for each request. A continuation with the same seed would repeat the random
     numbers of the earlier tokens, so it gets another seed."""
-    done = 0 if request.prefix_output is None else len(request.prefix_output)
+    done = len(request.prefix_output)
     return mix64(request.seed ^ mix64(done)) >> 1 if done else request.seed
 
 

@@ -66,7 +66,6 @@ class ServerEngine:
     # ---- generation
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one turn. Waits while a sync is open, and while memory is released."""
         check_admission(request, self.engine_id, self._state.expected, self._gate.closed, self._gate.ids)
         bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
         self._dialect.check(request, bounds)
@@ -87,10 +86,7 @@ class ServerEngine:
         return turn
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0.
-
-        Servers need room for one more token, so a row can have at most max_context_tokens - 1 ids.
-        """
+        """Servers need room for one more token, so a row can have at most max_context_tokens - 1 ids."""
         if self.capabilities.score:
             check_scorable(self.engine_id, self._state.version, self._released)
         row = np.asarray(ids)
@@ -98,7 +94,6 @@ class ServerEngine:
         return await self._dialect.score(row.tolist())
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
-        """Abort these requests (None = all), sent or waiting; returns their number."""
         return await self._gate.abort(ids)
 
     async def _pause(self) -> None:
@@ -118,12 +113,10 @@ class ServerEngine:
     # ---- weights
 
     def trust_loaded_weights(self, version: int = 0) -> None:
-        """Sample with the weights that the server loaded at its start, under this version number, until a sync."""
         self._state.trust(version)
         self._labels = {self._dialect.loaded_label or "": version}
 
     async def reconcile(self, layout: Layout) -> None:
-        """Compare the layout with the server's parameters, in both directions. Raises: UnloadedParamsError."""
         await self._pause()
         try:
             await self._weights.reconcile(layout)
@@ -148,8 +141,7 @@ class ServerEngine:
         return ack
 
     async def cancel(self) -> None:
-        """Give the sync up: its weights are mixed. All requests are aborted, and new ones are refused until the next
-        full sync."""
+        """All requests are aborted, and new ones are refused until the next full sync."""
         self._gate.shut()
         try:
             await self._weights.cancel()
@@ -163,10 +155,8 @@ class ServerEngine:
     # ---- memory and the rest
 
     async def release(self, parts: set[str]) -> int:
-        """Free parts of {weights, kv_cache}; returns bytes freed, over all workers.
-
-        Running requests stay in place and lose their cache, or finish first; later requests wait.
-        """
+        """Bytes are summed over all workers. Running requests stay in place and lose their cache, or finish first;
+        later requests wait."""
         self._check_parts(parts)
         new = parts - self._released
         if not new:
@@ -181,7 +171,6 @@ class ServerEngine:
         return await self._dialect.release(new)
 
     async def restore(self, parts: set[str]) -> int:
-        """Allocate parts again; returns bytes. Weights are garbage until the next full sync."""
         self._check_parts(parts)
         back = parts & self._released
         taken = await self._dialect.restore(back) if back else 0
@@ -197,8 +186,8 @@ class ServerEngine:
     def stats(self) -> EngineStats:
         return dataclasses.replace(
             self._totals,
-            running=self._gate.num_sent,
-            waiting=self._gate.num_waiting,
+            running=len(self._gate.sent),
+            waiting=len(self._gate.waiting),
             version=self._state.version,
         )
 

@@ -23,22 +23,13 @@ class Gate:
         self._abort = abort
         self._open = asyncio.Event()
         self._open.set()
-        self._waiting: dict[str, asyncio.Future[None]] = {}  # done when aborted
-        self._sent: dict[str, asyncio.Future[None]] = {}  # done when the answer has ended
+        self.waiting: dict[str, asyncio.Future[None]] = {}  # by request id; done when aborted
+        self.sent: dict[str, asyncio.Future[None]] = {}  # also those in the server's queue; done when answered
 
     @property
     def ids(self) -> Collection[str]:
         """The ids of all requests that wait or were sent."""
-        return self._sent.keys() | self._waiting.keys()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_sent(self) -> int:
-        """A request in the server's own queue counts, too."""
-        return len(self._sent)
+        return self.sent.keys() | self.waiting.keys()
 
     def shut(self) -> None:
         self._open.clear()
@@ -50,7 +41,7 @@ class Gate:
     async def admission(self, request_id: str) -> AsyncIterator[bool]:
         """The context in which a request is sent and its answer is read. Waits until the gate is open; yields False
         when the request was aborted before."""
-        aborted = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        aborted = self.waiting[request_id] = asyncio.get_running_loop().create_future()
         try:
             while not self._open.is_set() and not aborted.done():
                 opened = asyncio.ensure_future(self._open.wait())
@@ -59,23 +50,23 @@ class Gate:
                 finally:
                     opened.cancel()
         finally:
-            del self._waiting[request_id]
+            del self.waiting[request_id]
         if aborted.done() or self.closed:
             yield False
             return
-        answered = self._sent[request_id] = asyncio.get_running_loop().create_future()
+        answered = self.sent[request_id] = asyncio.get_running_loop().create_future()
         try:
             yield True
         finally:
-            del self._sent[request_id]
+            del self.sent[request_id]
             answered.set_result(None)
 
     async def abort(self, ids: Collection[str] | None = None) -> int:
         """Abort these requests (None = all), sent or waiting, and wait for their end; returns their number."""
-        waiting = [f for name, f in self._waiting.items() if (ids is None or name in ids) and not f.done()]
+        waiting = [f for name, f in self.waiting.items() if (ids is None or name in ids) and not f.done()]
         for future in waiting:
             future.set_result(None)
-        left = {name: f for name, f in self._sent.items() if ids is None or name in ids}
+        left = {name: f for name, f in self.sent.items() if ids is None or name in ids}
         count = len(waiting) + len(left)
         while left:
             await self._abort(list(left))
@@ -85,5 +76,5 @@ class Gate:
 
     async def drained(self) -> None:
         """Wait until the answers to all sent requests have ended."""
-        if self._sent:
-            await asyncio.wait(self._sent.values())
+        if self.sent:
+            await asyncio.wait(self.sent.values())

@@ -51,11 +51,6 @@ class ServerProcess:
             pass_fds=[self._folder_lease.fd],  # the guard has the lease, too, until it removes the folder
         )
 
-    @property
-    def pid(self) -> int:
-        """The pid of the guard, the ancestor of all processes of the server."""
-        return self._process.pid
-
     def wait_until(self, ready: Callable[[], bool], deadline_s: float, key: str = "the deadline") -> None:
         """Block until the server is ready. key: the config key of the deadline, for the error. Raises: EngineFailure
         when the server ends before it is ready, or misses the deadline."""

@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, SyncError
 from meshrl.core.types import Request
@@ -32,7 +30,7 @@ from meshrl.process.leases import LeasedFolder
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import MIXED, AnswerPart, full_ids
-from meshrl.rollout.server.dialect import Dialect, command_line, sampling_body, stream_interval
+from meshrl.rollout.server.dialect import Dialect, ServerSpec, command_line, sampling_body, stream_interval
 from meshrl.rollout.server.http import HttpClient, authorization, fetch, is_up
 from meshrl.rollout.server.process import ServerProcess
 
@@ -67,7 +65,6 @@ class SglangDialect(Dialect):
         self._is_deterministic = bool(info.get("enable_deterministic_inference"))
         self._tp_size = int(info["tp_size"])
         self._gib = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
-        self._run, self._num_rids = secrets.token_hex(4), 0
         self._rids: dict[str, str] = {}  # request id -> SGLang's rid, of sent requests
         self._answers = LeasedFolder()  # each worker writes its answer to a file in this folder
         self._num_calls = 0
@@ -83,7 +80,8 @@ class SglangDialect(Dialect):
             raise CapabilityError(f"request {request.id} has min_p, which ends a deterministic SGLang server; {remedy}")
 
     async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
-        rid, num_sampled = self._new_rid(), 0
+        # Of a fixed length: SGLang aborts by prefix, so an abort of "a-1" would also abort "a-10".
+        rid, num_sampled = secrets.token_hex(8), 0
         self._rids[request.id] = rid
         try:
             async with aclosing(self.http.stream("/generate", _body(request, bounds, rid))) as events:
@@ -93,11 +91,6 @@ class SglangDialect(Dialect):
                     yield part
         finally:
             del self._rids[request.id]
-
-    def _new_rid(self) -> str:
-        """It has a fixed length: SGLang aborts by prefix, so an abort of "a-1" would also abort "a-10"."""
-        self._num_rids += 1
-        return f"{self._run}-{self._num_rids:012d}"
 
     async def abort(self, ids: Sequence[str]) -> None:
         rids = [self._rids[name] for name in ids if name in self._rids]
@@ -258,29 +251,22 @@ def part_of(event: dict[str, Any], num_sampled: int, request_id: str) -> AnswerP
     )
 
 
-def connect_sglang(
-    model_cfg: ModelConfig,
-    rollout_cfg: RolloutConfig,
-    device: torch.device,
-    engine_id: str,
-    max_context_tokens: int,
-    logs: Path | None,
-) -> SglangDialect:
+def connect_sglang(spec: ServerSpec) -> SglangDialect:
     """Start the server and wait until it is ready, unless the config has the url of a running one. Blocks.
 
     Raises: ConfigError for a server that does not fit the config; EngineFailure.
     """
-    cfg = rollout_cfg.sglang
+    cfg = spec.rollout.sglang
     server, url, headers = None, cfg.url, authorization(cfg.api_key_env)
     if url is None:
         key = secrets.token_hex(16)  # other users of this machine can connect to its ports
         headers = {"Authorization": f"Bearer {key}"}
-        server, url = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, key, logs)
+        server, url = start_server(spec, key)
     info = fetch("/server_info", url, headers)
-    require_fit(info, engine_id, cfg.deterministic, max_context_tokens, model_cfg.dtype)
+    require_fit(info, spec.name, cfg.deterministic, spec.max_context_tokens, spec.model.dtype)
     label = str(fetch("/model_info", url, headers)["weight_version"])
-    http = HttpClient(engine_id, url, headers=headers, server=server)
-    return SglangDialect(http, info, label, text_config(model_cfg.path).vocab_size, server)
+    http = HttpClient(spec.name, url, headers=headers, server=server)
+    return SglangDialect(http, info, label, text_config(spec.model.path).vocab_size, server)
 
 
 def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_context_tokens: int, dtype: str) -> None:
@@ -310,30 +296,22 @@ def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_c
         raise ConfigError(f"{engine_id} computes in {info['dtype']}, but model.dtype is {dtype}. Make them agree")
 
 
-def start_server(
-    model_cfg: ModelConfig,
-    rollout_cfg: RolloutConfig,
-    device: torch.device,
-    name: str,
-    max_context_tokens: int,
-    key: str,
-    logs: Path | None = None,
-) -> tuple[ServerProcess, str]:
+def start_server(spec: ServerSpec, key: str) -> tuple[ServerProcess, str]:
     """A server that is ready, and its address. config/rollout.py refuses the flags that are set here in
     rollout.sglang.args. Raises: EngineFailure."""
-    cfg = rollout_cfg.sglang
+    cfg, tp_size = spec.rollout.sglang, spec.rollout.tp_size
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     values: dict[str, object] = {
-        "--model-path": model_cfg.path,
+        "--model-path": spec.model.path,
         "--host": "127.0.0.1",
         "--port": port,
         "--api-key": key,
-        "--dtype": model_cfg.dtype,
-        "--tp-size": rollout_cfg.tp_size,
-        "--context-length": max_context_tokens + _RESERVED,
-        "--max-running-requests": rollout_cfg.max_running_requests,
+        "--dtype": spec.model.dtype,
+        "--tp-size": tp_size,
+        "--context-length": spec.max_context_tokens + _RESERVED,
+        "--max-running-requests": spec.rollout.max_running_requests,
         "--mem-fraction-static": cfg.mem_fraction_static,
         "--custom-weight-loader": LOADER,
         "--log-level": "warning",
@@ -341,11 +319,12 @@ def start_server(
     flags = ["--skip-tokenizer-init", "--incremental-streaming-output"]
     if cfg.deterministic:
         flags.append("--enable-deterministic-inference")
-    if device.type != "cpu":
+    if spec.device.type != "cpu":
         flags.append("--enable-memory-saver")
     command = command_line(cfg.python, "sglang.launch_server", values, flags, cfg.args)
-    environment = _ENVIRONMENT | visible_devices(device, rollout_cfg.tp_size)
-    server = ServerProcess(name, lambda _: command, environment, logs)
+    server = ServerProcess(
+        spec.name, lambda _: command, _ENVIRONMENT | visible_devices(spec.device, tp_size), spec.logs
+    )
     url = f"http://127.0.0.1:{port}"
     server.wait_until(lambda: is_up("/health", url), cfg.start_deadline_s, "rollout.sglang.start_deadline_s")
     return server, url

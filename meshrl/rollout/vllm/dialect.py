@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, EngineFailure, SyncError
 from meshrl.core.types import Request
@@ -24,7 +21,14 @@ from meshrl.model.limits import has_experts
 from meshrl.rollout.admission import Bounds, check_supported, topk_of
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import AnswerPart, full_ids
-from meshrl.rollout.server.dialect import Dialect, command_line, continuation_seed, sampling_body, stream_interval
+from meshrl.rollout.server.dialect import (
+    Dialect,
+    ServerSpec,
+    command_line,
+    continuation_seed,
+    sampling_body,
+    stream_interval,
+)
 from meshrl.rollout.server.http import HttpClient, is_up
 from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.vllm import cpu_build
@@ -157,36 +161,18 @@ def part_of(event: dict[str, Any]) -> AnswerPart:
     return part
 
 
-def start_vllm(
-    model_cfg: ModelConfig,
-    rollout_cfg: RolloutConfig,
-    device: torch.device,
-    engine_id: str,
-    max_context_tokens: int,
-    logs: Path | None,
-) -> VllmDialect:
+def start_vllm(spec: ServerSpec) -> VllmDialect:
     """Start the server and wait until it is ready. Blocks. Raises: EngineFailure."""
-    server = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, logs)
-    return VllmDialect(http_of(server), server, can_release=device.type == "cpu" or bool(rollout_cfg.release_memory))
+    server, can_release = start_server(spec), spec.device.type == "cpu" or bool(spec.rollout.release_memory)
+    return VllmDialect(http_of(server), server, can_release)
 
 
-def start_server(
-    model_cfg: ModelConfig,
-    rollout_cfg: RolloutConfig,
-    device: torch.device,
-    name: str,
-    max_context_tokens: int,
-    logs: Path | None = None,
-) -> ServerProcess:
-    """A server that is ready. logs: see ServerProcess. Raises: EngineFailure."""
-    threads = cpu_build.threads() if device.type == "cpu" else {}
-    server = ServerProcess(
-        name,
-        lambda folder: _command(model_cfg, rollout_cfg, device, max_context_tokens, folder),
-        {**_ENVIRONMENT, **threads, **visible_devices(device, rollout_cfg.tp_size)},
-        logs,
-    )
-    key, deadline_s = "rollout.vllm.start_deadline_s", rollout_cfg.vllm.start_deadline_s
+def start_server(spec: ServerSpec) -> ServerProcess:
+    """A server that is ready. Raises: EngineFailure."""
+    threads = cpu_build.threads() if spec.device.type == "cpu" else {}
+    environment = {**_ENVIRONMENT, **threads, **visible_devices(spec.device, spec.rollout.tp_size)}
+    server = ServerProcess(spec.name, lambda folder: _command(spec, folder), environment, spec.logs)
+    key, deadline_s = "rollout.vllm.start_deadline_s", spec.rollout.vllm.start_deadline_s
     server.wait_until(lambda: is_up("/health", socket=_socket_in(server.folder)), deadline_s, key)
     return server
 
@@ -199,25 +185,23 @@ def _socket_in(folder: Path) -> Path:
     return folder / "http"
 
 
-def _command(
-    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, max_context_tokens: int, folder: Path
-) -> list[str]:
+def _command(spec: ServerSpec, folder: Path) -> list[str]:
     """The command line. config/rollout.py refuses the flags that are set here in rollout.vllm.args; only --moe-backend
     may be there, and vLLM takes the last value."""
-    cfg, on_cpu = rollout_cfg.vllm, device.type == "cpu"
+    cfg, on_cpu = spec.rollout.vllm, spec.device.type == "cpu"
     values: dict[str, object] = {
-        "--model": model_cfg.path,
+        "--model": spec.model.path,
         "--uds": _socket_in(folder),
-        "--dtype": model_cfg.dtype,
-        "--max-model-len": max_context_tokens,
-        "--max-num-seqs": rollout_cfg.max_running_requests,
-        "--tensor-parallel-size": rollout_cfg.tp_size,
+        "--dtype": spec.model.dtype,
+        "--max-model-len": spec.max_context_tokens,
+        "--max-num-seqs": spec.rollout.max_running_requests,
+        "--tensor-parallel-size": spec.rollout.tp_size,
         "--worker-extension-cls": "meshrl.rollout.vllm.worker.WeightsExtension",
         "--logprobs-mode": "processed_logprobs",  # logprobs of the distribution that was sampled from
         "--generation-config": "vllm",  # no sampling parameters from the model folder
         "--seed": 0,
     }
-    if not on_cpu and has_experts(model_cfg.path):
+    if not on_cpu and has_experts(spec.model.path):
         # vLLM's other kernels of experts store permuted weights, which can't be compared with those that were sent.
         values["--moe-backend"] = "triton"
     kv_cache_bytes = cfg.kv_cache_bytes or (cpu_build.KV_CACHE_BYTES if on_cpu else None)
@@ -235,6 +219,6 @@ def _command(
     ]
     if on_cpu:
         flags += cpu_build.FLAGS
-    elif rollout_cfg.release_memory:
+    elif spec.rollout.release_memory:
         flags.append("--enable-sleep-mode")
     return command_line(cfg.python, "vllm.entrypoints.openai.api_server", values, flags, cfg.args)

@@ -222,12 +222,11 @@ def test_a_refused_request_is_a_typed_failure():
     assert (t.status, t.failure) == ("failed", Failure(kind="engine", message="too long"))
 
 
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_turn_that_the_engine_ended_is_a_typed_failure(reason):
+def test_a_turn_that_the_engine_ended_is_a_typed_failure():
     tokenizer = tiny_tokenizer()
-    t = run(SingleTurn(), ScriptedPolicy(tokenizer, "a", stop_reason=reason).generate, context(tokenizer))
+    t = run(SingleTurn(), ScriptedPolicy(tokenizer, "a", stop_reason="abort").generate, context(tokenizer))
     assert (t.status, t.failure.kind) == ("failed", "engine")
-    assert repr(reason) in t.failure.message
+    assert "'abort'" in t.failure.message
 
 
 def test_other_errors_of_the_engine_propagate():

@@ -3,11 +3,9 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-import pytest
 from scripted_agent import STOP, ScriptedEngine, generate_to_the_end
 
-from meshrl.core.errors import MeshrlError
-from meshrl.core.types import Request, SamplingParams, Times, Turn
+from meshrl.core.types import Request, Times, Turn
 from meshrl.rollout.continuation import join_turns
 
 REQUEST = Request(id="r", context_ids=np.array([3, 4], np.int32), seed=7, max_new_tokens=9)
@@ -74,24 +72,3 @@ def test_a_single_part_is_that_turn():
     only = part([5, STOP], "stop")
     joined = join_turns([only])
     assert joined.output_ids.tolist() == [5, STOP] and joined.stop_reason == "stop"
-
-
-@pytest.mark.parametrize(
-    ("second", "expected"),
-    [
-        (part([6], "stop", context_ids=np.array([3], np.int32)), "part 1 has another context"),
-        (part([6], "stop", seed=9), "another seed"),
-        (part([6], "stop", sampling=SamplingParams(temperature=0.5)), "another seed or other sampling"),
-        (part([6], "stop", extras={"entropy": np.ones(1, np.float32)}), "different extras"),
-    ],
-)
-def test_parts_of_different_turns_are_refused(second, expected):
-    with pytest.raises(MeshrlError, match=expected):
-        join_turns([part([5]), second])
-
-
-def test_only_an_aborted_turn_can_be_continued():
-    with pytest.raises(MeshrlError, match="part 0 of 2 ended with 'stop'"):
-        join_turns([part([5], "stop"), part([6], "stop")])
-    with pytest.raises(MeshrlError, match="no parts"):
-        join_turns([])

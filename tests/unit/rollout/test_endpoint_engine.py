@@ -129,6 +129,27 @@ def test_a_folder_that_is_not_loaded_ends_the_sync(reload, expected, tmp_path):
     scripted(Answers(reload=reload), main, tmp_path)
 
 
+def test_a_folder_that_was_not_loaded_is_removed_with_the_next_one(tmp_path):
+    """The server may still read the last folder that it loaded, so that one stays until then, too."""
+    lm, answers = tiny_lm("qwen2"), Answers(reload={"success": True})
+    model, versions = tmp_path / "model", tmp_path / "versions"
+    lm.save_pretrained(model)
+
+    async def main(engine):
+        await engine.reconcile(layout_of(lm))
+        await sync(lm, engine, 0)
+        answers.reload = None
+        with pytest.raises(EngineFailure):
+            await sync(lm, engine, 1)
+        await engine.cancel()
+        assert sorted(folder.name for folder in versions.iterdir()) == ["version_0", "version_1"]
+        answers.reload = {"success": True}
+        await sync(lm, engine, 2)
+        assert [folder.name for folder in versions.iterdir()] == ["version_2"]
+
+    scripted(answers, main, model, versions=versions)
+
+
 def test_an_endpoint_without_folders_evaluates_but_does_not_train():
     async def main(engine):
         with pytest.raises(StaleWeightsError):

@@ -123,7 +123,7 @@ def test_no_sweep_removes_the_folder_of_a_server_with_a_living_guard(guard_ends:
     code = (
         "import time; from meshrl.rollout.server.process import ServerProcess\n"
         f"s = ServerProcess('s', lambda folder: {python('import time; time.sleep(600)')!r}, {{}})\n"
-        "print(s.pid, s.folder, flush=True)\n"
+        "print(s._process.pid, s.folder, flush=True)\n"
         "time.sleep(600)\n"
     )
     parent = subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True)

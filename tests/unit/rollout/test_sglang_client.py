@@ -248,8 +248,10 @@ class Counting(Script):
     def __init__(self, lm):
         super().__init__(lm)
         self.goes_on = asyncio.Event()
+        self.rids: list[str] = []
 
     async def events(self, body):
+        self.rids.append(body["rid"])
         context, spans = body["input_ids"], []
         for start, end in ((0, 1), (1, 17), (17, 18)):
             if start == 1:
@@ -455,7 +457,17 @@ def test_nothing_reaches_a_server_without_its_cache():
 
 def test_no_id_of_a_request_begins_with_another_one():
     """SGLang aborts every request whose id begins with the one given."""
-    sglang = SglangDialect(HttpClient("sglang-0"), INFO, "default", 64)
-    names = [sglang._new_rid() for _ in range(12)]
+    lm = tiny_lm("qwen2")
+    script = Counting(lm)
+    script.goes_on.set()
+
+    async def main(engine):
+        await ready(engine, lm)
+        await asyncio.gather(
+            *(engine.generate(ask(str(n), [n, 7], max_new_tokens=18, ignore_eos=True)) for n in range(1, 13))
+        )
+
+    scripted(script, main)
+    names = script.rids
+    assert len(set(names)) == 12
     assert [(a, b) for a in names for b in names if a != b and a.startswith(b)] == []
-    asyncio.run(sglang.close())

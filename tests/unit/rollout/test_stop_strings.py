@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ def end_of(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> int | None:
     return next((count for count, text in enumerate(texts, 1) if any(s in text for s in stop)), None)
 
 
-def found_end(strings: StopStrings, ids: list[int], stop: tuple[str, ...], prefix: list[int] | None = None):
-    request = ask("a", [1], stop=stop, prefix_output=None if prefix is None else np.array(prefix, np.int32))
+def found_end(strings: StopStrings, ids: list[int], stop: tuple[str, ...], prefix: Sequence[int] = ()):
+    request = ask("a", [1], stop=stop, prefix_output=np.array(prefix, np.int32))
     search = strings.search(request)
     return next((count for count, token in enumerate(ids, 1) if search.ends_with(token)), None)
 

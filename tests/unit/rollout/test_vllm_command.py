@@ -10,13 +10,16 @@ from tiny_models import tiny_lm
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
+from meshrl.rollout.server.dialect import ServerSpec
 from meshrl.rollout.vllm.dialect import _command
 
 
 def command(folder: Path, family: str, device: str, *args: str) -> list[str]:
     tiny_lm(family).config.save_pretrained(folder)
     cfg = RolloutConfig(engine="vllm", vllm=VllmConfig(args=list(args)))
-    return _command(ModelConfig(path=str(folder)), cfg, torch.device(device), 64, folder)
+    model = ModelConfig(path=str(folder))
+    spec = ServerSpec(model=model, rollout=cfg, device=torch.device(device), name="vllm", max_context_tokens=64)
+    return _command(spec, folder)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "qwen2"])

@@ -10,7 +10,8 @@ from sglang_servers import save_with_tokenizer
 from tiny_engines import ask, check_samples_from
 from vllm_servers import MAX_CONTEXT_TOKENS, MISSING, serving, tiny_vllm_lm
 
-from meshrl.rollout.completions import RELOAD_PATH, CompletionsDialect
+from meshrl.config.rollout import EndpointConfig
+from meshrl.rollout.completions import CompletionsDialect
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.vllm.dialect import http_of
 
@@ -28,15 +29,7 @@ def test_a_vllm_server_is_an_endpoint(tmp_path):
     async def main(server):
         http = http_of(server)
         (served,) = (await http.get("/v1/models"))["data"]
-        dialect = CompletionsDialect(
-            http,
-            model=served["id"],
-            model_folder=folder,
-            takes_folders=False,
-            reload_url=RELOAD_PATH,
-            versions=None,
-            max_running=4,
-        )
+        dialect = CompletionsDialect(http, EndpointConfig(), served["id"], folder, 4)
         facts = {"stop_token_ids": (2,), "max_context_tokens": MAX_CONTEXT_TOKENS, "vocab_size": 64}
         engine = ServerEngine(dialect, **facts)
         engine.trust_loaded_weights()

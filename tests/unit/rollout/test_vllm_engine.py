@@ -221,7 +221,7 @@ def test_requests_fail_with_the_reason_when_their_server_dies(faulty):
         ]
         while engine.stats().decode_tokens == 0:
             await asyncio.sleep(0.01)
-        for process in psutil.Process(faulty.pid).children(recursive=True):
+        for process in psutil.Process(faulty._process.pid).children(recursive=True):
             if process.name().startswith("VLLM"):  # its engine core and worker
                 process.kill()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)

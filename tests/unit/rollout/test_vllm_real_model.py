@@ -26,6 +26,7 @@ from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import load_causal_lm
 from meshrl.rollout.embedded.engine import build_embedded_engine
+from meshrl.rollout.server.dialect import ServerSpec
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.vllm.dialect import VllmDialect, http_of, start_server
 from meshrl.tools.init import init
@@ -58,9 +59,14 @@ def config() -> RolloutConfig:
 @contextmanager
 def served(model: str, dtype: str) -> Iterator[ServerEngine]:
     """vLLM with the weights of the model's folder."""
-    server = start_server(
-        ModelConfig(path=model, dtype=dtype), config(), torch.device("cpu"), "vllm", MAX_CONTEXT_TOKENS
+    spec = ServerSpec(
+        model=ModelConfig(path=model, dtype=dtype),
+        rollout=config(),
+        device=torch.device("cpu"),
+        name="vllm",
+        max_context_tokens=MAX_CONTEXT_TOKENS,
     )
+    server = start_server(spec)
     stops = stop_token_ids(load_tokenizer(model), model)
     facts: dict[str, Any] = {"stop_token_ids": stops, "max_context_tokens": MAX_CONTEXT_TOKENS, "vocab_size": 49152}
     try:
