@@ -70,10 +70,7 @@ class HttpClient:
             except httpx2.TransportError as error:
                 raise EngineFailure(f"{self.name}: no answer to {method} {path}: {_cause(error)}") from error
             self._check(path, answer.status_code, answer.text)
-        try:
-            return answer.json() if answer.content else None
-        except ValueError as error:
-            raise EngineFailure(f"{self.name} answered {path} with {answer.text!r:.200}, which is not JSON") from error
+        return _json(self.name, path, answer) if answer.content else None
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any]:
         """The JSON of each server-sent event. There is no time limit while the connection is open: a queue may be long.
@@ -139,7 +136,14 @@ def fetch(path: str, base_url: str, headers: Mapping[str, str] | None = None) ->
         raise EngineFailure(f"no answer from {base_url} to GET {path}: {_cause(error)}") from error
     if answer.status_code != httpx2.codes.OK:
         raise EngineFailure(f"{base_url} answered {answer.status_code} to GET {path}: {_message(answer.text)}")
-    return answer.json()
+    return _json(base_url, path, answer)
+
+
+def _json(server: str, path: str, answer: httpx2.Response) -> Any:
+    try:
+        return answer.json()
+    except ValueError as error:
+        raise EngineFailure(f"{server} answered {path} with {answer.text!r:.200}, which is not JSON") from error
 
 
 def authorization(variable: str | None) -> dict[str, str]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -11,7 +15,7 @@ import pytest
 
 from meshrl.core.errors import EngineFailure, RequestError
 from meshrl.rollout.server.gate import Gate
-from meshrl.rollout.server.http import HttpClient
+from meshrl.rollout.server.http import HttpClient, fetch
 
 
 def answered(content: str, call: Callable[[HttpClient], Awaitable[Any]]) -> Any:
@@ -61,6 +65,17 @@ def test_an_answer_that_is_not_json_is_an_error_with_server_and_path():
     assert answered("", lambda client: client.post("/reload")) is None
     with pytest.raises(EngineFailure, match="server answered /reload with 'done', which is not JSON"):
         answered("done", lambda client: client.post("/reload"))
+
+
+def test_the_address_of_a_web_page_is_an_error_with_its_text(tmp_path: Path):
+    (tmp_path / "models").write_text("<html>")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(EngineFailure, match=f"{url} answered /models with '<html>', which is not JSON"):
+            fetch("/models", url)
+        server.shutdown()
 
 
 def test_a_request_that_is_cancelled_at_a_shut_gate_leaves_no_task():
