@@ -15,6 +15,7 @@ from meshrl.cluster.launch import with_fastest_sync
 from meshrl.cluster.rank_sync import RankSync
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.config.train import TrainConfig
 from meshrl.sync.broadcast import Broadcast
 from meshrl.sync.layout import Box, make_layout
 from meshrl.sync.sockets import Sockets
@@ -87,3 +88,13 @@ def test_a_window_is_larger_on_accelerators_where_each_call_costs_more(digest, g
 
     group = TrainGroup(SimpleNamespace(specs=[worker_spec(rank=0, num_train_ranks=1)], call=call))
     assert want * 0.9 < asyncio.run(group.layout(given)).transfer_bytes < want
+
+
+def test_one_replica_of_the_weights_is_sent():
+    async def call(rank: int, method: object) -> RankBoxes:
+        return RankBoxes(tensors={"w": ((4,), "float32")}, boxes=[Box("w", (0,), (4,))], tied={}, digest="xxh3")
+
+    train = TrainConfig(sharding_strategy="NO_SHARD")
+    specs = [worker_spec(rank=rank, num_train_ranks=2, train=train) for rank in range(2)]
+    layout = asyncio.run(TrainGroup(SimpleNamespace(specs=specs, call=call)).layout())
+    assert len(layout.senders) == 1
