@@ -1,7 +1,8 @@
 """Cases of test tables that `make test` leaves to `make test-all`.
 
-`make test` runs a subset in which each value of each axis occurs, and each pair of values that meets in one mechanism.
-The other cases are listed here, not in their files, so that one page shows what `make test` does not run.
+Of tables of model families `make test` runs some for each mechanism; of products of axes (ranks, dtypes, strategies,
+transports) most values of each axis, but not all combinations. The other cases are listed here, not in their files, so
+that one page shows what `make test` does not run.
 """
 
 from __future__ import annotations

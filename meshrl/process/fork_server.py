@@ -160,7 +160,7 @@ def main() -> None:
     descriptor, starter = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(starter)
     ignore_interrupts()
-    gc.disable()  # imports make half a million objects and no garbage; to look for it takes a quarter of their time
+    gc.disable()  # imports make half a million objects and no garbage; each collection would look at all of them
     for module in sys.argv[4:]:
         importlib.import_module(module)
     gc.enable()
