@@ -66,7 +66,12 @@ def generate(lm: Any, work: Sequence[RequestSpec]) -> None:
     ids = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt, _ in work])
     mask = np.stack([np.arange(longest) >= longest - len(prompt) for prompt, _ in work])
     config = GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=max(n for _, n in work), eos_token_id=None, pad_token_id=0
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=max(n for _, n in work),
+        eos_token_id=None,
+        pad_token_id=0,
+        use_cache=True,  # a saved model has the value of the config that it was made from
     )
     inputs = [torch.from_numpy(x).long().to(lm.device) for x in (ids, mask)]
     out = lm.generate(input_ids=inputs[0], attention_mask=inputs[1], generation_config=config)

@@ -97,8 +97,9 @@ def measure_gemm(report: Report, device: torch.device, size: int, roofline: Roof
 
 def predicted_bytes(shape: str, cfg: TrainConfig, tokens: int) -> int:
     """Bytes of a step: masters and moments; the gradients, or what backward reads if that is more; what it reads in one
-    block and about the gradients of that; embedding and head in bf16 with their gradients. Masters, gradients, moments
-    and stored numbers are those of `--explain` and of a run's micro-batches."""
+    block and about the gradients of that; embedding and head in bf16 with their gradients; without checkpointing all
+    blocks in bf16. Masters, gradients, moments and stored numbers are those of `--explain` and of a run's
+    micro-batches."""
     config = config_of(shape)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -108,7 +109,8 @@ def predicted_bytes(shape: str, cfg: TrainConfig, tokens: int) -> int:
     stored = config.num_hidden_layers * tokens * (token if cfg.activation_checkpointing else block)
     inside = tokens * (block + 2 * token + 2 * config.intermediate_size * gpu_predict.HALF)
     words = 2 * config.vocab_size * token * (1 if config.tie_word_embeddings else 2)
-    return memory.masters + memory.moments + max(memory.gradients, stored) + inside + words
+    copies = 0 if cfg.activation_checkpointing else memory.weights - words // 2
+    return memory.masters + memory.moments + max(memory.gradients, stored) + inside + words + copies
 
 
 def measure_steps(report: Report, args: Any, device: torch.device, gemm: float, roofline: Roofline) -> None:

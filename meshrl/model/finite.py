@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -21,10 +22,14 @@ def not_finite(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.f
     checked = {name: t for name, t in shards.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
     if not checked:
         return []
-    # On the CPU aminmax takes a twentieth of the time of isfinite or of an infinity norm. It propagates NaN.
-    extremes = torch.stack([end.float() for tensor in checked.values() for end in torch.aminmax(tensor)])
-    fits = (extremes.abs() <= torch.finfo(dtype).max).tolist()
-    return [name for number, name in enumerate(checked) if not all(fits[2 * number : 2 * number + 2])]
+    tensors = list(checked.values())
+    # Both propagate NaN. On the CPU aminmax takes a twentieth of the time of an infinity norm; on an accelerator all
+    # norms take one launch.
+    on_cpu = tensors[0].device.type == "cpu"
+    ends = [end for t in tensors for end in torch.aminmax(t)] if on_cpu else torch._foreach_norm(tensors, math.inf)
+    extremes = torch.stack([end.float().abs() for end in ends]).view(len(tensors), -1)
+    fits = (extremes <= torch.finfo(dtype).max).all(1).tolist()
+    return [name for name, does_fit in zip(checked, fits, strict=True) if not does_fit]
 
 
 def not_finite_error(source: str, name: str, dtype: torch.dtype) -> ConfigError:

@@ -29,7 +29,8 @@ from meshrl.model.routing import require_routing
 from meshrl.model.tensor_parallel import cut_model, uncut_layers
 from meshrl.model.verify import ComparedModel, in_fp32, require_same
 from meshrl.parallel.checkpointing import checkpoint_blocks
-from meshrl.parallel.fsdp import reshard, shard_model
+from meshrl.parallel.compute_dtype import compute_in
+from meshrl.parallel.fsdp import is_sharded, reshard, shard_model
 from meshrl.parallel.mesh import fsdp_mesh
 from meshrl.parallel.peers import Peers
 
@@ -46,8 +47,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Recipe:
     """What the steps need to know. By default a full model in fp32 on the CPU that is not trained.
 
-    dtype: of the parameters, except adapters, which have adapter_dtype. compute_dtype: of a sharded model's forward.
-    mesh: None = not sharded, and then no checkpointing. keep_unsharded: after the forward, for the backward pass.
+    dtype: of the parameters, except adapters, which have adapter_dtype. mesh: None = not sharded, and then no
+    checkpointing; with one, the forward computes in compute_dtype. keep_unsharded: after the forward, for the backward
+    pass.
     attention: one of attention.NAMES. router_dtype: in which routers compute at least; None = as Transformers does.
     synced: the values come by a weight sync from train ranks, which verify them; until then they are random.
     """
@@ -117,22 +119,25 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
     """Change the blocks and shard them, with or without values. Without a mesh there is nothing to do."""
     if recipe.mesh is None:
         return
-    blocks = list(model.layers)
+    blocks, mesh = list(model.layers), fsdp_mesh(recipe.mesh)
     model.peers = Peers.of(recipe.mesh)
     tp = None if model.peers is None else model.peers.tp
     if recipe.torch_compile:
         compile_blocks(model, recipe.device, by_module=tp is not None)
+    if not is_sharded(mesh):
+        compute_in(recipe.compute_dtype, model, blocks)
     if tp is not None:
         cut_model(model, tp)
     if recipe.activation_checkpointing:
         checkpoint_blocks(blocks)
-    shard_model(
-        model,
-        blocks,
-        fsdp_mesh(recipe.mesh),
-        compute_dtype=recipe.compute_dtype,
-        reshard_after_forward=not recipe.keep_unsharded,
-    )
+    if is_sharded(mesh):
+        shard_model(
+            model,
+            blocks,
+            mesh,
+            compute_dtype=recipe.compute_dtype,
+            reshard_after_forward=not recipe.keep_unsharded,
+        )
 
 
 def materialize(root: torch.nn.Module, device: torch.device) -> None:

@@ -12,6 +12,11 @@ from torch.distributed.tensor import DTensor
 from meshrl.parallel.timing import time_fsdp, timed_collective
 
 
+def is_sharded(dp_mesh: DeviceMesh) -> bool:
+    """Whether FSDP2 is used. With one rank it would copy each parameter and gradient, and share nothing."""
+    return dp_mesh.size() > 1
+
+
 def shard_model(
     root: torch.nn.Module,
     blocks: list[torch.nn.Module],

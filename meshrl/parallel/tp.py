@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshrl.parallel.compute_dtype import replaced
 from meshrl.parallel.exchange import Axis, gathered, sum_gradients, sum_scattered
 
 
@@ -140,14 +141,8 @@ class TensorParallel:
     def _with_local(
         self, named: list[tuple[torch.nn.Module, str]], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        sharded = [module._parameters[name] for module, name in named]
-        try:
-            for (module, name), tensor in zip(named, self.local(named), strict=True):
-                module._parameters[name] = tensor  # type: ignore[assignment]  # not a Parameter, and needs not be
+        with replaced(named, self.local(named)):
             return forward(*args, **kwargs)
-        finally:
-            for (module, name), p in zip(named, sharded, strict=True):
-                module._parameters[name] = p
 
     def _between_slices(self, is_cut: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.is_active:

@@ -32,6 +32,8 @@ class HostMemory:
 
     def restore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the storages of these tensors back, those that were released."""
+        if not self._moved:
+            return
         for tensor in tensors:
             key = local_shard(tensor.detach()).untyped_storage()._cdata
             if (storage := self._moved.get(key)) is not None:

@@ -19,7 +19,7 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample
 from meshrl.model.lora import adapters_of
 from meshrl.monitor.metrics import divide, merge
-from meshrl.parallel.fsdp import full_tensor
+from meshrl.parallel.fsdp import full_tensor, local_shard
 from meshrl.parallel.mesh import build_mesh
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
@@ -57,7 +57,7 @@ def partitioned(
     batches = [engine.pack([samples[i] for i in micro], micro) for micro in partition[engine.coordinates.data_index]]
     result = engine.forward_backward(batches, loss, num_scored=num_scored)
     grads = {n: full_tensor(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters() if p.requires_grad}
-    local = sum(p.to_local().numel() for p in engine.model.parameters())
+    local = sum(local_shard(p).numel() for p in engine.model.parameters())
     report = engine.optim_step(0.0)
     return {
         "grads": grads,

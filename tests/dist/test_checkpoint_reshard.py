@@ -26,7 +26,7 @@ from meshrl.algo.losses import sft_loss
 from meshrl.core.errors import CheckpointError
 from meshrl.model.save import gathered
 from meshrl.parallel.boxes import boxes, index_of
-from meshrl.parallel.fsdp import full_tensor
+from meshrl.parallel.fsdp import full_tensor, reshard
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint import SavedTensors, stage, write_in_background
 from meshrl.train.checkpoint_files import (
@@ -58,7 +58,7 @@ def _step(engine: TrainEngine, rank: int, world: int, seed: int) -> None:
 
 
 def _full_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    engine.model.reshard()
+    reshard(engine.model)
     state = {name: full_tensor(p.detach()).clone() for name, p in engine.model.lm.named_parameters()}
     for name, p in engine.model.lm.named_parameters():
         for slot, value in engine.optimizer.state[p].items():

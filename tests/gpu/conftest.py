@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))  # harness.py
 
 from meshrl.core.device import device_type, dist_backend, local_device
+from meshrl.model import recipe
 from meshrl.parallel.mesh import build_mesh
 
 
@@ -32,6 +33,13 @@ def accelerator() -> torch.device:
     if device_type() == "cpu":
         pytest.skip("needs an accelerator; this machine has none (or MESHRL_DEVICE=cpu hides it)")
     return local_device(0)
+
+
+@pytest.fixture
+def fsdp2(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the parameter True, FSDP2 wraps the model although there is one rank, so one device tests it."""
+    if request.param:
+        monkeypatch.setattr(recipe, "is_sharded", lambda mesh: True)
 
 
 @pytest.fixture(scope="module")

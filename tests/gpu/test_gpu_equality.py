@@ -25,6 +25,7 @@ LENGTHS = [12, 3, 40, -6, 7, 7, 21, 2, 64, -2, 12, 12]
 TRUNCATE = CorrectionConfig(kind="truncate")  # auto would not be the same on the CPU and on an accelerator
 LOSS = make_policy_loss(AlgoConfig(entropy_coef=0.01, kl=KlConfig(coef=0.1, estimator="k3"), correction=TRUNCATE))
 OFF = {torch.float64: 1e-10, torch.float32: 5e-5}  # of a tensor's norm
+FSDP2 = {False: "copies", True: "FSDP2"}
 SHAPE = {"hidden_size": 64}  # heads of 16, which kernels for bf16 support
 
 
@@ -64,7 +65,8 @@ def _gradient(
 @pytest.mark.parametrize("shared", [False, True], ids=["rows", "groups"])
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("dtype", OFF, ids=["fp64", "fp32"])
-def test_the_gradient_is_the_unsharded_models(meshes, accelerator, dtype, micro, shared, tie):
+@pytest.mark.parametrize("fsdp2", FSDP2, ids=FSDP2.get, indirect=True)
+def test_the_gradient_is_the_unsharded_models(fsdp2, meshes, accelerator, dtype, micro, shared, tie):
     samples = _rows(shared)
     want = unsharded(tiny_qwen2(dtype, tie, **SHAPE).to(accelerator), samples, LOSS)
     got = _gradient(tiny_qwen2(dtype, tie, **SHAPE), samples, meshes[accelerator.type], dtype, micro)
@@ -94,7 +96,8 @@ def test_with_full_determinism_a_gradient_is_the_same_to_the_bit(meshes, acceler
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["rows", "groups"])
-def test_in_bf16_the_gradient_is_as_exact_as_on_the_cpu(meshes, accelerator, shared):
+@pytest.mark.parametrize("fsdp2", FSDP2, ids=FSDP2.get, indirect=True)
+def test_in_bf16_the_gradient_is_as_exact_as_on_the_cpu(fsdp2, meshes, accelerator, shared):
     """The limit for rounding to bf16 is the error on the CPU, whose code other tests verify."""
     samples = _rows(shared)
     want = unsharded(tiny_qwen2(torch.float64, **SHAPE), samples, LOSS)["grads"]
@@ -114,7 +117,8 @@ def test_neighbours_in_a_pack_change_no_logprob(meshes, accelerator):
         TrainEngine.wrap(lm, cfg, meshes[accelerator.type], "policy", dtype).require_independent_rows()
 
 
-def test_training_learns_and_keeps_its_dtypes(meshes, accelerator):
+@pytest.mark.parametrize("fsdp2", FSDP2, ids=FSDP2.get, indirect=True)
+def test_training_learns_and_keeps_its_dtypes(fsdp2, meshes, accelerator):
     """Bf16 compute over fp32 masters; at lr 1e-6 these change by far less than bf16 can represent."""
     engine = TrainEngine.wrap(tiny_qwen2(**SHAPE), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
     samples = weigh(random_samples(3, [40, 21, 30]))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_qwen2
+from tiny_samples import random_samples, weigh
 
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import memory_stats, reset_peak_memory
@@ -78,6 +79,18 @@ def _sampler(device: torch.device) -> EmbeddedEngine:
     return EmbeddedEngine(
         CausalModel(lm), stop_token_ids=(), max_running=8, max_context_tokens=256, engine_id="gpu", device=device
     )
+
+
+@pytest.mark.parametrize("fsdp2", [False, True], ids=["copies", "FSDP2"], indirect=True)
+def test_blocks_have_their_parameters_in_16_bits_one_after_the_other(fsdp2, meshes, accelerator):
+    """In a forward without gradients, and with activation checkpointing in any forward. The 24 blocks have 150 MiB of
+    them together; embedding and head, which are tied, have 8 MiB for all of the forward."""
+    engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
+    samples = weigh(random_samples(0, [40]))
+    batch = engine.pack(samples, [0])
+    engine.forward([batch])
+    assert _peak(accelerator, lambda: engine.forward([batch])) < 60 * MIB
+    assert _peak(accelerator, lambda: engine._outputs(batch, entropy=False)) < 60 * MIB
 
 
 def test_a_sync_in_place_takes_only_the_memory_of_its_digests(meshes, accelerator):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshrl.model.finite import not_finite
 from meshrl.model.logprob import Head, token_logprobs
 from meshrl.sync.digest import as_bytes, digest_bytes
 
@@ -66,3 +67,13 @@ def test_a_digest_is_the_same_on_all_devices(accelerator, dtype, shape):
     """Trainer and sampler may hold the same weights on different devices."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert digest_bytes("sum64", as_bytes(x.to(accelerator))) == digest_bytes("sum64", as_bytes(x))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_values_that_are_not_finite_are_found_on_the_device(accelerator, dtype, bad):
+    """In the first and the last element, among many other values; 1e30 is out of the range of fp16."""
+    tensors = {str(n): torch.randn(n, device=accelerator, dtype=dtype) for n in (1, 7, 5000, 300_000)}
+    assert not_finite(tensors, torch.float16) == []
+    tensors["7"][0] = tensors["300000"][-1] = bad
+    assert not_finite(tensors, torch.float16) == ["7", "300000"]

@@ -170,10 +170,17 @@ def _sample(name: str, turn: Turn, advantage: float, weight: float) -> Sample:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("executor", "samplers", "dtype"),
-    [("inline", 0, "float32"), ("inline", 0, "bfloat16"), ("processes", 0, "bfloat16"), ("processes", 1, "bfloat16")],
+    ("executor", "samplers", "dtype", "fsdp2"),
+    [
+        ("inline", 0, "float32", False),
+        ("inline", 0, "bfloat16", False),
+        ("inline", 0, "bfloat16", True),
+        ("processes", 0, "bfloat16", False),
+        ("processes", 1, "bfloat16", False),
+    ],
+    indirect=["fsdp2"],
 )
-def test_steps_of_trainer_and_sampler(accelerator, tmp_path: Path, executor, samplers, dtype):
+def test_steps_of_trainer_and_sampler(fsdp2, accelerator, tmp_path: Path, executor, samplers, dtype):
     """In this process, in another, and with the sampler in a separate one: three steps; each samples with the weights
     of the last one, and the trainer scores the tokens again, equal up to rounding, before its update."""
     if samplers and device_count() == 1:
