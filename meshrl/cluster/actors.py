@@ -204,10 +204,10 @@ class RankWorker:
     # ---- checkpoints
 
     @phase("checkpoint")
-    def save(self, folder: str) -> None:
-        """Copy the state of each trained role to host memory and start to write it (collective)."""
+    def save(self, folder: str, continues: bool) -> None:
+        """Start to write the state of each trained role (collective). continues: see `TrainEngine.save`."""
         for engine in self._trained():
-            engine.save(folder)
+            engine.save(folder, continues)
 
     @phase("checkpoint")
     async def finish_save(self) -> dict[str, FileFact]:

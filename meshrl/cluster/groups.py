@@ -128,9 +128,9 @@ class TrainGroup:
         """Write a folder that `from_pretrained` loads."""
         await self._all(lambda rank: self.executor.call(rank, RankWorker.export, path, tokenizer_from))
 
-    async def save(self, folder: str) -> None:
-        """Copy the training state to host memory and start to write it into `folder`; training may continue."""
-        await self._all(lambda rank: self.executor.call(rank, RankWorker.save, folder))
+    async def save(self, folder: str, continues: bool = True) -> None:
+        """Start to write the training state into `folder`; training may continue only if `continues`."""
+        await self._all(lambda rank: self.executor.call(rank, RankWorker.save, folder, continues))
 
     async def finish_save(self) -> dict[str, FileFact]:
         """Wait until every rank's files are on disk; other commands may run. Raises: CheckpointError."""

@@ -32,8 +32,8 @@ class Checkpoints:
     """Saves the checkpoints of one run, one at a time, and keeps the newest. An asynchronous context manager: when the
     block ends, the last checkpoint is on disk.
 
-    The ranks copy their state to host memory, and write it while training continues. An error of that write is raised
-    by the next `save`, by `check`, or at the end.
+    The ranks copy their state to host memory, except the last one, and write it while training continues. An error of
+    that write is raised by the next `save`, by `check`, or at the end.
     """
 
     def __init__(self, folder: Path, trainer: TrainGroup, keep: int, note: Callable[[str], None]):
@@ -57,8 +57,9 @@ class Checkpoints:
         """The step of the newest complete checkpoint; 0 = none."""
         return max((step for step, _ in states(self.folder)), default=0)
 
-    async def save(self, step: int, saved: dict[str, Any]) -> None:
+    async def save(self, step: int, saved: dict[str, Any], continues: bool = True) -> None:
         """Save the state after `step` finished steps, unless it is saved already. Waits for the previous save.
+        continues: the training, before the state is on disk.
 
         Raises: CheckpointError when the disk is full, and the error of the previous save.
         """
@@ -70,7 +71,7 @@ class Checkpoints:
         require_space(self.folder, await self.trainer.state_bytes() + _HEADER_BYTES)
         final = state_folder(self.folder, step)
         temporary = make_temporary_folder(final)
-        await self.trainer.save(str(temporary))
+        await self.trainer.save(str(temporary), continues)
         self._step, self._began = step, time.monotonic()
         self._writing = asyncio.create_task(self._commit(step, final, temporary, saved))
 

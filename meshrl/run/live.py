@@ -182,7 +182,7 @@ class LiveRun:
             "chat_template": self.chat_template,
         }
         with self.stop.saving(), self.spans("save"):
-            await self.checkpoints.save(job.step, saved | job.snapshot())
+            await self.checkpoints.save(job.step, saved | job.snapshot(), continues=not job.is_over)
 
     async def export_model(self, step: int) -> Path:
         """Write the trainer's model, once for each step, in the compute dtype and with its tokenizer; a folder of this

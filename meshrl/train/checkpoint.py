@@ -52,16 +52,16 @@ class StoredSlice:
     data: torch.Tensor
 
 
-def stage(tensors: Tensors, readable: Values = torch.Tensor.detach) -> list[StoredSlice]:
-    """This rank's share of the tensors, copied to the host (a collective: all ranks need the same names, except plain
-    tensors that only one rank has). readable: as in `boxes`."""
+def stage(tensors: Tensors, readable: Values = torch.Tensor.detach, copy: bool = True) -> list[StoredSlice]:
+    """This rank's share of the tensors on the host (a collective: all ranks need the same names, except plain tensors
+    that only one rank has). readable: as in `boxes`. copy: also what is in host memory."""
     saves = _saves_plain(tensors)
     slices = []
     for number, (name, tensor) in enumerate(tensors.items()):
         index, count = replica(tensor)
         if saves[name] if name in saves else number % count == index:
             for offsets, values in boxes(tensor, readable):
-                data = values.contiguous().to("cpu", copy=True)
+                data = values.contiguous().to("cpu", copy=copy)
                 slices.append(StoredSlice(name, offsets, tuple(tensor.shape), data))
     return slices
 

@@ -390,14 +390,15 @@ class TrainEngine:
 
     # ---- checkpoints
 
-    def save(self, folder: str | Path) -> None:
-        """Copy the full training state to host memory (a collective) and start to write it into `folder`; training may
-        continue. Raises: CheckpointError."""
+    def save(self, folder: str | Path, continues: bool = True) -> None:
+        """Start to write the full training state into `folder` (a collective). continues: it is copied in host memory,
+        so that training may continue meanwhile. Raises: CheckpointError."""
         reshard(self.model)
         counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
         state = state_tensors(self.model.lm, self.optimizer, counters, self.device)
         with recorder.span("stage", "copy", bytes=self.state_bytes()):
-            self._write = write_in_background(Path(folder), self.role, stage(state, self._host.readable))
+            slices = stage(state, self._host.readable, copy=continues)
+        self._write = write_in_background(Path(folder), self.role, slices)
 
     def finish_save(self) -> tuple[str, FileFact]:
         """Wait until this rank's file is on disk. Returns its name, size and hash. Raises: CheckpointError."""

@@ -29,7 +29,7 @@ from meshrl.core.errors import CheckpointError, DataError, MeshrlError
 from meshrl.run import start
 from meshrl.run.folder import choose_start
 from meshrl.tools.report.page import write_report
-from meshrl.train import checkpoint
+from meshrl.train import checkpoint, engine
 from meshrl.train.checkpoint_files import require_space, states
 
 pytestmark = pytest.mark.timeout(300)
@@ -181,10 +181,22 @@ def test_a_damaged_checkpoint_ends_the_resume_and_names_the_file(config):
     assert _files(folder) == before
 
 
-def test_only_the_newest_states_but_all_models_are_kept(config):
+def test_only_the_newest_states_but_all_models_are_kept(config, monkeypatch):
+    """Each state but the last one is copied before it is written, since the training continues."""
+    copied = list[bool]()
+
+    def stage(tensors: Any, readable: Any, copy: bool) -> Any:
+        copied.append(copy)
+        slices = checkpoint.stage(tensors, readable, copy)
+        own = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        assert {each.data.data_ptr() == own[each.name] for each in slices} == {not copy}
+        return slices
+
+    monkeypatch.setattr(engine, "stage", stage)
     folder = train_inline(config, "newest", "loop.num_steps=5", "loop.save_every_steps=1", "run.keep_checkpoints=2")
     assert [step for step, _ in states(folder / "checkpoints")] == [4, 5]
     assert all((folder / "checkpoints" / f"step_00000{i}" / "model").is_dir() for i in range(1, 6))
+    assert copied == [True, True, True, True, False]
 
 
 def test_a_save_that_fails_in_the_background_ends_the_run(config, monkeypatch):

@@ -25,7 +25,7 @@ class SlowRanks:
     async def state_bytes(self) -> int:
         return 0
 
-    async def save(self, folder: str) -> None: ...
+    async def save(self, folder: str, continues: bool) -> None: ...
 
     async def finish_save(self) -> dict[str, FileFact]:
         await self.written.wait()
