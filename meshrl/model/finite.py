@@ -22,12 +22,12 @@ def not_finite(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.f
     checked = {name: t for name, t in shards.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
     if not checked:
         return []
-    tensors = list(checked.values())
+    values = list(checked.values())
     # Both propagate NaN. On the CPU aminmax takes a twentieth of the time of an infinity norm; on an accelerator all
     # norms take one launch.
-    on_cpu = tensors[0].device.type == "cpu"
-    ends = [end for t in tensors for end in torch.aminmax(t)] if on_cpu else torch._foreach_norm(tensors, math.inf)
-    extremes = torch.stack([end.float().abs() for end in ends]).view(len(tensors), -1)
+    on_cpu = values[0].device.type == "cpu"
+    ends = [end for t in values for end in torch.aminmax(t)] if on_cpu else torch._foreach_norm(values, math.inf)
+    extremes = torch.stack([end.float().abs() for end in ends]).view(len(values), -1)
     fits = (extremes <= torch.finfo(dtype).max).all(1).tolist()
     return [name for name, does_fit in zip(checked, fits, strict=True) if not does_fit]
 
