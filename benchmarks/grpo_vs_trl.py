@@ -118,7 +118,7 @@ def compare_first_step(report: Report, args: Any, folder: Path) -> None:
     runs = pair(replace(make_task(args, folder, 1), optimizer=OPTIMIZER), args, folder, first_trl=False)
     report.raw |= {f"first_step_{name}": {**asdict(run), "cpu": None} for name, run in zip(("meshrl", "trl"), runs)}
     before, after = (load_causal_lm(args.model, dtype=torch.float32) for _ in range(2))
-    load_model(state_folder(folder / "meshrl" / "run" / "checkpoints", 1), after)
+    load_model(state_folder(folder / "meshrl" / "run" / "checkpoints", 1), "policy", after)
     ours = share_moved(before.parameters(), after.parameters(), OPTIMIZER["lr"])
     theirs = runs[1].steps[0].metrics["share_moved"]
     report.figure("first_step_share_moved_meshrl", ours)
