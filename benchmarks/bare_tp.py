@@ -1,5 +1,5 @@
 """The reference loop for the axis `tp`, in fp32: each rank has a part of every matrix; between attention and MLP it has
-a slice of the tokens. With FSDP2 around it, as the engine always has, or of plain tensors."""
+a slice of the tokens. With FSDP2 around it, or of plain tensors, as the engine."""
 
 import torch
 import torch.distributed as dist

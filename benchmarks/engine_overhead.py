@@ -13,8 +13,8 @@ engine_overhead: CPU time of engine over bare, minus 1, median over rounds.
 
 overhead_AXIS: the same for each axis of the mesh, on two ranks with one thread each, in fp32, without activation
 checkpointing; CPU time of both ranks. The bare loops are bare_fsdp2.py, bare_ulysses.py and bare_tp.py, of 60 to 100
-lines, with the same attention, head and optimizer. overhead_tp_plain: over bare_tp.py without FSDP2, whose copies on
-one rank the engine has for each axis.
+lines, with the same attention, head and optimizer. overhead_tp_plain: over bare_tp.py without FSDP2, which the
+engine does not use for ranks of tp alone.
 
 bytes_AXIS: the bytes that a rank gives to collectives in a step, by mesh_bytes.py, and bytes_off_AXIS their distance to
 the axis's formula, which must be 0; _recomputed: with activation checkpointing.

@@ -3,7 +3,7 @@
     python benchmarks/gpu_train.py [--shapes 1.5B] [--tokens 16384] [--checkpointing off] [--compile both]
 
 A step is a rank's work on one micro-batch: pack it, forward, backward, clip, AdamW; bf16 compute with fp32 masters
-under FSDP2 with one rank; a model of one of Qwen2.5's shapes with random weights.
+in one rank; a model of one of Qwen2.5's shapes with random weights.
 
     row       one row of all the tokens, each of them scored
     rows      packed rows of GSM8K's lengths, answers scored; the lengths differ in each round, as in a run

@@ -118,7 +118,7 @@ def trained_tokens(samples: list[Sample]) -> int:
 
 
 def start_single_rank(threads: int) -> Any:
-    """A process group of one rank in this process, and its mesh. FSDP2 runs the same code as on several ranks."""
+    """A process group of one rank in this process, and its mesh, for which the engine does not use FSDP2."""
     import torch.distributed as dist
 
     from meshrl.core.device import keep_freed_memory

@@ -58,7 +58,7 @@ class TrainConfig(Slice):
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
     """FULL_SHARD shards parameters, gradients and optimizer state; SHARD_GRAD_OP keeps parameters gathered after
     forward; HYBRID_SHARD has dp_replicate copies of the sharded model; NO_SHARD has the full model in every rank. With
-    one rank nothing is sharded, whatever the value"""
+    one rank, or ranks of tp alone, FSDP2 has nothing to shard, whatever the value"""
     activation_checkpointing: bool = True
     """recompute each block's activations in backward: far less memory for about 30 % more compute"""
     torch_compile: bool = False

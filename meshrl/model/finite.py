@@ -27,7 +27,7 @@ def not_finite(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.f
     # norms take one launch.
     on_cpu = values[0].device.type == "cpu"
     ends = [end for t in values for end in torch.aminmax(t)] if on_cpu else torch._foreach_norm(values, math.inf)
-    extremes = torch.stack([end.float().abs() for end in ends]).view(len(values), -1)
+    extremes = torch.stack([end.float() for end in ends]).abs().view(len(values), -1)
     fits = (extremes <= torch.finfo(dtype).max).all(1).tolist()
     return [name for name, does_fit in zip(checked, fits, strict=True) if not does_fit]
 

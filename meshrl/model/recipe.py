@@ -2,7 +2,8 @@
 
 skeleton      modules of Transformers' class; buffers ready, parameters on the meta device
 adapt         LoRA adapters; which parameters are trained
-parallelize   torch.compile, tensor parallelism, activation checkpointing, then FSDP2
+parallelize   torch.compile, tensor parallelism, activation checkpointing, then FSDP2, or for
+              one rank copies in the compute dtype
 materialize   memory for what this rank holds
 fill          its values, from the files or another engine; random ones if a sync brings them
 verify        our forward equals Transformers' own
@@ -11,6 +12,7 @@ verify        our forward equals Transformers' own
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,6 +152,11 @@ def materialize(root: torch.nn.Module, device: torch.device) -> None:
     root.to_empty(device=device)
     for module, saved in buffers:
         module._buffers.update({name: b if b is None else b.to(device) for name, b in saved.items()})
+    _tie(root, tied)
+
+
+def _tie(root: torch.nn.Module, tied: Mapping[str, str]) -> None:
+    """Make each alias the parameter of this name."""
     for alias, name in tied.items():
         owner, _, leaf = alias.rpartition(".")
         setattr(root.get_submodule(owner), leaf, root.get_parameter(name))
@@ -183,6 +190,8 @@ def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
     adapt(compared, facts, wide)
     parallelize(compared, wide)
     compared.lm.load_state_dict(model.lm.state_dict(), assign=True)
+    if recipe.mesh is not None and not is_sharded(fsdp_mesh(recipe.mesh)):
+        _tie(compared.lm, tied_names(model.lm))  # a state dict has a tied tensor twice, of which each would be copied
     for module, same in zip(compared.lm.modules(), model.lm.modules(), strict=True):
         module._buffers.update(same._buffers)
     with as_config_error(facts.path), in_fp32(compared) if recipe.mesh is None else nullcontext():

@@ -17,8 +17,8 @@ def compute_in(dtype: torch.dtype, root: torch.nn.Module, blocks: Sequence[torch
     """Let each block, and root with its other parameters, compute with copies in this dtype, as FSDP2 would.
 
     A copy is made when a forward begins, and stays until nothing needs it: the backward pass of its block, or with
-    activation checkpointing, which makes it again, the end of the forward. Parameters in this dtype are not copied.
-    Gradients arrive in the dtype of the parameters, and are summed in it. Call it before TP cuts the parameters.
+    activation checkpointing, which makes it again, the end of the block's forward. Parameters in this dtype are not
+    copied. Gradients arrive in the dtype of the parameters, and are summed in it. Call it before TP cuts the parameters.
     """
     inside: set[torch.nn.Module] = set()
     for block in blocks:
@@ -50,7 +50,7 @@ def _needs_copy(p: Any, dtype: torch.dtype) -> bool:
     return bool(p.is_floating_point() and p.dtype != dtype)
 
 
-def _with_copies(dtype: torch.dtype, named: Named, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_copies(dtype: torch.dtype, named: Named, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     held: list[Any] = [module._parameters[name] for module, name in named]
     distinct = {id(p): p for p in held if _needs_copy(p, dtype)}  # a tied parameter has one copy
     masters = list(distinct.values())

@@ -7,8 +7,8 @@ one box of each tensor.
 Replicas, which hold the same boxes, write a part each. A rank that loads reads what it needs of each box from any file;
 there is no separate index, and no pickle.
 
-Saving has two steps. `stage` (a collective) copies the boxes to host memory; training may continue after it. `write`
-needs no other rank, so a thread can do it.
+Saving has two steps. `stage` (a collective) copies the boxes to host memory, so that training may continue; those of
+the last state are not copied if they are there already. `write` needs no other rank, so a thread can do it.
 """
 
 from __future__ import annotations

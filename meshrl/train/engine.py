@@ -1,4 +1,4 @@
-"""TrainEngine: one FSDP2 model in one rank, in any role. Samples -> Batch -> gradients -> new weights.
+"""TrainEngine: the model of one rank, or its shard, in any role. Samples -> Batch -> gradients -> new weights.
 
 All methods are collectives: every rank of the mesh calls them in the same order, with the same number of batches.
 """

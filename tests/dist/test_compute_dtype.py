@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 
 from meshrl.algo.losses import sft_loss
+from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.model import recipe
 from meshrl.model.lora import add_adapters, randomize_adapters
@@ -82,6 +84,27 @@ def test_a_step_in_bf16_under_tensor_parallelism_is_near_fsdp2s(pool):
             got = found["copies"]["gradients"][name]
             assert got.dtype == torch.float32
             assert (got - want).norm() < 2e-2 * want.norm(), name
+
+
+def _tied_in_the_comparison(rank: int, world: int, folder: Path) -> list[bool]:
+    """Of a reference in bf16, which is compared in fp32: whether embedding and head are one parameter then."""
+    seen = list[bool]()
+
+    class Looks(recipe.ComparedModel):
+        def forward(self, *args: Any) -> Any:
+            seen.append(self.lm.lm_head.weight is self.lm.model.embed_tokens.weight)
+            assert self.lm.lm_head.weight.dtype == torch.float32
+            return super().forward(*args)
+
+    with patch.object(recipe, "ComparedModel", Looks):
+        cfg, mesh = TrainConfig(), build_mesh((1, 1, 1, 1), "cpu")
+        TrainEngine.build(ModelConfig(path=str(folder), dtype="bfloat16"), cfg, mesh, "reference")
+    return seen
+
+
+def test_the_comparison_at_the_start_copies_a_tied_tensor_once(pool, tmp_path):
+    tiny_qwen2(tie=True).save_pretrained(tmp_path)
+    assert pool.run(_tied_in_the_comparison, 1, tmp_path) == [[True]]
 
 
 def _without_copies(rank: int, world: int) -> list[str]:
