@@ -18,7 +18,7 @@ def compute_in(dtype: torch.dtype, root: torch.nn.Module, blocks: Sequence[torch
 
     A copy is made when a forward begins, and stays until nothing needs it: the backward pass of its block, or with
     activation checkpointing, which makes it again, the end of the block's forward. Parameters in this dtype are not
-    copied. Gradients arrive in the dtype of the parameters, and are summed in it. Call it before TP cuts the parameters.
+    copied. Gradients arrive in the dtype of the parameters, and are summed in it. Call it before TP cuts them.
     """
     inside: set[torch.nn.Module] = set()
     for block in blocks:
