@@ -129,7 +129,7 @@ class TrainGroup:
         await self._all(lambda rank: self.executor.call(rank, RankWorker.export, path, tokenizer_from))
 
     async def save(self, folder: str, continues: bool = True) -> None:
-        """Start to write the training state into `folder`; training may continue only if `continues`."""
+        """Start to write the training state into `folder`; continues: see `TrainEngine.save`."""
         await self._all(lambda rank: self.executor.call(rank, RankWorker.save, folder, continues))
 
     async def finish_save(self) -> dict[str, FileFact]:

@@ -190,8 +190,7 @@ def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
     adapt(compared, facts, wide)
     parallelize(compared, wide)
     compared.lm.load_state_dict(model.lm.state_dict(), assign=True)
-    if recipe.mesh is not None and not is_sharded(fsdp_mesh(recipe.mesh)):
-        _tie(compared.lm, tied_names(model.lm))  # a state dict has a tied tensor twice, of which each would be copied
+    _tie(compared.lm, tied_names(model.lm))  # a state dict has a tied tensor twice, and each would be cast
     for module, same in zip(compared.lm.modules(), model.lm.modules(), strict=True):
         module._buffers.update(same._buffers)
     with as_config_error(facts.path), in_fp32(compared) if recipe.mesh is None else nullcontext():

@@ -5,7 +5,7 @@ parallelism). A module with matrices gathers its input's tokens, computes a part
 as they are scattered. Inside, all of it is the family's own code on local tensors, without a collective.
 
 So whatever a rank computes with a tensor that is not cut, such as a norm or a router, is a part of its gradient, and
-FSDP2 gets the sum over the axis: one all-reduce for all such tensors of a block.
+the parameter gets the sum over the axis: one all-reduce for all such tensors of a block.
 """
 
 from __future__ import annotations

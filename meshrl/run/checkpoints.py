@@ -59,7 +59,7 @@ class Checkpoints:
 
     async def save(self, step: int, saved: dict[str, Any], continues: bool = True) -> None:
         """Save the state after `step` finished steps, unless it is saved already. Waits for the previous save.
-        continues: the training, before the state is on disk.
+        continues: whether training goes on before the state is on disk.
 
         Raises: CheckpointError when the disk is full, and the error of the previous save.
         """

@@ -33,7 +33,7 @@ def describe_memory(config: RunConfig | SftRunConfig) -> str:
     texts = []
     for rank, lines in (("train rank", trainer), ("rank that samples", sampler)):
         if lines:
-            texts.append(f"# memory of a {rank}, without activations, gathered weights, logits and libraries:")
+            texts.append(f"# memory of a {rank}, without activations, gathered or cast weights, logits and libraries:")
             texts += [f"#   {label:<17}  {size}" for label, size in lines]
     if train.max_tokens_per_microbatch is None:
         tokens = micro_batch_tokens(config.model, train)

@@ -391,8 +391,8 @@ class TrainEngine:
     # ---- checkpoints
 
     def save(self, folder: str | Path, continues: bool = True) -> None:
-        """Start to write the full training state into `folder` (a collective). continues: it is copied in host memory,
-        so that training may continue meanwhile. Raises: CheckpointError."""
+        """Start to write the full training state into `folder` (a collective). continues: whether
+        training goes on meanwhile, so that the state is copied first. Raises: CheckpointError."""
         reshard(self.model)
         counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
         state = state_tensors(self.model.lm, self.optimizer, counters, self.device)
