@@ -74,6 +74,7 @@ def main() -> None:
 
 def compare(report: Report, args: Any, folder: Path) -> None:
     """Pairs of short runs; with --curve also one pair of long runs."""
+    compare_first_step(report, args, folder / "first_step")
     task = make_task(args, folder, args.steps)
     pairs: list[tuple[TrainingRun, TrainingRun]] = []
     for i in range(args.rounds):
@@ -90,7 +91,6 @@ def compare(report: Report, args: Any, folder: Path) -> None:
     report.bar("ratio_samples_per_s", speed, at_least=3.0)
     report.bar("ratio_peak_memory", memory, at_most=1.0)
     compare_lengths(report, pairs, samples(task))
-    compare_first_step(report, args, folder / "first_step")
     if args.curve:
         pairs = [pair(make_task(args, folder, 6 if args.smoke else 60), args, folder / "curve", first_trl=False)]
         record(report, "curve", pairs[0], task)
