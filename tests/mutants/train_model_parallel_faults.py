@@ -351,7 +351,7 @@ FAULTS = [
     ),
     Fault(
         "a tied head gets separate memory when a model leaves the meta device",
-        "meshrl/model/recipe.py::materialize",
+        "meshrl/model/recipe.py::_tie",
         "setattr(root.get_submodule(owner), leaf, root.get_parameter(name)) => root.get_submodule(owner), leaf",
         _WEIGHT_NAMES + "test_memory_for_a_model_keeps_its_ties_and_buffers[qwen2]",
     ),
