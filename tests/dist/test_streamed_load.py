@@ -271,6 +271,7 @@ def test_build_compares_the_scores(pool, tmp_path):
 _BUCKET = 8 << 20
 _ALLOWANCE = 12 << 20  # module objects, headers and buffers of gloo; seen: less than 2
 _PRODUCTS = 16 << 20  # copies of a matrix for a product, in an embedded engine; seen: 8
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def _written(path: Path, family: str, **changes: Any) -> Path:
@@ -292,8 +293,14 @@ def _memory_bytes(field: str) -> int:
     return int(line.split()[1]) << 10
 
 
+def _return_freed_matrices() -> None:
+    """Make malloc return them to the system at once, in place of holes in the heap that may not fit the next ones."""
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20) == 1
+
+
 def _growth(rank: int, world: int, folder: Path, warm_up: Path, full: bool) -> tuple[int, int]:
     """(growth of this process at its peak, in bytes; bytes of its shard)."""
+    _return_freed_matrices()
     _through_a_small_bucket(rank, world, warm_up, _BUCKET)  # memory of imports and of a first process group
     before = _memory_bytes("VmRSS")
     if full:
