@@ -2,8 +2,8 @@
 
     python benchmarks/weight_sync.py
 
-The weights are random, with Qwen2-0.5B's shape (988 MB in bf16); groups and executor are those of a run. Each rank is a
-process with its share of the cores:
+The weights are those of --model, or random ones with Qwen2-0.5B's shape (988 MB in bf16); groups and executor are
+those of a run. Each rank is a process with its share of the cores:
 
     colocated_1                one rank that trains and samples; it writes its sampler's tensors in place
     colocated_2                two such ranks, over shared memory
@@ -21,7 +21,8 @@ The time of a delta is compared with the search for changes, which any exact del
 with the weights that were sent before, and find the places that differ. Extra memory: the buffers of a sync, plus the
 peak increase of the resident size of all processes during a sync.
 
-One rank that trains and samples writes everything, so colocated_1 has no delta.
+A run reports the share of its weights that change as sync/changed_elements; give it as --changed. One rank that trains
+and samples writes everything, so colocated_1 has no delta.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ TOPOLOGIES: dict[str, tuple[int, int, str]] = {  # name -> (train ranks, separat
     "broadcast_2_1": (2, 1, "broadcast"),
     "other_machine_2_1": (2, 1, "auto"),
 }
-CHANGED = 0.02
 MAX_LOAD = 0.5
 CONTENDERS = (*bare_sync.BARE, "wire", "proven", "delta")
 
@@ -121,7 +121,7 @@ async def measure(report: Report, name: str, bench: Bench, args: Any) -> None:
             await bench.set_keep_base(contender == "delta")
             if contender == "delta":
                 await bench.sync()
-                await bench.everywhere(bench.train_ranks, bare_sync.change_weights, CHANGED, i)
+                await bench.everywhere(bench.train_ranks, bare_sync.change_weights, args.changed, i)
                 scan = max(await bench.everywhere(bench.train_ranks, bare_sync.find_changes))
             seconds = await bench.sync("proven" if contender == "delta" else contender)
             if contender not in bare_sync.BARE:
@@ -222,6 +222,7 @@ async def run(report: Report, args: Any) -> None:
 def main() -> None:
     p = parser(__doc__, rounds=7)
     p.add_argument("--only", nargs="+", choices=list(TOPOLOGIES), help="only these topologies")
+    p.add_argument("--changed", type=float, default=0.02, help="share of the weights that change for a delta (0.02)")
     p.add_argument("--bucket-mib", type=int, default=64, help="rollout.sync_bucket_bytes, in MiB (default 64)")
     p.add_argument("--quiet-s", type=float, default=600.0, help="longest wait for an idle machine (default 600)")
     args = p.parse_args()

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import LORA, engine_over
-from tiny_models import tiny_qwen2
+from tiny_models import tiny_lm, tiny_qwen2
 from tiny_samples import random_samples, weigh
 
 from meshrl.algo.losses import sft_loss
@@ -23,6 +23,7 @@ from meshrl.parallel.mesh import build_mesh
 from meshrl.train.engine import TrainEngine
 
 BF16 = torch.bfloat16
+FAMILIES = ("mixtral", "deepseek_v3", "ernie4_5_moe", "gemma3_text", "qwen3_next", "mamba2", "minimax")
 ROWS = [[0, 1], [2], [3, 4, 5]]  # micro-batches
 
 
@@ -42,7 +43,7 @@ def _step(engine: TrainEngine) -> dict[str, Any]:
     result = engine.forward_backward(batches, sft_loss)
     named = dict(engine.model.lm.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
-    grads = {name: full_tensor(p.grad).clone() for name, p in trained.items()}
+    grads = {name: full_tensor(p.grad).clone() for name, p in trained.items() if p.grad is not None}
     engine.optim_step(1e-2)
     return {
         "scored": {row: torch.from_numpy(values) for row, values in scored.items()},
@@ -53,20 +54,17 @@ def _step(engine: TrainEngine) -> dict[str, Any]:
     }
 
 
-def _both(rank: int, world: int, lora: bool, settings: dict[str, Any]) -> dict[str, Any]:
+def _both(rank: int, world: int, lora: bool, settings: dict[str, Any], family: str = "") -> dict[str, Any]:
     """The step with our copies, and with FSDP2."""
     found = {}
     for name, sharded in (("copies", False), ("fsdp", True)):
         with patch.object(recipe, "is_sharded", lambda mesh, sharded=sharded: sharded):
-            found[name] = _step(engine_over(_model(lora), world, settings, BF16))
+            lm = tiny_lm(family) if family else _model(lora)
+            found[name] = _step(engine_over(lm, world, settings, BF16))
     return found
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-def test_a_step_in_bf16_equals_that_of_fsdp2_to_the_bit(pool, lora, checkpointing):
-    (found,) = pool.run(_both, 1, lora, {"activation_checkpointing": checkpointing})
-    copies, fsdp = found["copies"], found["fsdp"]
+def _require_same_bits(copies: dict[str, Any], fsdp: dict[str, Any]) -> None:
     assert {grad.dtype for grad in copies["gradients"].values()} == {torch.float32}
     assert copies["frozen gradients"] == []
     for part in ("scored", "logprobs", "gradients", "parameters"):
@@ -75,9 +73,23 @@ def test_a_step_in_bf16_equals_that_of_fsdp2_to_the_bit(pool, lora, checkpointin
             assert torch.equal(copies[part][name], value), f"{part} of {name}"
 
 
-def test_a_step_in_bf16_under_tensor_parallelism_is_near_fsdp2s(pool):
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_a_step_in_bf16_equals_that_of_fsdp2_to_the_bit(pool, lora, checkpointing):
+    (found,) = pool.run(_both, 1, lora, {"activation_checkpointing": checkpointing})
+    _require_same_bits(**found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_state_layers_and_windows_in_bf16_equal_fsdp2_to_the_bit(pool, family):
+    (found,) = pool.run(_both, 1, False, {"activation_checkpointing": False}, family)
+    _require_same_bits(**found)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA, checkpointed"])
+def test_a_step_in_bf16_under_tensor_parallelism_is_near_fsdp2s(pool, lora):
     """FSDP2 would round the parameters before they are shared out, and their gradients' sums once more."""
-    for found in pool.run(_both, 2, False, {"mesh": {"tp": 2}, "activation_checkpointing": False}):
+    for found in pool.run(_both, 2, lora, {"mesh": {"tp": 2}, "activation_checkpointing": lora}):
         for name, want in found["fsdp"]["gradients"].items():
             got = found["copies"]["gradients"][name]
             assert got.dtype == torch.float32
