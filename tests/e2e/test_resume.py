@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from meshrl.run import start
 from meshrl.run.folder import choose_start
 from meshrl.tools.report.page import write_report
 from meshrl.train import checkpoint, engine
+from meshrl.train.checkpoint import stage
 from meshrl.train.checkpoint_files import require_space, states
 
 pytestmark = pytest.mark.timeout(300)
@@ -68,8 +70,26 @@ def train_inline(config: Path, name: str, *overrides: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: Path) -> Path:
-    return train_inline(config, "undisturbed", "loop.save_every_steps=1", "run.keep_checkpoints=100")
+def undisturbed_and_copied(config: Path) -> tuple[Path, list[bool]]:
+    """The folder of a run, and of each state that it saved whether it was copied first."""
+    copied = list[bool]()
+
+    def recorded(*args: Any, copy: bool) -> Any:
+        copied.append(copy)
+        return stage(*args, copy=copy)
+
+    with patch.object(engine, "stage", recorded):
+        folder = train_inline(config, "undisturbed", "loop.save_every_steps=1", "run.keep_checkpoints=100")
+    return folder, copied
+
+
+@pytest.fixture(scope="module")
+def undisturbed(undisturbed_and_copied: tuple[Path, list[bool]]) -> Path:
+    return undisturbed_and_copied[0]
+
+
+def test_only_a_state_with_which_training_goes_on_is_copied_before_it_is_written(undisturbed_and_copied):
+    assert undisturbed_and_copied[1] == [True] * (NUM_STEPS - 1) + [False]
 
 
 def assert_same_run(folder: Path, other: Path, num_steps: int = NUM_STEPS, evals: bool = True) -> None:
