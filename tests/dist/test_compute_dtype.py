@@ -133,7 +133,7 @@ class _Tied(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16, bias=False)
+        self.embedding, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
         self.head.weight = self.embedding.weight
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
         self.seen: list[torch.Tensor] = []
@@ -142,7 +142,7 @@ class _Tied(torch.nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        self.seen = [self.embedding.weight, self.head.weight]
+        self.seen = [self.embedding.weight, self.head.weight, self.head.bias, self.blocks[0].weight]
         return self.head(x)
 
 
@@ -153,6 +153,7 @@ def test_each_forward_copies_the_parameters_that_the_modules_then_have():
     masters = dict(model.named_parameters())
     first = model(tokens)
     assert first.dtype == BF16 and model.seen[0] is model.seen[1] and model.seen[0].dtype == BF16
+    assert model.seen[3] is masters["blocks.0.weight"], "a block copies its own, while it computes"
     assert dict(model.named_parameters()) == masters
     first.sum().backward()
     assert {p.grad.dtype for p in masters.values()} == {torch.float32}
@@ -160,6 +161,15 @@ def test_each_forward_copies_the_parameters_that_the_modules_then_have():
         for p in masters.values():
             p.mul_(1.5)
     assert not torch.equal(model(tokens), first)
+
+
+def test_a_copy_of_a_frozen_parameter_gets_no_gradient():
+    model = _Tied()
+    compute_in(BF16, model, list(model.blocks))
+    model.embedding.weight.requires_grad_(False)
+    model(torch.arange(16)).sum().backward()
+    assert [tensor.requires_grad for tensor in model.seen] == [False, False, True, True]
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {"embedding.weight"}
 
 
 def test_an_error_in_a_forward_leaves_the_parameters_in_place():
