@@ -11,6 +11,7 @@ import torch
 from harness import LORA, engine_over
 from tiny_models import tiny_lm, tiny_qwen2
 from tiny_samples import random_samples, weigh
+from torch.distributed.fsdp import FSDPModule
 
 from meshrl.algo.losses import sft_loss
 from meshrl.config.model import ModelConfig
@@ -121,10 +122,12 @@ def _without_copies(rank: int, world: int) -> list[str]:
     mesh = build_mesh((1, 1, 1, 1), "cpu")
     cfg = TrainConfig(activation_checkpointing=False)  # it replaces the forward of each block, too
     engine = TrainEngine.wrap(_model(False), cfg, mesh, "policy", torch.float32)
-    return [name for name, module in engine.model.named_modules() if "forward" in vars(module)]
+    changed = [name for name, module in engine.model.named_modules() if "forward" in vars(module)]
+    return changed + [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def test_parameters_of_the_compute_dtype_are_not_copied(pool):
+def test_one_rank_computes_with_its_parameters_where_they_have_the_compute_dtype(pool):
+    """Without copies, and without FSDP2."""
     assert pool.run(_without_copies, 1) == [[]]
 
 
