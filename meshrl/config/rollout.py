@@ -173,8 +173,8 @@ class RolloutConfig(Slice):
     max_context_tokens: int | None = Field(None, ge=1)
     """limit of prompt + answer in tokens; null = the model's max_position_embeddings"""
     sync_bucket_bytes: int | None = Field(None, ge=1024, le=1 << 31)
-    """limit in bytes of the weights that all senders together have in transfer at one time; a sync needs twice this
-    memory; null = 64 MiB in host memory, 1 GiB on accelerators"""
+    """limit in bytes of the weights that all senders together have in transfer at one time; all senders together need
+    twice this memory, by broadcast each rank does; null = 64 MiB in host memory, 1 GiB on accelerators"""
     sync_mode: Literal["full", "delta"] = "full"
     """full = send all weights; delta = send only weights that changed since the last sync, if the sampler has that
     version. delta sends fewer bytes, but needs one more copy of the weights in the sampler's dtype, sharded over the

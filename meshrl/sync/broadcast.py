@@ -1,5 +1,6 @@
 """Transfers by broadcast, over gloo or the accelerator's own backend, in one process group of all senders and
-receivers. A sender sends its bytes once, whatever the number of receivers; it gets the transfers of other senders, too.
+receivers. A sender sends its bytes once, whatever the number of receivers. It gets the transfers of other senders, too,
+and has memory for each, because gloo forwards them from there: two buckets of memory in each rank.
 
 A group can't be joined later, so a rank that replaces a failed one needs a new group. An unfinished broadcast ends with
 its group.
