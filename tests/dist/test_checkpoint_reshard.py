@@ -57,6 +57,22 @@ def _step(engine: TrainEngine, rank: int, world: int, seed: int) -> None:
     engine.optim_step(1e-2)
 
 
+def _changed_by_training(rank: int, world: int, copy: bool) -> list[bool]:
+    """Of each tensor that was staged, whether the next step changes it."""
+    engine = engine_over(tiny_qwen2(), world)
+    slices = stage({name: p.detach() for name, p in engine.model.lm.named_parameters()}, copy=copy)
+    before = [each.data.clone() for each in slices]
+    _step(engine, rank, world, seed=1)
+    return [not torch.equal(each.data, data) for each, data in zip(slices, before, strict=True)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_does_not_change_a_state_that_was_copied(pool, world):
+    """Without a copy, which is for the last state only, it would, so the test can fail."""
+    assert not any(any(changed) for changed in pool.run(_changed_by_training, world, True))
+    assert all(any(changed) for changed in pool.run(_changed_by_training, world, False))
+
+
 def _full_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
     reshard(engine.model)
     state = {name: full_tensor(p.detach()).clone() for name, p in engine.model.lm.named_parameters()}
