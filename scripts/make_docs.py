@@ -37,27 +37,22 @@ columns of the row.
 """
 
 
-def _beginning(name: str, source: str) -> list[str]:
+def _beginning(name: str, source: str) -> str:
     """The page's hand-written beginning, unchanged, and the mark at its end."""
     page, line = ROOT / "docs" / name, MARK.format(source)
     beginning, mark, _ = page.read_text(encoding="utf-8").partition(line)
     if not mark:
         sys.exit(f"{page}: the line {line!r} is missing; insert it where the tables should begin")
-    return [f"{beginning}{mark}", ""]
+    return beginning + mark
 
 
 def config() -> str:
     """A table for each top-level section."""
-    lines = _beginning("config.md", "meshrl/config")[:1]
+    lines = [_beginning("config.md", "meshrl/config")]
     for path, key in every_key().items():
         if "." not in path:
-            lines += [
-                "",
-                f"## {path}: {key.text}",
-                "",
-                "| key | type | default | meaning |",
-                "| --- | --- | --- | --- |",
-            ]
+            lines += ["", f"## {path}: {key.text}", ""]
+            lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         elif is_listed(key):
             default = "required" if key.default is None else f"`{key.default}`"
             row = (f"`{path}`", key.allowed, default, key.text + now_only(path))
@@ -67,7 +62,7 @@ def config() -> str:
 
 def metrics() -> str:
     """A table for each section of the glossary."""
-    lines = _beginning("metrics.md", "meshrl/monitor/glossary.json")
+    lines = [_beginning("metrics.md", "meshrl/monitor/glossary.json"), ""]
     for title, intro, entries in SECTIONS:
         lines += [f"## {title}", ""] + [textwrap.fill(intro, 118), ""] * bool(intro)
         lines += ["| name | unit | healthy | when it isn't |", "| --- | --- | --- | --- |"]
