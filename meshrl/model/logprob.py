@@ -16,9 +16,10 @@ from meshrl.core.device import has_triton
 from meshrl.model import prepack
 from meshrl.parallel.exchange import Axis, gathered_values
 
-SAVED_LOGITS = 1 << 24  # of a single chunk on an accelerator that a forward may store: 64 MiB
 CHUNK_LOGITS = 1 << 28  # logits of a chunk on an accelerator, of which about three copies exist
-CHUNK_LOGITS_ON_CPU = 1 << 25  # logits of a chunk on a CPU, of which two copies exist
+CHUNK_LOGITS_ON_CPU = 1 << 25  # logits of a chunk on a CPU
+SAVED_LOGITS = 1 << 24  # that a forward may store on an accelerator: 64 MiB
+SAVED_LOGITS_ON_CPU = 1 << 27  # 512 MiB
 BLOCK_LOGITS = 1 << 20  # of a chunk that a CPU works on at a time, in its cache
 
 
@@ -83,14 +84,17 @@ def token_logprobs(
     """Logprobs of targets at each token's own temperature, and the entropy of the same distribution.
 
     hidden [N, D] is the state BEFORE each target; targets int64[N]; temperature [N], where 0 (greedy) scores as 1.
-    chunk_tokens: tokens whose logits exist at one time; None = as many as have CHUNK_LOGITS logits
-    (CHUNK_LOGITS_ON_CPU). vocabulary: of a head that has only a part of it.
+    chunk_tokens: tokens whose logits exist at one time; None = all, if a forward may store their logits for the
+    backward pass, else as many as have CHUNK_LOGITS logits (CHUNK_LOGITS_ON_CPU). vocabulary: of a head that has only a
+    part of it.
     Returns float32 [N] (float64 for fp64 models), differentiable in hidden and the head; logp <= 0, 0 <= H <= log V.
     """
     temperature = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
     if chunk_tokens is None:
         limit = CHUNK_LOGITS_ON_CPU if hidden.device.type == "cpu" else CHUNK_LOGITS
-        chunk_tokens = max(1, limit // head.weight.shape[0])
+        trains = torch.is_grad_enabled() and hidden.requires_grad
+        is_stored = trains and head.softcap is None and _may_store(hidden, head.weight)
+        chunk_tokens = max(1, len(hidden) if is_stored else limit // head.weight.shape[0])
     function: type[torch.autograd.Function] = _ChunkedLogprob
     if hidden.dtype == head.weight.dtype and hidden.dtype.itemsize == 2 and has_triton(hidden.device):
         from meshrl.model.kernels import TiledLogprob as function
@@ -121,19 +125,18 @@ def _over_full_vocabulary(
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """Logprobs, entropies, and logs of the sums of exp(logits). Forward stores no logits, backward recomputes each
-    chunk's: peak memory is one chunk [C, V]. A single chunk is stored, on accelerators up to SAVED_LOGITS. The products
-    of the backward pass are in the dtype of the weight."""
+    """Logprobs, entropies, and logs of the sums of exp(logits). A single chunk's logits are stored if `_may_store`
+    allows it, and the first backward pass overwrites them. Otherwise forward stores none, and backward recomputes each
+    chunk's: peak memory is one chunk [C, V]. The products of the backward pass are in the dtype of the weight."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, chunk, want_entropy):  # type: ignore[override]
         head = Head(_wide_on_cpu(weight), bias, scale, softcap)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        on_cpu = hidden.device.type == "cpu"
-        is_small = on_cpu or hidden.shape[0] * weight.shape[0] <= SAVED_LOGITS
-        save = ctx.needs_input_grad[0] and softcap is None and hidden.shape[0] <= chunk and is_small
-        saved = None
-        flat = on_cpu and bool((temperature == 1).all())  # accelerators would have to wait
+        single = hidden.shape[0] <= chunk and _may_store(hidden, weight)
+        save = ctx.needs_input_grad[0] and softcap is None and single
+        ctx.stored = None
+        flat = hidden.device.type == "cpu" and bool((temperature == 1).all())  # accelerators would have to wait
         logp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         ent = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
         sums = torch.empty_like(logp)
@@ -149,33 +152,34 @@ class _ChunkedLogprob(torch.autograd.Function):
                     logq = z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
                 if want_entropy:
                     ent[rows] = (logq.exp() * logq).sum(-1).neg_().clamp_(min=0)
-            saved = chunk_logits if save else None
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, saved)
+            ctx.stored = chunk_logits if save else None
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature)
         ctx.set_materialize_grads(False)  # an entropy that is only a metric has no backward
         ctx.facts = (scale, softcap, chunk, flat)
         return logp, ent, sums
 
     @staticmethod
     def backward(ctx, grad_logp, grad_ent, grad_lse):  # type: ignore[override]
-        hidden, weight, bias, targets, temperature, saved = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature = ctx.saved_tensors
         scale, softcap, chunk, flat = ctx.facts
+        stored, ctx.stored = ctx.stored, None
+        is_stored = stored is not None
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
-        head = Head(weight if saved is not None else _wide_on_cpu(weight), bias, scale, softcap)
+        head = Head(weight if is_stored else _wide_on_cpu(weight), bias, scale, softcap)
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
             x = hidden[part]
-            chunk_logits = head.logits(x) if saved is None else saved
-            low = torch.empty(0)
+            chunk_logits, stored = stored if is_stored else head.logits(x), None
             for rows, logq in _blocks(chunk_logits, a):
                 t, slope = temperature[rows, None].to(dtype), None
-                if saved is None:
+                if not is_stored:
                     slope = None if softcap is None else 1 - (logq / softcap) ** 2
                     logq = logq if flat else logq.div_(t)
                     logq.sub_(torch.logsumexp(logq, dim=-1, keepdim=True))
-                p = logq.exp_() if saved is None and grad_ent is None else logq.exp()
+                p = logq.exp_() if grad_ent is None else logq.exp()
                 entropy = None if grad_ent is None else _entropy_slope(logq, p) * grad_ent[rows, None]
                 g = torch.zeros_like(t) if grad_logp is None else grad_logp[rows, None].to(dtype)
                 of_sum = -g if grad_lse is None else grad_lse[rows, None].to(dtype) - g
@@ -190,17 +194,21 @@ class _ChunkedLogprob(torch.autograd.Function):
                     dz *= scale
                 if grad_bias is not None:
                     grad_bias += dz.sum(0)
-                if len(dz) == len(chunk_logits):  # the only block, without another copy
-                    low = dz.to(weight.dtype)
-                else:
-                    low = low if len(low) else torch.empty_like(chunk_logits, dtype=weight.dtype)
-                    low[rows.start - a : rows.stop - a] = dz
+                if dz is not logq:
+                    logq.copy_(dz)
+            low = chunk_logits.to(weight.dtype)
             del chunk_logits, logq, p, dz, entropy
             grad_hidden[part] = low @ weight
             if grad_weight is not None:
                 grad_weight += low.T @ x.to(weight.dtype)
         grads = [None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)]
         return grad_hidden, *grads, None, None, None, None, None, None, None
+
+
+def _may_store(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the memory for these tokens' logits is a good price for not computing them again."""
+    limit = SAVED_LOGITS_ON_CPU if hidden.device.type == "cpu" else SAVED_LOGITS
+    return hidden.shape[0] * weight.shape[0] <= limit
 
 
 def _wide_on_cpu(weight: torch.Tensor) -> torch.Tensor:

@@ -200,16 +200,50 @@ class _Copies(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_cpu_needs_two_copies_of_a_chunk(dtype):
-    """The logits, and their gradient in the dtype of the weight; all between them are of a block."""
+@pytest.mark.parametrize(
+    ("dtype", "copies_of_a_chunk"), [(torch.float32, 1), (torch.bfloat16, 2)], ids=["fp32", "bf16"]
+)
+def test_how_many_copies_of_a_chunk_a_cpu_needs(dtype, copies_of_a_chunk):
+    """Logits, which their gradient overwrites, and a copy if the weight has another dtype; all between are of a
+    block."""
     tokens, vocab, dim = 64, 1000, 16
     hidden, weight = (torch.randn(n, dim).to(dtype).requires_grad_() for n in (tokens, vocab))
     with _Copies(tokens * vocab) as copies:
         targets, temperature = torch.randint(vocab, (tokens,)), torch.full((tokens,), 0.7)
         logp, ent = logprob.token_logprobs(hidden, Head(weight), targets, temperature, entropy=True)
         (logp.sum() + ent.sum()).backward()
-    assert copies.count == 2
+    assert copies.count == copies_of_a_chunk
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_second_backward_pass_gives_the_same_gradient(with_entropy):
+    """The first one overwrites stored logits, in blocks or through a copy."""
+    x = _inputs(torch.float64)
+    hidden = x["hidden"].requires_grad_()
+    logp, ent = token_logprobs(hidden, Head(x["weight"]), x["targets"], x["temperature"], chunk_tokens=7, entropy=True)
+    total = logp.sum() + (ent.sum() if with_entropy else 0)
+    (first,), (second,) = (torch.autograd.grad(total, hidden, retain_graph=True) for _ in range(2))
+    dense = _dense({**x, "hidden": hidden})
+    (want,) = torch.autograd.grad(dense[0].sum() + (dense[1].sum() if with_entropy else 0), hidden)
+    torch.testing.assert_close(first, want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(second, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("limit", "num_products"), [(N * V, 1), (N * V - 1, 8)])
+def test_logits_are_stored_for_the_backward_pass_up_to_a_limit(monkeypatch, limit, num_products):
+    """Above it, the forward and the backward pass compute them in chunks: here 4 of at most 6 tokens."""
+    monkeypatch.setattr(logprob, "SAVED_LOGITS_ON_CPU", limit)
+    monkeypatch.setattr(logprob, "CHUNK_LOGITS_ON_CPU", 6 * V)
+    sizes = []
+    computed = Head.logits
+    monkeypatch.setattr(Head, "logits", lambda self, hidden: sizes.append(len(hidden)) or computed(self, hidden))
+    x = _inputs(torch.float32)
+    logp, _ = logprob.token_logprobs(x["hidden"].requires_grad_(), Head(x["weight"]), x["targets"], x["temperature"])
+    logp.sum().backward()
+    assert len(sizes) == num_products and sum(sizes) == N * (1 if num_products == 1 else 2)
+    with torch.no_grad():
+        logprob.token_logprobs(x["hidden"], Head(x["weight"]), x["targets"], x["temperature"])
+    assert max(sizes[num_products:]) == 6, "without a gradient nothing is stored"
 
 
 def test_an_accelerator_without_our_kernels_needs_one_copy_of_a_chunk_in_each_pass():
