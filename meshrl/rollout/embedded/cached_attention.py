@@ -2,7 +2,7 @@
 its KV cache.
 
 Letters: T tokens of the step, N running rows, H query heads, K key/value heads, D head size, C columns of scores
-(the positions of all tiles that are read), W positions of a tile.
+(the positions of all tiles that are read), W positions of a tile that are read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from meshrl.model.attention_kernels import probabilities, visible, wide_product
 from meshrl.model.state_cache import StateCache
 from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, TileTable, Write, plan_writes, rows_of_tiles
 from meshrl.rollout.embedded.step_arrays import StepArrays
+
+COLUMNS = 16  # the last tile is read up to a multiple of this many positions
 
 
 class PrefillAttention(PackedAttention):
@@ -65,17 +67,18 @@ class DecodeAttention:
     """One new token for each of the N leading rows of a store: its key and value are written, then it attends to all
     positions of its row. lengths int[N]: positions of each row, including the new token.
 
-    Batched matrix products over full tiles: on CPUs 1.4 (float32) to 6 times (bfloat16, a key head for each query head)
-    as fast as SDPA, which is optimized for many queries per row. The dtypes are those of PyTorch's fused kernels, with
-    which the trainer scores, on each device: scores, softmax and sums over tiles in fp32, and probabilities rounded to
-    the dtype of the model. A device differs only in the dtype of the tiles, which rounds nothing, and in how
-    `wide_product` is computed.
+    Batched matrix products over tiles, the last one as far as the longest row: on CPUs 1.4 (float32) to 6 times
+    (bfloat16, a key head for each query head) as fast as SDPA, which is optimized for many queries per row. The dtypes
+    are those of PyTorch's fused kernels, with which the trainer scores, on each device: scores, softmax and sums over
+    tiles in fp32, and probabilities rounded to the dtype of the model. A device differs only in the dtype of the tiles,
+    which rounds nothing, and in how `wide_product` is computed.
     """
 
     def __init__(self, store: KVStore, lengths: np.ndarray, arrays: StepArrays):
         self.store = store
+        end = -(-int(lengths.max()) // COLUMNS) * COLUMNS  # of the columns that are read
         self.tiles = [
-            (rows, slice(int(STARTS[t]), int(STARTS[t + 1]))) for t, rows in enumerate(rows_of_tiles(lengths))
+            (rows, slice(int(STARTS[t]), min(int(STARTS[t + 1]), end))) for t, rows in enumerate(rows_of_tiles(lengths))
         ]
         self.writes = plan_writes(np.arange(len(lengths)), lengths - 1, arrays)
         store.reserve([rows for rows, _ in self.tiles])
@@ -88,7 +91,7 @@ class DecodeAttention:
         self.write(layer, k, v)
         num_rows, heads, size = q.shape
         kv_heads = k.shape[1]
-        tiles = [self.store.read(layer, t, rows) for t, (rows, _) in enumerate(self.tiles)]
+        tiles = [self.store.read(layer, t, rows, part.stop - part.start) for t, (rows, part) in enumerate(self.tiles)]
         dtype = tiles[0][1].dtype
         q = q.to(dtype).reshape(num_rows * kv_heads, -1, size)  # query heads of one key head share a product
         scores = self._scores(q, [keys for keys, _ in tiles], kv_heads, spec)

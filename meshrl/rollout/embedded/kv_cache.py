@@ -7,6 +7,9 @@ views into rows of full capacity, and growing copies nothing. Short rows cost le
 first: `arrange` sorts them when needed. A row also has the states of layers such as linear attention, whatever its
 length.
 
+On a CPU, a key's numbers are W apart, because the product of few queries with keys in the memory order [D, W] is twice
+as fast: the library copies them to that order otherwise.
+
 On a CPU, 16-bit keys and values are stored in fp32, which rounds nothing: products in bf16 take twice as long for a few
 rows, and are not faster for many.
 
@@ -54,14 +57,14 @@ class Write:
     rows: Callable[[], torch.Tensor]  # int64[N, 1]
     positions: Callable[[], torch.Tensor]  # int64[N, 1], within the tile
     source: Callable[[], torch.Tensor] | None  # int64[N]
-    _index: dict[int, torch.Tensor] = field(default_factory=dict)
+    _index: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def index(self, heads: int) -> torch.Tensor:
-        """int64[N, heads]: index of each token in the tile, seen as [R * heads * W, D]; the same for all layers."""
+    def index(self, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each int64[N, heads]: index of each token in the tile, seen as [R * heads, W, D]; the same for all layers."""
         if heads not in self._index:
             rows = self.rows()
             head = torch.arange(heads, device=rows.device)
-            self._index[heads] = (rows * heads + head) * self.width + self.positions()
+            self._index[heads] = rows * heads + head, self.positions().expand(-1, heads)
         return self._index[heads]
 
 
@@ -125,8 +128,8 @@ class KVStore:
         self.layers: dict[int, Tiles] = {}
         self.states: dict[int, dict[str, torch.Tensor]] = {}  # of a layer, by name: [R, ...]
         # Views of the tiles by (layer, tile), made once rather than for every token: for reading, with their number of
-        # rows, and for writing. They are dropped together with their tile.
-        self._reads: dict[tuple[int, int], tuple[int, torch.Tensor, torch.Tensor]] = {}
+        # rows and positions, and for writing. They are dropped together with their tile.
+        self._reads: dict[tuple[int, int], tuple[tuple[int, int], torch.Tensor, torch.Tensor]] = {}
         self._writable: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.num_changes = 0  # of the tiles' addresses
 
@@ -170,20 +173,19 @@ class KVStore:
         for w in writes:
             tiles = self._tile(layer, w.tile, w.num_rows, k, v)
             if (layer, w.tile) not in self._writable:
-                self._writable[layer, w.tile] = tiles[0].view(-1, k.shape[2]), tiles[1].view(-1, v.shape[2])
-            index = (w.index(k.shape[1]),)
+                self._writable[layer, w.tile] = tiles[0].flatten(0, 1), tiles[1].flatten(0, 1)
+            index = w.index(k.shape[1])
             for target, x in zip(self._writable[layer, w.tile], (k, v), strict=True):
                 x = x if w.source is None else x.index_select(0, w.source())
                 target.index_put_(index, x.to(target.dtype))
 
-    def read(self, layer: int, tile: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The leading rows of a tile in the shapes for matrix products: keys [num_rows * heads, D, W], values
-        [num_rows * heads, W, Dv]."""
-        cached = self._reads.get((layer, tile))
-        if cached is None or cached[0] != num_rows:
-            keys, values = self.layers[layer][tile]
-            cached = num_rows, keys[:num_rows].flatten(0, 1).transpose(1, 2), values[:num_rows].flatten(0, 1)
-            self._reads[layer, tile] = cached
+    def read(self, layer: int, tile: int, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The leading rows and positions of a tile in the shapes for matrix products: keys [num_rows * heads, D,
+        width], values [num_rows * heads, width, Dv]."""
+        cached, size = self._reads.get((layer, tile)), (num_rows, width)
+        if cached is None or cached[0] != size:
+            keys, values = (x[:num_rows].flatten(0, 1)[:, :width] for x in self.layers[layer][tile])
+            cached = self._reads[layer, tile] = size, keys.transpose(1, 2), values
         return cached[1], cached[2]
 
     def keys_of_row(self, layer: int, row: int, length: int) -> torch.Tensor:
@@ -212,7 +214,7 @@ class KVStore:
             for layer, tiles in source.layers.items():
                 targets = self._tile(layer, t, num_rows, *(x[0].transpose(0, 1) for x in tiles[t]))
                 for x, taken in zip(targets, tiles[t], strict=True):
-                    x.index_copy_(0, new, taken.index_select(0, old))
+                    _in_memory(x).index_copy_(0, new, _in_memory(taken).index_select(0, old))
 
     def copy_states(self, source: KVStore, copies: Sequence[RowCopy]) -> None:
         """As copy_rows, without keys and values."""
@@ -244,7 +246,7 @@ class KVStore:
         tiles = self.layers.setdefault(layer, [])
         while len(tiles) <= index:
             width = int(STARTS[len(tiles) + 1] - STARTS[len(tiles)])
-            tiles.append((_empty(k, width), _empty(v, width)))
+            tiles.append((_empty(k, width, k.device.type == "cpu"), _empty(v, width)))
         if tiles[index][0].shape[0] < num_rows:
             tiles[index] = (_grown(tiles[index][0], num_rows), _grown(tiles[index][1], num_rows))
             self._reads.pop((layer, index), None)
@@ -294,8 +296,17 @@ class TileTable:
         self.tables.copy_(sent)
 
 
-def _empty(like: torch.Tensor, width: int) -> torch.Tensor:
-    return like.new_empty((0, like.shape[-2], width, like.shape[-1]), dtype=tile_dtype(like.device, like.dtype))
+def _empty(like: torch.Tensor, width: int, by_number: bool = False) -> torch.Tensor:
+    """A tile without rows. by_number: its memory order is [R, heads, D, W]."""
+    dtype, size = tile_dtype(like.device, like.dtype), like.shape[-1]
+    shape = (size, width) if by_number else (width, size)
+    tile = like.new_empty((0, like.shape[-2], *shape), dtype=dtype)
+    return tile.transpose(2, 3) if by_number else tile
+
+
+def _in_memory(tile: torch.Tensor) -> torch.Tensor:
+    """The view of a tile in its memory order."""
+    return tile if tile.stride(-1) == 1 else tile.transpose(2, 3)
 
 
 def tile_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -304,9 +315,10 @@ def tile_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def _grown(tile: torch.Tensor, num_rows: int) -> torch.Tensor:
-    grown = tile.new_zeros((_room(num_rows), *tile.shape[1:]))  # 0 * NaN would be NaN
-    grown[: tile.shape[0]] = tile
-    return grown
+    stored = _in_memory(tile)
+    grown = stored.new_zeros((_room(num_rows), *stored.shape[1:]))  # 0 * NaN would be NaN
+    grown[: len(stored)] = stored
+    return grown if stored is tile else grown.transpose(2, 3)
 
 
 def _room(num_rows: int) -> int:
