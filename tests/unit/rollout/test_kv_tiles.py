@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshrl.rollout.embedded.cached_attention import DecodeAttention
 from meshrl.rollout.embedded.kv_cache import MAX_WASTE, STARTS, KVStore, arrange, plan_writes, rows_of_tiles
 from meshrl.rollout.embedded.step_arrays import StepArrays
 
@@ -107,3 +108,32 @@ def test_copied_rows_are_the_rows_of_the_other_store():
     store.copy_rows(source, [(0, 1, 3), (1, 0, 70), (2, 0, 70)], CPU)
     assert contents(store, 0, 3, 1) == [201, 202, 203]
     assert contents(store, 1, 70, 0) == contents(store, 2, 70, 1) == list(range(1, 71))
+
+
+def test_a_product_reads_keys_and_values_as_they_are_in_memory():
+    """Also after rows have joined and moved to another store: a library that multiplies few queries would copy keys
+    whose numbers are next to each other, in each step."""
+    length, source, store = 140, KVStore(), KVStore()
+    k, v = torch.randn(length, HEADS, K_SIZE), torch.randn(length, HEADS, V_SIZE)
+    for row in range(3):
+        writes = plan_writes(np.full(length, row), np.arange(length), StepArrays(CPU))
+        source.write(0, k + row, v + row, writes)
+    store.copy_rows(source, [(0, 2, length), (1, 1, length)], CPU)
+    for tile, (start, width) in enumerate(((0, 128), (128, 12))):
+        keys, values = store.read(0, tile, 2, width)
+        assert keys.shape == (2 * HEADS, K_SIZE, width) and values.shape == (2 * HEADS, width, V_SIZE)
+        assert keys.stride(2) == 1 and values.stride(2) == 1
+        for i, row in enumerate((2, 1)):
+            heads, part = slice(i * HEADS, (i + 1) * HEADS), slice(start, start + width)
+            assert torch.equal(keys[heads], k[part].permute(1, 2, 0) + row)
+            assert torch.equal(values[heads], v[part].transpose(0, 1) + row)
+
+
+def test_the_last_tile_is_read_as_far_as_the_longest_row():
+    def read(*lengths):
+        attention = DecodeAttention(KVStore(), np.array(lengths), StepArrays(CPU))
+        return [(rows, part.start, part.stop) for rows, part in attention.tiles]
+
+    assert read(128, 20) == [(2, 0, 128)]
+    assert read(129, 20) == [(2, 0, 128), (1, 128, 144)]
+    assert read(3, 17) == [(2, 0, 32)]

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import write_run
 
 from meshrl.cli import main
+from meshrl.cluster import actors
 
 INLINE = "cluster.executor=inline"
 
@@ -51,3 +53,17 @@ def test_supervised_training_prints_its_start_its_steps_and_its_end_as_train_doe
     assert [line.partition("  ")[0] for line in lines[4:6]] == ["step 1/2", "step 2/2"]
     assert f"wrote {folder / 'checkpoints' / 'step_000002' / 'model'}" in lines
     assert lines[-1].startswith("done: 2 steps in ") and lines[-1].endswith(f"see {folder / 'report.html'}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "not_tiny", "printed"), [("bfloat16", 0, 1), ("bfloat16", 1 << 30, 0), ("float32", 0, 0)]
+)
+def test_a_run_in_a_dtype_that_its_cpu_multiplies_slowly_names_the_faster_one(
+    dtype: str, not_tiny: int, printed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    rates = {torch.float32: 250e9, torch.bfloat16: 50e9}
+    monkeypatch.setattr(actors, "NOT_TINY", not_tiny)
+    monkeypatch.setattr(actors, "peak_flops", lambda device, dtype: rates[dtype])
+    assert main(["train", str(write_run(tmp_path)), INLINE, f"model.dtype={dtype}", "loop.num_steps=1"]) == 0
+    line = "matrix products in bfloat16 take 5.0 times as long as in float32 on this CPU: with model.dtype=float32 "
+    assert capsys.readouterr().out.count(line) == printed
