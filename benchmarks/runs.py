@@ -2,8 +2,8 @@
 
 The trainers report the end of each step themselves (wall-clock seconds, reward, sampled tokens). A thread of this
 process reads the memory of the process tree and the CPU time of its first process, twice a second: the resident size
-each time, the proportional one only when the resident one is larger than ever, because the kernel walks all pages for
-it: of 8 GB, twice a second, that took almost a fifth of the time of one core.
+each time, the proportional one only when the resident one has grown by 1 %, because the kernel walks all pages for it:
+of 8 GB, twice a second, that took almost a fifth of the time of one core.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshrl.monitor.sinks import read_metrics
 
 HERE = Path(__file__).resolve().parent
 SAMPLE_EVERY_S = 0.5
-LARGER = 1.01  # by so much, the resident size must exceed its maximum for the proportional size to be read
+LARGER = 1.01  # the proportional size is read when the resident size exceeds that of the last reading by this factor
 OPTIMIZER: dict[str, Any] = dict(lr=3e-5, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, clip=1.0)
 
 
@@ -188,6 +188,7 @@ def _run(command: list[str], folder: Path, threads: int) -> TrainingRun:
 
 
 def _sample(process: psutil.Process, run: TrainingRun) -> None:
+    rss_at_reading = 0
     while True:
         try:
             cpu = process.cpu_times()
@@ -196,7 +197,8 @@ def _sample(process: psutil.Process, run: TrainingRun) -> None:
             return
         run.cpu.append((time.time(), cpu.user + cpu.system))
         rss = _sum(tree, lambda p: p.memory_info().rss)
-        if rss > LARGER * run.peak_rss_bytes:
+        if rss > LARGER * rss_at_reading:
+            rss_at_reading = rss
             run.peak_pss_bytes = max(run.peak_pss_bytes, _sum(tree, _pss))
         run.peak_rss_bytes = max(run.peak_rss_bytes, rss)
         time.sleep(SAMPLE_EVERY_S)

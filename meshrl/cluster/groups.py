@@ -120,9 +120,9 @@ class TrainGroup:
         """Bytes of the exported model."""
         return (await self._all(lambda rank: self.executor.call(rank, RankWorker.model_bytes)))[0]
 
-    async def methods(self) -> list[str]:
+    async def compute_notes(self) -> list[str]:
         """How the ranks compute, for the run's output."""
-        return (await self._all(lambda rank: self.executor.call(rank, RankWorker.methods)))[0]
+        return (await self._all(lambda rank: self.executor.call(rank, RankWorker.compute_notes)))[0]
 
     async def export(self, path: str, tokenizer_from: str | None) -> None:
         """Write a folder that `from_pretrained` loads."""

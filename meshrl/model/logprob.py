@@ -206,7 +206,7 @@ class _ChunkedLogprob(torch.autograd.Function):
 
 
 def _may_store(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the memory for these tokens' logits is a good price for not computing them again."""
+    """Whether a forward may store the logits of these tokens, so that the backward pass does not recompute them."""
     limit = SAVED_LOGITS_ON_CPU if hidden.device.type == "cpu" else SAVED_LOGITS
     return hidden.shape[0] * weight.shape[0] <= limit
 

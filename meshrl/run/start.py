@@ -233,7 +233,7 @@ async def _note_ready(
     run: LiveRun, trainer: TrainGroup, num_eval_prompts: int = 0, max_context_tokens: int = 0
 ) -> None:
     run.note(f"ready after {run.seconds:.1f} s")
-    for line in await trainer.methods():
+    for line in await trainer.compute_notes():
         run.note(line)
     if unused := note_on_balance_loss(run.loaded.config.model, run.loaded.config.train):
         run.note(unused)
