@@ -244,7 +244,7 @@ class KVStore:
         tiles = self.layers.setdefault(layer, [])
         while len(tiles) <= index:
             width = int(STARTS[len(tiles) + 1] - STARTS[len(tiles)])
-            tiles.append((_empty(k, width, transposed=k.device.type == "cpu"), _empty(v, width)))
+            tiles.append(_empty_tile(k, v, width))
         if tiles[index][0].shape[0] < num_rows:
             tiles[index] = (_grown(tiles[index][0], num_rows), _grown(tiles[index][1], num_rows))
             self._reads.pop((layer, index), None)
@@ -294,12 +294,13 @@ class TileTable:
         self.tables.copy_(sent)
 
 
-def _empty(like: torch.Tensor, width: int, transposed: bool = False) -> torch.Tensor:
-    """A tile without rows. transposed: its memory order is [R, heads, D, W]."""
-    dtype, size = tile_dtype(like.device, like.dtype), like.shape[-1]
-    shape = (size, width) if transposed else (width, size)
-    tile = like.new_empty((0, like.shape[-2], *shape), dtype=dtype)
-    return tile.transpose(2, 3) if transposed else tile
+def _empty_tile(k: torch.Tensor, v: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tile without rows."""
+    dtype, transposed = tile_format(k.device, k.dtype)
+    shape = (k.shape[-1], width) if transposed else (width, k.shape[-1])
+    keys = k.new_empty((0, k.shape[-2], *shape), dtype=dtype)
+    values = v.new_empty((0, v.shape[-2], width, v.shape[-1]), dtype=dtype)
+    return keys.transpose(2, 3) if transposed else keys, values
 
 
 def _in_memory(tile: torch.Tensor) -> torch.Tensor:
@@ -307,9 +308,12 @@ def _in_memory(tile: torch.Tensor) -> torch.Tensor:
     return tile if tile.stride(-1) == 1 else tile.transpose(2, 3)
 
 
-def tile_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which keys and values of `dtype` are stored."""
-    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
+def tile_format(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, bool]:
+    """The dtype in which keys and values of `dtype` are stored, and whether keys are in the order [R, heads, D, W] in
+    memory. Kernels read the order [R, heads, W, D] alone."""
+    if device.type == "cpu":
+        return torch.promote_types(dtype, torch.float32), True
+    return dtype, False
 
 
 def _grown(tile: torch.Tensor, num_rows: int) -> torch.Tensor:

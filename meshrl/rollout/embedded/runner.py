@@ -25,7 +25,7 @@ from meshrl.rollout.embedded.cached_attention import (
     TiledAttention,
 )
 from meshrl.rollout.embedded.decode_graph import DecodeGraphs, padded
-from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, TileTable, plan_writes, rows_of_tiles, tile_dtype
+from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, TileTable, plan_writes, rows_of_tiles, tile_format
 from meshrl.rollout.embedded.scheduler import Admission, Prefill, Sequence
 from meshrl.rollout.embedded.step_arrays import StepArrays
 
@@ -62,7 +62,7 @@ class Runner:
             self._graphs = DecodeGraphs(fast.hidden, partial(TiledAttention, self._table), device)
         self._addresses: list[int] = []  # of the weights that the graphs read
         self._ahead: torch.Tensor | None = None  # final states of the running rows, from `look_ahead`
-        stored = token_bytes(model, tile_dtype(device, model.head().weight.dtype))
+        stored = token_bytes(model, tile_format(device, model.head().weight.dtype)[0])
         self.bound = CacheBound(kv_cache_bytes, stored, device, self.running, self.prompts)
 
     @torch.inference_mode()

@@ -37,7 +37,7 @@ def _answers(lm: torch.nn.Module, prompt_tokens: int) -> tuple[EmbeddedEngine, d
 
 
 def _store_as_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "tile_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(kv_cache, "tile_format", lambda device, dtype: (dtype, False))
 
 
 @pytest.mark.parametrize("prompt_tokens", [100, 600], ids=["short rows", "rows for the fused kernel"])

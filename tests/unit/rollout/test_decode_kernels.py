@@ -27,7 +27,7 @@ HEADS, KV_HEADS, SIZE = 6, 2, 16
 @pytest.fixture(autouse=True)
 def as_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_interpreter.bf16_as_on_devices(monkeypatch)
-    monkeypatch.setattr(kv_cache, "tile_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(kv_cache, "tile_format", lambda device, dtype: (dtype, False))
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
