@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from meshrl.config.model import num_positions
 from meshrl.core.device import has_triton
-from meshrl.model import prepack
 from meshrl.model.attention import AttentionContext, AttentionSpec, PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import Adapter, adapter_of, base_layer_of
+from meshrl.model.prepack import Product, prepacked
 from meshrl.model.verify import computed_in_fp32, in_fp32
 
 # Largest difference of a hidden state, relative to the largest one, in fp32. Rounding stays below it; a scale or norm
@@ -152,7 +152,7 @@ class _FusedLinear:
         self._adapters: list[tuple[int, int, Adapter]] = []  # first column, end, adapter of these columns
         self._joint: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
-        self._packed: torch.Tensor | None = None
+        self._packed: Product | None = None
         end = 0
         for part in parts:
             start, end = end, end + part.out_features
@@ -168,7 +168,7 @@ class _FusedLinear:
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
-            return prepack.linear(x, self._packed, self._bias)
+            return self._packed(x, self._bias)
         if self._joint is not None:
             return F.linear(x, self._joint, self._bias)
         return torch.cat([part(x) for part in self._parts], dim=-1)
@@ -193,7 +193,7 @@ class _FusedLinear:
 
     def pack(self) -> None:
         assert self._joint is not None, "call fuse before pack"
-        self._packed = prepack.prepacked(self._joint)
+        self._packed = prepacked(self._joint)
 
     def unpack(self) -> None:
         self._packed = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshrl.core.device import has_triton
-from meshrl.model import prepack
+from meshrl.model.prepack import Product, prepacked
 from meshrl.parallel.exchange import Axis, gathered_values
 
 CHUNK_LOGITS = 1 << 28  # logits of a chunk on an accelerator, of which about three copies exist
@@ -31,7 +31,7 @@ class Head:
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-    packed: torch.Tensor | None = None  # a prepacked copy of the weight, see `ready`
+    packed: Product | None = None  # with a prepacked copy of the weight, see `ready`
 
     def ready(self) -> Head:
         """The same head, for many calls of `logits` with unchanged weights and no gradient: on a CPU its weight is cast
@@ -39,7 +39,7 @@ class Head:
         if self.weight.device.type != "cpu":
             return self
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        return replace(self, weight=wide, packed=prepack.prepacked(wide))
+        return replace(self, weight=wide, packed=prepacked(wide))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, D] -> [N, V] in fp32 (fp64 stays). The product itself must be in fp32: rounding it to bf16
@@ -48,7 +48,7 @@ class Head:
         if self.weight.dtype == wide:
             hidden = hidden.to(wide)
         if self.packed is not None:
-            out = prepack.linear(hidden, self.packed, None)
+            out = self.packed(hidden, None)
         elif hidden.dtype == wide or hidden.device.type == "cpu":  # no 16-bit product with fp32 output on CPUs
             out = hidden.to(wide) @ self.weight.to(wide).T
         else:
@@ -166,7 +166,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         is_stored = stored is not None
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] and not len(hidden) else None
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
         head = Head(weight if is_stored else _wide_on_cpu(weight), bias, scale, softcap)
         for a in range(0, hidden.shape[0], chunk):
@@ -199,8 +199,9 @@ class _ChunkedLogprob(torch.autograd.Function):
             low = chunk_logits.to(weight.dtype)
             del chunk_logits, logq, p, dz, entropy
             grad_hidden[part] = low @ weight
-            if grad_weight is not None:
-                grad_weight += low.T @ x.to(weight.dtype)
+            if ctx.needs_input_grad[1]:
+                of_chunk = low.T @ x.to(weight.dtype)
+                grad_weight = of_chunk.to(dtype) if grad_weight is None else grad_weight.add_(of_chunk)
         grads = [None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)]
         return grad_hidden, *grads, None, None, None, None, None, None, None
 
