@@ -78,7 +78,7 @@ def compare(report: Report, args: Any, folder: Path) -> None:
     task = make_task(args, folder, args.steps)
     pairs: list[tuple[TrainingRun, TrainingRun]] = []
     for i in range(args.rounds):
-        pairs.append(pair(task, args, folder / str(i), first_trl=i % 2 == 1))
+        pairs.append(pair(replace(task, seed=i), args, folder / str(i), first_trl=i % 2 == 1))
         record(report, f"pair_{i}", pairs[-1], task)
     speed = report.figure("ratio_samples_per_s", ratio_of(pairs, lambda r: r.samples_per_s(samples(task))))
     report.figure("ratio_tokens_per_s", ratio_of(pairs, TrainingRun.tokens_per_s))
