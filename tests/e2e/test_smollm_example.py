@@ -19,6 +19,8 @@ from meshrl.run.inputs import load_run
 FOLDER = Path(__file__).parents[2] / "examples" / "smollm2"
 ON_GSM8K = (  # the overrides in README
     "model.path=Qwen/Qwen2.5-0.5B-Instruct",
+    "run.folder=runs",  # that of the file belongs to make smollm
+    "run.name=gsm8k",
     "data={path: openai/gsm8k, subset: main, split: train, eval_path: openai/gsm8k, eval_split: test}",
 )
 
