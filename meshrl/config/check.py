@@ -231,7 +231,7 @@ def notices(case: Case) -> list[str]:
     num_steps = getattr(getattr(config, section), name)
     for key in (f"{section}.eval_every_steps", f"{section}.save_every_steps") if purpose != "eval" else ():
         if key in case.given and (case.given[key].value or 0) > num_steps:
-            texts.append(f"{_shown(case, key)} is never reached: the run has {num_steps} steps.")
+            texts.append(f"{_shown(case, key)} is never reached: the run has {counted(num_steps, 'step')}.")
     if purpose == "train":
         texts += _clip_bounds(case)
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:

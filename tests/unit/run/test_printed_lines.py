@@ -65,5 +65,5 @@ def test_a_run_in_a_dtype_that_its_cpu_multiplies_slowly_names_the_faster_one(
     monkeypatch.setattr(actors, "NOT_TINY", not_tiny)
     monkeypatch.setattr(actors, "peak_flops", lambda device, dtype: rates[dtype])
     assert main(["train", str(write_run(tmp_path)), INLINE, f"model.dtype={dtype}", "loop.num_steps=1"]) == 0
-    line = "matrix products in bfloat16 take 5.0 times as long as in float32 on this CPU: model.dtype=float32 "
+    line = "matrix products in bfloat16 take much longer than in float32 on this CPU: model.dtype=float32 "
     assert capsys.readouterr().out.count(line) == printed
