@@ -19,7 +19,7 @@ import torch
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.core.device import empty_cache, fetched
+from meshrl.core.device import empty_cache, fetched, return_freed_memory
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
@@ -186,9 +186,11 @@ class EmbeddedEngine:
 
     def drop_caches(self) -> None:
         """Free keys and values, and the copies of weights that multiply faster; they are made again when needed.
-        Running requests wait at the head of the queue with their tokens."""
+        Running requests wait at the head of the queue with their tokens. A CPU's heap would grow with each version if
+        it were not returned to the system."""
         self._scheduler.preempt_all()
         self._runner.flush()
+        return_freed_memory(self._device)
 
     def output_so_far(self, request_id: str) -> list[int]:
         """The tokens that a running request has sampled, for callers of `step`. Raises: KeyError if it does not run."""
@@ -305,14 +307,16 @@ class EmbeddedEngine:
             self._return_turns(self.step())
 
     def _on_step_error(self, task: asyncio.Task[None]) -> None:
-        """After a step raised, every request ends with its error, so that no caller waits for ever."""
+        """After a step raised, every request ends with its error, so that no caller waits for ever. Nothing that the
+        step has computed is read again: its rows may not have all tokens that were to be written."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             futures, self._futures = self._futures, {}
-            self._withdraw(None)
             for future in futures.values():
                 if not future.done():
                     future.set_exception(error)
+            self.drop_caches()
+            self._withdraw(None)
 
     def _return_turns(self, turns: Iterable[tuple[str, Turn]]) -> None:
         for request_id, turn in turns:

@@ -11,6 +11,7 @@ from tiny_models import tiny_lm
 
 from meshrl.core.errors import RequestError
 from meshrl.core.types import Request, Turn, turn_seed
+from meshrl.rollout.embedded import engine as embedded_engine
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.rollout.embedded.kv_cache import positions_of
 
@@ -118,6 +119,19 @@ def test_the_default_follows_the_free_memory_of_an_accelerator(
     assert engine._runner.bound.num_bytes == 960
     engine.drop_caches()
     assert engine._runner.bound.num_bytes == 800_160
+
+
+def test_memory_of_dropped_caches_is_returned_when_nothing_refers_to_it(lm: torch.nn.Module, monkeypatch) -> None:
+    """A rank that only samples does so at each sync."""
+    engine, held = tiny_engine(lm), list[int]()
+    monkeypatch.setattr(
+        embedded_engine, "return_freed_memory", lambda device: held.append(engine._runner.running.num_bytes)
+    )
+    engine.submit(ask("a", [3]))
+    engine.step()
+    assert engine._runner.running.num_bytes > 0
+    engine.drop_caches()
+    assert held == [0]
 
 
 def test_the_bytes_of_a_token_are_those_of_the_tiles_where_the_config_states_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,30 @@ def test_rows_that_wait_for_new_weights_have_the_experts_of_their_new_cache(lm):
     while engine.has_work:
         turns.update(engine.step())
     _check(lm, turns["a"])
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["new engine", "engine that has answered"])
+def test_a_step_that_raises_ends_its_requests_with_its_error_and_the_next_one_is_served(lm, is_warm, monkeypatch):
+    """Rows that the step was to compute have no keys and no recorded experts."""
+
+    def fails(*_: Any) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    async def serve() -> Turn:
+        engine = _engine(lm)
+        if is_warm:
+            await engine.generate(ask("first", GROUP))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "_hidden", fails)
+            requests = [engine.generate(ask("a", GROUP)), engine.generate(ask("b", [33]))]
+            errors = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 30)
+        assert [str(error) for error in errors] == ["out of memory"] * 2
+        assert engine._runner.running.num_bytes == 0
+        return await asyncio.wait_for(engine.generate(ask("c", GROUP, seed=4)), 30)
+
+    turn = asyncio.run(serve())
+    _check(lm, turn)
+    assert turn.output_ids.tolist() == run(_engine(lm), [ask("c", GROUP, seed=4)])["c"].output_ids.tolist()
 
 
 def test_a_hybrid_mixture_has_them_too():
