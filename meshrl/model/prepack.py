@@ -1,11 +1,11 @@
 """Copies of weights in the layout in which a CPU multiplies few rows fastest. A copy is invalid as soon as the weight
 changes.
 
-- Small fp32 weights are transposed to [in, out]: for 1 to 64 rows and 128 -> 832 a product takes 7 to 61 us, with the
-  layout of MKL 10 to 61 us, with that of oneDNN 32 to 74 us (two cores with AVX512).
+- Small fp32 weights are transposed to [in, out]: for 1 to 64 rows and 128 -> 832 a product takes 6 to 67 us, with the
+  layout of MKL 8 to 59 us, with that of oneDNN 32 to 90 us (two cores with AVX512); up to 32 rows the first is the fastest.
 - Large fp32 ones get the layout of MKL, which otherwise makes it in each product. All products of SmolLM2-135M for 4 to
   64 rows take 0.85 to 0.98 of the time with weights up to 2^20 elements transposed and larger ones in the layout of
-  oneDNN (benchmarks/results/prepacked_products_20261127.log).
+  oneDNN (both in benchmarks/results/prepacked_products_20261127.log).
 - bf16 ones, and fp32 ones without MKL, are reordered for oneDNN, which otherwise reorders them in each product: for 4
   rows and 256 -> 1536 in bf16, 44 us in the place of 124 us, with the same result to the bit.
 """

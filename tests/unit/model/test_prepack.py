@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshrl.model import prepack
 from meshrl.model.prepack import TRANSPOSED_ELEMENTS, prepacked
 
 SIZES = {"small": (100, 37), "at the limit": (1024, TRANSPOSED_ELEMENTS >> 10), "large": (1153, 250)}
@@ -33,10 +34,13 @@ def test_a_product_with_a_copy_is_that_with_the_weight(size, dtype):
 
 @pytest.mark.parametrize("without", [[], ["mkl"], ["mkl", "mkldnn"]], ids=["MKL", "oneDNN", "neither"])
 def test_builds_of_torch_without_a_library_use_the_next_one(without, monkeypatch):
+    if not torch.backends.mkl.is_available():
+        pytest.skip("this build of torch has no MKL")
     for name in without:
         monkeypatch.setattr(getattr(torch.backends, name), "is_available", lambda: False)
     weight, x = torch.randn(1153, 250), torch.randn(9, 250)
     product = prepacked(weight)
     assert (product is None) == ("mkldnn" in without)
     if product is not None:
+        assert product.func is (prepack._by_onednn if without else prepack._by_mkl)
         torch.testing.assert_close(product(x, None), x @ weight.T, rtol=1e-5, atol=1e-4)
