@@ -2,7 +2,8 @@
 changes.
 
 - Small fp32 weights are transposed to [in, out]: for 1 to 64 rows and 128 -> 832 a product takes 6 to 67 us, with the
-  layout of MKL 8 to 59 us, with that of oneDNN 32 to 90 us (two cores with AVX512); up to 32 rows the first is the fastest.
+  layout of MKL 8 to 59 us, with that of oneDNN 32 to 90 us (two cores with AVX512). Up to 32 rows the first is
+  the fastest.
 - Large fp32 ones get the layout of MKL, which otherwise makes it in each product. All products of SmolLM2-135M for 4 to
   64 rows take 0.85 to 0.98 of the time with weights up to 2^20 elements transposed and larger ones in the layout of
   oneDNN (both in benchmarks/results/prepacked_products_20261127.log).
