@@ -13,8 +13,7 @@ from meshrl.parallel.mesh import replica_group
 from meshrl.process.connect import LOOPBACK
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.embedded.engine import EmbeddedEngine
-from meshrl.sync.all_gather import AllGather
-from meshrl.sync.broadcast import Broadcast
+from meshrl.sync.collectives import AllGather, Broadcast
 from meshrl.sync.delivery import Transport
 from meshrl.sync.layout import Ack, Layout
 from meshrl.sync.sender import SendReport, WeightSender

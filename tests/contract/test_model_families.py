@@ -13,7 +13,7 @@ from model_families import COLUMNS, FAMILIES, SAMPLE, config_of, page
 from rank_pool import RankPool
 
 from meshrl.core.errors import ConfigError
-from meshrl.tools.model_check.checks import CHECKS, TOLERANCE, findings
+from meshrl.tools.model_check.checks import CHECKS, findings
 from meshrl.tools.model_check.small_model import write_random_model
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def test_a_family_has_exactly_what_its_entry_states(family: str, pool: RankPool,
         return
     results = dict(findings(tmp_path, pool.run))
     assert results.keys() == CHECKS.keys()
-    passed = {name for name, found in results.items() if found.difference <= TOLERANCE}
+    passed = {name for name, found in results.items() if found.proven}
     assert {name: str(found) for name, found in results.items() if (name in passed) == (name in entry.without)} == {}
 
 

@@ -21,8 +21,7 @@ from tiny_sync import Rank, sync_ranks
 from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.model.hub_names import HubNames
 from meshrl.rollout.embedded.engine import EmbeddedEngine
-from meshrl.sync.all_gather import AllGather
-from meshrl.sync.broadcast import Broadcast
+from meshrl.sync.collectives import AllGather, Broadcast
 from meshrl.sync.delivery import Delivery, Transport
 from meshrl.sync.layout import Box, Layout, Transfer, make_layout
 from meshrl.sync.sender import WeightSender

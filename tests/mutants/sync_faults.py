@@ -15,7 +15,7 @@ _SYNC_SENDER = "tests/unit/sync/test_sync_sender.py::"
 FAULTS = [
     Fault(
         "after a failed sync ranks reuse their process groups",
-        "meshrl/sync/broadcast.py::Broadcast.connect",
+        "meshrl/sync/collectives.py::Collectives.connect",
         "connection_id == self._connection_id => self._connection_id",
         _SYNC_TRANSPORTS + "test_a_sampler_that_never_connects_is_left_out_of_the_next_sync[one group]",
     ),
@@ -216,14 +216,14 @@ FAULTS = [
     ),
     Fault(
         "the facts of a gathered transfer are lost",
-        "meshrl/sync/all_gather.py::AllGather.exchange",
-        "by_sender = await self._gather(facts) => by_sender = await self._gather(facts.zero_())",
+        "meshrl/sync/collectives.py::Collectives._facts",
+        "self._gather(facts.to(device)) => self._gather(facts.to(device).zero_())",
         "tests/unit/sync/test_all_gather.py::test_every_rank_gets_each_window_at_once_where_its_server_can_open_it",
     ),
     Fault(
         "the workers of a server open the memory of another rank's device",
-        "meshrl/sync/all_gather.py::AllGather.connect",
-        "texts[self._sender : self._sender + self._num_workers] => texts[: self._num_workers]",
+        "meshrl/sync/collectives.py::AllGather.connect",
+        "texts[self._first : self._first + self._num_workers] => texts[: self._num_workers]",
         "tests/unit/sync/test_all_gather.py::test_the_workers_of_a_server_open_the_memory_of_their_own_devices",
     ),
 ]

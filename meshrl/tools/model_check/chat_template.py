@@ -44,20 +44,6 @@ def template_facts(tokenizer: Any, stops: Sequence[int]) -> dict[str, str]:
     return facts
 
 
-def _system_message(tokenizer: Any, _: frozenset[int]) -> str:
-    return "rendered" if SYSTEM["content"] in render_text(tokenizer, [SYSTEM, QUESTION]) else "left out"
-
-
-def _end_of_answer(tokenizer: Any, stops: frozenset[int]) -> str:
-    ids, _ = sft_row(tokenizer, [QUESTION, ANSWER], stops)
-    return repr(tokenizer.decode(ids[-1:].tolist()))
-
-
-def _several_answers(tokenizer: Any, stops: frozenset[int]) -> str:
-    sft_row(tokenizer, [QUESTION, ANSWER, QUESTION, ANSWER], stops)
-    return "one row"
-
-
 def _further_turn(tokenizer: Any, stops: frozenset[int]) -> str:
     """Whether the context after an answer and another question continues the answer's row. Either way it has to be the
     conversation as the template renders it."""
@@ -101,9 +87,11 @@ def _tools(tokenizer: Any, stops: frozenset[int]) -> str:
 
 
 CHECKS: dict[str, Callable[[Any, frozenset[int]], str]] = {
-    "system message": _system_message,
-    "an answer ends with": _end_of_answer,
+    "system message": lambda t, _: (
+        "rendered" if SYSTEM["content"] in render_text(t, [SYSTEM, QUESTION]) else "left out"
+    ),
+    "an answer ends with": lambda t, stops: repr(t.decode(sft_row(t, [QUESTION, ANSWER], stops)[0][-1:].tolist())),
     "a further turn": _further_turn,
-    "SFT of several answers": _several_answers,
+    "SFT of several answers": lambda t, stops: sft_row(t, [QUESTION, ANSWER] * 2, stops) and "one row",
     "tools": _tools,
 }

@@ -36,7 +36,7 @@ from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import bare_row, pack
 
 TOLERANCE = 1e-5  # nats of a logprob; of a gradient, relative to its norm
-USUAL_LOGIT = 10.0  # a logit is rounded in proportion to its size, so models with larger logits have more tolerance
+MAX_TOLERANCE = 1e-4  # however much a change of the last bit changes a model
 SMALL_GRADIENT = 1e-2  # of the largest norm; a smaller gradient (a key's bias has none) is compared with this
 MIN_MARGIN = 1e-4  # between the best two logits; rounding decides a greedy token of a smaller one
 NEW_TOKENS = 24
@@ -67,14 +67,25 @@ class CheckedModel:
         return transformers_model(self.path)
 
     @cached_property
-    def tolerance(self) -> float:
-        with torch.no_grad():
-            logits = [self.theirs(torch.from_numpy(row.tokens.astype(np.int64))[None]).logits for row in self.rows]
-        return TOLERANCE * max(1.0, *(float(z.abs().max()) / USUAL_LOGIT for z in logits))
-
-    @cached_property
     def reference(self) -> Scores:
         return transformers_scores(self.theirs, self.rows)
+
+    @cached_property
+    def tolerance(self) -> float:
+        """TOLERANCE, or twice what Transformers' own results change by when each weight is changed by at most its last
+        bit, where that is more: large logits and gradients of terms that cancel are rounded as much."""
+        lm, draw = transformers_model(self.path), torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in lm.parameters():
+                p.mul_(1 + torch.finfo(p.dtype).eps * torch.randint(-1, 2, p.shape, generator=draw))
+        got, want = transformers_scores(lm, self.rows), self.reference
+        change = max(logprob_distance(got, want), gradient_distance(got.gradients, want.gradients))
+        return min(max(TOLERANCE, 2 * change), MAX_TOLERANCE)
+
+    @cached_property
+    def alone(self) -> tuple[float, float]:
+        """The differences of rows in packs of their own."""
+        return self.differences([[i] for i in range(len(self.rows))])
 
     def differences(self, packs: Sequence[Sequence[int]], share_prefix: bool = False) -> tuple[float, float]:
         """Of logprobs and of gradients, of these packs of rows from the rows alone in Transformers."""
@@ -159,24 +170,6 @@ def gradient_distance(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.
 # ---- the checks
 
 
-def logprobs(checked: CheckedModel) -> float:
-    return checked.differences([[i] for i in range(len(checked.rows))])[0]
-
-
-def gradients(checked: CheckedModel) -> float:
-    return checked.differences([[i] for i in range(len(checked.rows))])[1]
-
-
-def packed(checked: CheckedModel) -> float:
-    """All rows in one pack."""
-    return max(checked.differences([range(len(checked.rows))]))
-
-
-def shared_prompts(checked: CheckedModel) -> float:
-    """All rows in one pack, which holds the prompt of a group once."""
-    return max(checked.differences([range(len(checked.rows))], share_prefix=True))
-
-
 def two_ranks(checked: CheckedModel) -> float:
     """The train engine on two FSDP2 ranks, with activation checkpointing; each rank has half of the rows."""
     return max(checked.on_two_ranks(difference_on_rank, 2, str(checked.path)))
@@ -238,11 +231,6 @@ def embedded_sampling(checked: CheckedModel) -> float:
     return largest
 
 
-def export(checked: CheckedModel) -> float:
-    """Written by meshrl and loaded by Transformers, the model has the same logprobs."""
-    return _exported_distance(checked.model, checked.rows, checked.reference)
-
-
 def lora(checked: CheckedModel) -> float:
     """Adapters on all linear layers and experts: each one gets a gradient, and the exported model, with merged weights,
     has the logprobs of the model with adapters."""
@@ -280,13 +268,13 @@ def file_names(checked: CheckedModel) -> float:
 
 
 CHECKS: dict[str, Callable[[CheckedModel], float]] = {
-    "logprobs": logprobs,
-    "gradients": gradients,
-    "packed": packed,
-    "shared prompts": shared_prompts,
+    "logprobs": lambda checked: checked.alone[0],
+    "gradients": lambda checked: checked.alone[1],
+    "packed": lambda checked: max(checked.differences([range(len(checked.rows))])),  # all rows in one pack
+    "shared prompts": lambda checked: max(checked.differences([range(len(checked.rows))], share_prefix=True)),
     "two FSDP2 ranks": two_ranks,
     "embedded sampling": embedded_sampling,
-    "export": export,
+    "export": lambda checked: _exported_distance(checked.model, checked.rows, checked.reference),
     "LoRA": lora,
     "file names": file_names,
 }

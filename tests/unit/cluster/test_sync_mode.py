@@ -16,7 +16,7 @@ from meshrl.cluster.rank_sync import RankSync
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
-from meshrl.sync.broadcast import Broadcast
+from meshrl.sync.collectives import Broadcast
 from meshrl.sync.layout import Box, make_layout
 from meshrl.sync.sockets import Sockets
 

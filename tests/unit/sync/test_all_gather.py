@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from meshrl.core.device import export_memory, import_memory
 from meshrl.rollout.server import worker_weights
 from meshrl.rollout.server.worker_weights import Assembly
-from meshrl.sync import all_gather, shared_memory
-from meshrl.sync.all_gather import AllGather
+from meshrl.sync import collectives, shared_memory
+from meshrl.sync.collectives import AllGather
 from meshrl.sync.delivery import ALL, Delivery, SlotAddress, delivery_from_json, delivery_to_json
 from meshrl.sync.layout import Box, Layout, SyncHeader, make_layout
 from meshrl.sync.sender import Elements
@@ -102,7 +102,7 @@ def test_the_workers_of_a_server_open_the_memory_of_their_own_devices(monkeypatc
     monkeypatch.setattr(shared_memory, "export_memory", export)
     monkeypatch.setattr(shared_memory, "import_memory", lambda handle, device: memories[handle])
     monkeypatch.setattr(
-        all_gather, "SharedRing", lambda num_slots, size: DeviceMemory(torch.empty(size, dtype=torch.uint8))
+        collectives, "SharedRing", lambda num_slots, size: DeviceMemory(torch.empty(size, dtype=torch.uint8))
     )
     with gathering(layout, 2) as ends:
         slots = [end._memory for end in ends]

@@ -12,8 +12,7 @@ import torch
 from tiny_sync import Rank, Sampler, layout_on, sync_ranks, weights_of
 
 from meshrl.core.errors import SyncError
-from meshrl.sync.all_gather import AllGather
-from meshrl.sync.broadcast import Broadcast
+from meshrl.sync.collectives import AllGather, Broadcast
 from meshrl.sync.delivery import NUM_SLOTS, Delivery, Transport
 from meshrl.sync.layout import Layout
 from meshrl.sync.sender import WeightSender

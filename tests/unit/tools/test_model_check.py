@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_families import config_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from meshrl.core.errors import ConfigError, MeshrlError
@@ -119,3 +119,14 @@ def test_a_class_whose_embedded_sampling_differs_is_found(bright: Path, monkeypa
     checked.theirs.lm_head.weight.data.mul_(-1)
     with pytest.raises(MeshrlError, match=r"greedy token 0 .* is another one"):
         checks.embedded_sampling(checked)
+
+
+def test_the_tolerance_is_larger_where_rounding_alone_changes_more(tmp_path: Path):
+    """Logits twenty times as large are rounded twenty times as coarsely."""
+    write_random_model(config_of("llama"), tmp_path)
+    usual, large = (checks.CheckedModel(tmp_path, _on_one_rank) for _ in range(2))
+    assert usual.tolerance == checks.TOLERANCE
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] *= 20
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert checks.TOLERANCE < large.tolerance <= checks.MAX_TOLERANCE
