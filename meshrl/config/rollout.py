@@ -116,9 +116,9 @@ OWN_ARGS = {  # set by meshrl: with other values its checks of weights and logpr
         -tp -pp -dp
     """,
     "sglang": """
-        --model-path --host --port --api-key --dtype --tp-size --tensor-parallel-size --dp-size --data-parallel-size
-        --context-length --max-running-requests --mem-fraction-static --custom-weight-loader --skip-tokenizer-init
-        --incremental-streaming-output --enable-deterministic-inference --enable-memory-saver
+        --model-path --host --port --api-key --config --dtype --tp-size --tensor-parallel-size --dp-size
+        --data-parallel-size --context-length --max-running-requests --mem-fraction-static --custom-weight-loader
+        --skip-tokenizer-init --incremental-streaming-output --enable-deterministic-inference --enable-memory-saver
     """,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import socket
 import time
@@ -57,18 +58,25 @@ class _Counted:
 
 class TensorBoardSink:
     """Event files in `folder`; the description of each curve is the glossary's text. Flushed after every step. Readers
-    stop at a truncated record, so a failed write ends the file, and the next write begins another one."""
+    stop at a truncated record, so a failed write ends the file, and the next write begins another one. When steps are
+    repeated, readers drop those that were written before."""
 
     def __init__(self, folder: Path):
         from tensorboard.summary import Writer
 
         self._folder, self._make = folder, Writer
+        self._output: Any = None
         self._writer: Any = None
+        self._last = math.inf  # the step written last; at first it may be any step of an earlier process
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         if self._writer is None:
-            self._writer = self._make(_event_files(self._folder))
+            self._output = _event_files(self._folder)
+            self._writer = self._make(self._output)
         try:
+            if step < self._last:
+                self._output.start_at(step)
+            self._last = step
             for name, value in values.items():
                 texts = [f"Unit: {unit}."] if (unit := units.get(name)) else []
                 if (meaning := meaning_of(name)) is not None:
@@ -93,7 +101,7 @@ _numbers = itertools.count()  # of event files
 def _event_files(folder: Path) -> Any:
     """TensorBoard's output to a folder, written in the caller's thread: the thread of its own EventFileWriter ends at
     the first error, and prints a traceback."""
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary import DirectoryOutput
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -107,6 +115,11 @@ def _event_files(folder: Path) -> Any:
             parts = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
             self._ev_writer = Events((folder / f"events.out.tfevents.{parts}").open("xb"))
             self._ev_writer.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+        def start_at(self, step: int) -> None:
+            """Readers drop what earlier events have of this and later steps."""
+            log = SessionLog(status=SessionLog.START)
+            self._ev_writer.add_event(Event(wall_time=time.time(), step=step, session_log=log))
 
     return Output()
 

@@ -307,7 +307,6 @@ def start_server(spec: ServerSpec, key: str) -> tuple[ServerProcess, str]:
         "--model-path": spec.model.path,
         "--host": "127.0.0.1",
         "--port": port,
-        "--api-key": key,
         "--dtype": spec.model.dtype,
         "--tp-size": tp_size,
         "--context-length": spec.max_context_tokens + _RESERVED,
@@ -321,10 +320,14 @@ def start_server(spec: ServerSpec, key: str) -> tuple[ServerProcess, str]:
         flags.append("--enable-deterministic-inference")
     if spec.device.type != "cpu":
         flags.append("--enable-memory-saver")
-    command = command_line(cfg.python, "sglang.launch_server", values, flags, cfg.args)
-    server = ServerProcess(
-        spec.name, lambda _: command, _ENVIRONMENT | visible_devices(spec.device, tp_size), spec.logs
-    )
+
+    def command(private: Path) -> list[str]:
+        secret = private / "key.yaml"  # all users of the machine can read a command line
+        secret.touch(mode=0o600)
+        secret.write_text(f'api-key: "{key}"\n', encoding="utf-8")
+        return command_line(cfg.python, "sglang.launch_server", values | {"--config": secret}, flags, cfg.args)
+
+    server = ServerProcess(spec.name, command, _ENVIRONMENT | visible_devices(spec.device, tp_size), spec.logs)
     url = f"http://127.0.0.1:{port}"
     server.wait_until(lambda: is_up("/health", url), cfg.start_deadline_s, "rollout.sglang.start_deadline_s")
     return server, url

@@ -77,6 +77,26 @@ def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_s
     assert [event.step for event in read.Tensors("reward/mean")] == [2, 4]
 
 
+def test_repeated_steps_of_tensorboard_are_there_once(tmp_path: Path):
+    """Those that a run repeats after it went back to a checkpoint, and those of a later process that resumes it."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    for steps in ((0, 1, 1, 2, 3, 2), (2, 3)):
+        (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, lambda text: None, FailedWrites())
+        for i, step in enumerate(steps):
+            sink.write(step, {"eval/mean_at_k" if i in (0, 2) and step < 2 else "reward/mean": i}, UNITS)
+        sink.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    found = {
+        name: [(event.step, float(make_ndarray(event.tensor_proto))) for event in read.Tensors(name)]
+        for name in ("eval/mean_at_k", "reward/mean")
+    }
+    assert found == {"eval/mean_at_k": [(0, 0), (1, 2)], "reward/mean": [(1, 1), (2, 0), (3, 1)]}
+
+
 def test_other_errors_of_a_tracker_are_raised(tmp_path: Path):
     pytest.importorskip("tensorboard")
     (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, print, FailedWrites())

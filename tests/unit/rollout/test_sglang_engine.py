@@ -1,15 +1,19 @@
 """The SGLang engine with a real server, which the tests share."""
 
 import asyncio
+from contextlib import suppress
+from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 from sglang_dropping_loader import DROPPED
-from sglang_servers import DROPPING_LOADER, MAX_CONTEXT_TOKENS, post, sglang_client
+from sglang_servers import DROPPING_LOADER, HEADERS, KEY, MAX_CONTEXT_TOKENS, post, sglang_client
 from tiny_engines import ask, deliveries, layout_of, sync
 from vllm_servers import tiny_vllm_lm
 
 from meshrl.core.errors import CapabilityError, EngineFailure, RequestError, StaleWeightsError, SyncError
+from meshrl.rollout.server.http import fetch
 from meshrl.rollout.sglang import dialect
 from meshrl.sync.layout import SyncHeader
 
@@ -79,6 +83,18 @@ def test_what_would_end_the_server_is_refused_and_the_server_lives(sglang_server
         assert len((await engine.generate(ask("a", CONTEXT, ignore_eos=True))).output_ids) == 16
 
     go(sglang_server, main)
+
+
+def test_the_key_is_needed_and_no_command_line_shows_it(sglang_server):
+    """All users of a machine can read the command lines of its processes."""
+    assert httpx2.get(sglang_server + "/server_info", trust_env=False, timeout=60).status_code == 401
+    assert fetch("/server_info", sglang_server, HEADERS)
+    port, commands = sglang_server.rpartition(":")[2], []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            commands.append(path.read_text().split("\0"))
+    shown = [command for command in commands if port in command]
+    assert shown and not [command for command in shown if KEY in command]
 
 
 def test_every_position_and_every_id_of_the_model_can_be_used(sglang_server, lm):
