@@ -12,6 +12,7 @@ import datetime
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -103,6 +104,8 @@ class RankWorker:
         self._profiler: torch.profiler.profile | None = None
         self.recorder: Any = None  # the server of its flight recorder, in a rank that trains on an accelerator
         self._flops = 0.0  # of this rank's share of the training since `memory`
+        self._num_batches = 0
+        self.on_batches: Callable[[int], None] = lambda count: None  # as `Executor.on_batches`, for each of them
 
     @phase("load")
     def start(self) -> None:
@@ -137,6 +140,7 @@ class RankWorker:
             facts = loaded = model_facts(spec.model.path, spec.model.attn_implementation)
             for role in roles:
                 self.engines[role] = TrainEngine.build(spec.model, spec.train, mesh, role, loaded)
+                self.engines[role].on_batch = self._batch_ended
                 if DTYPES[spec.train.master_dtype].itemsize >= DTYPES[spec.model.dtype].itemsize:  # else it has rounded
                     loaded = replace(facts, weights=LoadedWeights(self.engines[role].model.lm))
         if spec.samples and spec.rollout is not None:
@@ -229,7 +233,12 @@ class RankWorker:
     def _trained(self) -> list[TrainEngine]:
         return [engine for role, engine in self.engines.items() if role in TRAINED]
 
+    def _batch_ended(self) -> None:
+        self._num_batches += 1
+        self.on_batches(self._num_batches)
+
     def _batches(self, message: RowsMessage, rows: Rows) -> list[Batch]:
+        self._num_batches = 0
         with recorder.span("pack", "host"):
             return [self._policy.pack([rows[i] for i in micro], micro) for micro in message.micro_batches]
 

@@ -129,11 +129,13 @@ class Executor(Protocol):
     every rank, and every call raises it.
 
     on_lost is called with each failure as soon as it is detected, even while the controller waits for something else.
+    on_batches is called while rank 0 computes micro-batches, with the number of those of its command that have ended.
     can_restart_trainers: whether `restart` can replace train ranks.
     """
 
     specs: Sequence[WorkerSpec]
     on_lost: Callable[[RankFailure], None]
+    on_batches: Callable[[int], None]
     can_restart_trainers: bool
 
     async def start(self) -> None:

@@ -44,11 +44,14 @@ class TrainGroup:
     command_lock: held during a command, and during all commands of a sync: a command between two of them could run
     between different collectives in different ranks. version: the version of the last committed sync. is_synced:
     the weights are those of `version`: no optimizer step has followed it. num_optim_steps: the number of optimizer
-    steps that were requested so far.
+    steps that were requested so far. show: called with how far the ranks are with the micro-batches of a command.
     """
 
     def __init__(self, executor: Executor):
         self.executor = executor
+        executor.on_batches = self._show_batches
+        self.show: Callable[[str], None] = lambda text: None
+        self._num_batches = 0  # of each rank in the running command
         self.command_lock = asyncio.Lock()
         self.num_ranks = executor.specs[0].num_train_ranks
         self.cfg = executor.specs[0].train
@@ -165,10 +168,18 @@ class TrainGroup:
     ) -> list[T]:
         """Call every rank with the rows of its data index; returns the answer of each index's first rank."""
         messages = [rows.message(index) for index in range(self.num_data_ranks)]
-        answers = await self._all(
-            lambda rank: self.executor.call(rank, method, messages[self.coordinates[rank].data_index], *args, **kwargs)
-        )
+
+        def call(rank: int) -> Awaitable[T]:
+            message = messages[self.coordinates[rank].data_index]
+            self._num_batches = len(message.micro_batches)
+            return self.executor.call(rank, method, message, *args, **kwargs)
+
+        answers = await self._all(call)
         return [answer for answer, own in zip(answers, self.coordinates, strict=True) if own.is_first_peer]
+
+    def _show_batches(self, count: int) -> None:
+        if self._num_batches > 1:
+            self.show(f"{count} of {self._num_batches} micro-batches")
 
     async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
         async with self.command_lock:

@@ -28,7 +28,9 @@ class InlineExecutor:
         self.specs = specs  # of one rank: the config's check refuses several
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None  # never: this process is the rank
         self.can_restart_trainers = False
+        self.on_batches: Callable[[int], None] = lambda count: None
         self.worker = RankWorker(specs[0])
+        self.worker.on_batches = lambda count: self.on_batches(count)
         self._generators = ExitStack()  # restores the caller's generators, which the rank seeds
         self._home: LeasedFolder | None = None  # of the process group's store; None before `start` and after `close`
 

@@ -107,6 +107,7 @@ class ProcessExecutor:
         self._store: Any = None  # of the train ranks' process group; it exists as long as this object
         self._rendezvous: str | tuple[str, int] = ""
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None
+        self.on_batches: Callable[[int], None] = lambda count: None
         self.can_restart_trainers = True
         self._loop: asyncio.AbstractEventLoop  # set by `start`
         self.interface = interface_of(LOOPBACK) or "lo"  # for collectives; a laptop may have no other
@@ -227,7 +228,11 @@ class ProcessExecutor:
             return
         for call_id, ok, value in answers:
             if call_id is None:
-                rank.computed_tokens, rank.progressed_at = value, self._loop.time()
+                counted, number = value
+                if counted == "micro-batches":
+                    self.on_batches(number)
+                else:
+                    rank.computed_tokens, rank.progressed_at = number, self._loop.time()
                 continue
             call = rank.pending.pop(call_id)
             if call.future.done():

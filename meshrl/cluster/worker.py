@@ -31,6 +31,7 @@ class _Server:
         self.done = self.loop.create_future()
         self.answers: list[tuple[int | None, bool, Any]] = []
         self.reported_tokens = 0
+        self.reported_at = 0.0  # by report_batches
         self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
 
     def readable(self) -> None:
@@ -65,8 +66,14 @@ class _Server:
         """Send, as the answer to no call, the number of tokens that the sampler has computed, whenever it has grown."""
         if (tokens := self.worker.computed_tokens) > self.reported_tokens:
             self.reported_tokens = tokens
-            self.answer(None, True, tokens)
+            self.answer(None, True, ("tokens", tokens))
         self.loop.call_later(_REPORT_S, self.report_progress)
+
+    def report_batches(self, count: int) -> None:
+        """Send at once, in the middle of a command, how many of its micro-batches have ended."""
+        if self.worker.spec.rank == 0 and self.loop.time() - self.reported_at >= _REPORT_S:
+            self.reported_at = self.loop.time()
+            frames.send(self.sock, [(None, True, ("micro-batches", count))])
 
     def answer(self, call_id: int | None, ok: bool, value: Any) -> None:
         if not self.answers:
@@ -94,6 +101,7 @@ async def _serve(sock: socket.socket, spec: Any) -> None:
     server = _Server(sock, RankWorker(spec))
     server.loop.set_exception_handler(_end_if_broken)
     server.loop.add_reader(sock.fileno(), server.readable)
+    server.worker.on_batches = server.report_batches
     server.report_progress()
     await server.done
 

@@ -99,7 +99,7 @@ class GroupBuffer:
 
     async def _sampled(self, prompt: Prompt) -> ScoredGroup:
         try:
-            trajectories = await answer(self._job, [prompt])
+            trajectories = await answer(self._job, [prompt], shows=False)
         finally:
             self._unsent.discard(group_id(prompt, "train"))
         return ScoredGroup(trajectories, await score(self._job, trajectories))
@@ -114,6 +114,8 @@ class GroupBuffer:
                 self._failed.result()
             if (removed := self.limits.take(self._job.trainer.version)) is not None:
                 break
+            ready, needed = len(self.limits.scored), self._job.cfg.loop.prompts_per_step
+            self._job.run.progress(f"{min(ready, needed)} of {needed} groups")
             await self._group_ended.wait()
         taken, late = removed
         groups = [self._groups.pop(ordinal).task.result() for ordinal in taken]

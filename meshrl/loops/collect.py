@@ -76,12 +76,14 @@ def group_id(prompt: Prompt, purpose: Purpose) -> str:
     return f"{'eval:' if purpose == 'eval' else ''}{prompt.id}@{prompt.ordinal}"
 
 
-async def answer(job: Job, prompts: Sequence[Prompt]) -> list[Trajectory]:
-    """Answer these training prompts with the current weights or newer ones."""
+async def answer(job: Job, prompts: Sequence[Prompt], shows: bool) -> list[Trajectory]:
+    """Answer these training prompts with the current weights or newer ones. shows: the number of answers, as the
+    progress of the phase."""
     total, done = len(prompts) * job.cfg.loop.samples_per_prompt, itertools.count(1)
 
     async def ended(prompt: Prompt, trajectory: Trajectory) -> None:
-        job.run.progress(f"{next(done)} of {total} answers")
+        if shows:
+            job.run.progress(f"{next(done)} of {total} answers")
 
     with job.run.spans("rollout"):
         return await collect(job.cfg, job.task, job.rollouts, prompts, "train", job.trainer.version, ended)

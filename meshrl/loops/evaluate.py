@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -107,8 +108,14 @@ async def evaluate_if_due(job: Job) -> None:
         await run.keep_best(*job.evals[-1])  # the run may have ended before the model was written
     if done or not due or not job.task.eval_prompts:
         return
+    ended, total = itertools.count(1), len(job.task.eval_prompts)
+
+    def scored(group: list[Trajectory]) -> None:
+        run.progress(f"{next(ended)} of {total} prompts")
+
     with run.spans("eval"):
-        trajectories, metrics = await evaluate_prompts(job.cfg, job.task, job.rollouts, job.scorer, job.trainer.version)
+        of_the_run = job.cfg, job.task, job.rollouts, job.scorer, job.trainer.version
+        trajectories, metrics = await evaluate_prompts(*of_the_run, scored)
     job.rollout_log.write(job.step, trajectories, name="eval")
     values = run.report(job.step, metrics + run.spans.take("eval"))
     job.evals.append((job.step, values["eval/mean_at_k"]))

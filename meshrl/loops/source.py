@@ -59,7 +59,7 @@ async def next_batch(job: Job) -> ScoredBatch:
     missing, size = job.cfg.loop.prompts_per_step, job.cfg.loop.samples_per_prompt
     while missing:
         prompts, batch.cursor = job.next_prompts(missing)
-        trajectories = await answer(job, prompts)
+        trajectories = await answer(job, prompts, shows=True)
         batch.metrics += await score(job, trajectories)
         for at in range(0, len(trajectories), size):  # they are in the order of their prompts
             group = trajectories[at : at + size]

@@ -52,6 +52,7 @@ async def run_to_end(
             raise
 
     async with Checkpoints(run.folder, job.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
+        job.trainer.show = run.progress
         run.stop.can_fall_back = lambda: run.checkpoints.newest_on_disk() > 0
         try:
             while True:

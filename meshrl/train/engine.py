@@ -5,7 +5,7 @@ All methods are collectives: every rank of the mesh calls them in the same order
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -101,6 +101,7 @@ class TrainEngine:
         self.num_skipped_in_a_row = 0
         self.version = 0
         self.attention: dict[int, tuple[str, str]] = {}  # PackedAttention.used of the newest forward
+        self.on_batch: Callable[[], None] = lambda: None  # called after each micro-batch
         self._write: Future[tuple[str, FileFact]] | None = None
 
     @classmethod
@@ -197,6 +198,7 @@ class TrainEngine:
                 _collect_rows(logprobs, batch, out.logprobs)
                 if out.entropy is not None:
                     _collect_rows(entropies, batch, out.entropy)
+                self.on_batch()
         reshard(self.model)
         return logprobs, entropies
 
@@ -239,6 +241,7 @@ class TrainEngine:
                 if trains:
                     with timed("backward", "compute", self.device, tokens=batch.num_tokens):
                         (total * self.coordinates.loss_scale).backward()
+                self.on_batch()
         if routing is not None:
             of_all_ranks = self._router_sums(routing).metrics()  # in every rank, and reported once
             metrics += of_all_ranks if self.mesh.get_rank() == 0 else []

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -24,7 +25,7 @@ from meshrl.cluster.executor import phase
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.core.errors import CheckpointError, SamplerMismatchError
 from meshrl.monitor.rollout_log import read_rollouts
-from meshrl.monitor.sinks import read_metrics
+from meshrl.monitor.sinks import TerminalSink, read_metrics
 from meshrl.monitor.trace import CONTROLLER, SPANS_FILE, read_controller, read_rank
 from meshrl.sync.transaction import SyncOrder
 
@@ -62,7 +63,13 @@ def threads() -> Any:
 
 
 @pytest.fixture(scope="module")
-def run(config: Path) -> Run:
+def shown() -> dict[str, list[str]]:
+    """The progress that the runs of `run` have shown, by layout; not of torchrun, which runs in other processes."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def run(config: Path, shown: dict[str, list[str]]) -> Run:
     """The run folder of a layout; each layout runs once."""
     made: dict[str, Path] = {}
     numbers = itertools.count()  # a failed run leaves its folder, and the next test tries again
@@ -75,7 +82,9 @@ def run(config: Path) -> Run:
             if layout in NODES:
                 made[layout] = train_by_torchrun(config, name, *LAYOUTS[layout], nodes=NODES[layout], ranks=2)
             else:
-                made[layout] = train(config, name, *LAYOUTS[layout])
+                texts = shown[layout] = []
+                with mock.patch.object(TerminalSink, "progress", lambda sink, text: texts.append(text)):
+                    made[layout] = train(config, name, *LAYOUTS[layout])
             assert processes_of_run(name) == []
         return made[layout]
 
@@ -138,6 +147,19 @@ def test_every_run_leaves_the_spans_of_its_newest_steps(run: Run, layout: str):
     num_trainers = sum(facts.trains for facts in trace.ranks.values())
     metrics = [line.metrics for line in read_metrics(folder / "metrics.jsonl")[0]]
     assert all(("perf/compute_comm_ratio" in step) == (num_trainers > 1) for step in metrics)
+
+
+@pytest.mark.parametrize("layout", ["inline", "two ranks", "split", "ray"])
+def test_every_run_shows_how_far_a_phase_is(run: Run, shown: dict[str, list[str]], layout: str):
+    """Micro-batches at most twice a second if the rank is another process; so of this short run, only the first one."""
+    run(layout)
+    parts = [text.partition(" of ") for text in shown[layout] if text]
+    answers = [int(count) for count, _, rest in parts if rest == "16 answers"]
+    batches = [(int(count), int(rest.split()[0])) for count, _, rest in parts if rest.endswith(" micro-batches")]
+    assert answers == [*range(1, 17)] * 2
+    assert batches[0][0] == 1 < batches[0][1]
+    if layout == "inline":
+        assert batches == [(count, total) for _, total in batches[:: batches[0][1]] for count in range(1, total + 1)]
 
 
 def _model(folder: Path) -> Path:

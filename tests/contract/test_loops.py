@@ -21,6 +21,7 @@ from meshrl.cluster.executor import phase
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.monitor.sinks import TerminalSink
 from meshrl.monitor.trace import CONTROLLER, PROFILE_FILE, SPANS_FILE, read_controller, read_rank
 from meshrl.sync.transaction import SyncOrder
 
@@ -153,9 +154,12 @@ def test_a_run_that_ended_early_continues_with_the_next_prompts(config, kind):
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "restart"])
-def test_running_answers_meet_new_weights_in_each_mode(config, mode):
+def test_running_answers_meet_new_weights_in_each_mode(config, mode, monkeypatch):
     """The first tokens of an answer may have an older version than the last ones, except under restart. The samplers
-    are slowed by long answers; a small limit of running requests keeps some of them in the queue."""
+    are slowed by long answers; a small limit of running requests keeps some of them in the queue. A step that waits
+    shows its groups that are scored."""
+    shown = set[str]()
+    monkeypatch.setattr(TerminalSink, "progress", lambda sink, text: shown.add(text))
     options = ("loop.kind=fully_async", "loop.max_staleness=3", f"loop.in_flight={mode}", "loop.eval_every_steps=0")
     long = ("rollout.sampling.max_new_tokens=96", "loop.num_steps=8", "loop.prompts_per_step=2")
     folder = train(config, f"in_flight_{mode}", *RANKS["processes"], *options, *long, "rollout.max_running_requests=8")
@@ -164,6 +168,7 @@ def test_running_answers_meet_new_weights_in_each_mode(config, mode):
     straddling = [turn for turn in turns if len({*turn.versions.tolist()}) > 1]
     assert all((np.diff(turn.versions) >= 0).all() for turn in turns)
     assert bool(straddling) == (mode != "restart")
+    assert {"0 of 2 groups", "1 of 2 groups"} <= shown and not [text for text in shown if "answers" in text]
 
 
 def test_the_turns_of_a_conversation_may_have_different_versions(config):

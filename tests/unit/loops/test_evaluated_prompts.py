@@ -26,9 +26,11 @@ class Evaluations:
         self.reported: list[tuple[int, dict[str, float]]] = []
         self.best: list[tuple[int, float]] = []
         self.files: list[int] = []
+        self.shown: list[str] = []
         self.scores, self.ended_sessions = [1.0], list[str]()
         self.has_failed = False
         self.note, self.spans, self.ends_early = (lambda text: None), Spans(), False
+        self.progress = self.shown.append
         sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d", "eval_path": "e"}}
         sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}, "loop": {"num_steps": 7, **loop}}
         sections |= {"rollout": {"sampling": {"temperature": 0.7}}}
@@ -80,6 +82,7 @@ def test_an_evaluation_is_due_at_the_start_at_the_end_and_every_n_steps(every, s
         run.evaluate(step, version=step)  # a loop that has restarted at this step does not repeat it
     assert run.files == steps and [step for step, _ in run.job.evals] == steps
     assert [step for step, _ in run.reported] == steps
+    assert run.shown == ["1 of 2 prompts", "2 of 2 prompts"] * len(steps)
 
 
 def test_a_run_that_ends_early_is_evaluated_at_its_end():
