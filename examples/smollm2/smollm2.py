@@ -73,7 +73,7 @@ def main() -> int:
     choose_device("smollm", "a GPU")
     began = time.monotonic()
     with peak_memory() as memory:
-        print_heading("1/3", "Get SmolLM2-135M-Instruct, and write word problems.")
+        print_heading("1/3", f"{'Get SmolLM2-135M-Instruct, and write' if given is None else 'Write'} word problems.")
         model = given or smollm2(fetched)
         write_rows(place / "task")
         show_rows(place / "task", ("train", "heldout"))

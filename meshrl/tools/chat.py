@@ -95,7 +95,7 @@ class Chat:
             context_ids=render(self._tokenizer, messages),
             sampling=SamplingParams(**self._settings.model_dump(exclude=_NOT_SAMPLING)),
             max_new_tokens=self._settings.max_new_tokens,
-            seed=turn_seed(self._settings.seed, 0, 0, self._turn),
+            seed=turn_seed(self._settings.seed, 0, 0, len(messages)),
         )
         self._engine.submit(request)
         text, reason = "", None

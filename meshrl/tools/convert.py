@@ -27,11 +27,16 @@ def convert(checkpoint: Path, out: Path) -> None:
     """
     if is_there(out):
         raise CheckpointError(f"{out} already exists; give the name of a new folder")
+    if not is_there(checkpoint):
+        raise CheckpointError(f"{checkpoint} does not exist; give a checkpoint's folder or a GGUF file")
     if is_gguf(checkpoint):
         return convert_gguf(checkpoint, out)
     folder = state_in(checkpoint)
     if not is_there(folder / MANIFEST):
-        raise CheckpointError(f"{checkpoint} is no checkpoint; give a folder such as runs/NAME/checkpoints/step_000100")
+        raise CheckpointError(
+            f"{checkpoint} is neither a checkpoint nor a GGUF file; give a folder such as "
+            "runs/NAME/checkpoints/step_000100, or the file of a model"
+        )
     model, masters, template = _saved_model(folder)
     lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
     if model.lora.enabled:

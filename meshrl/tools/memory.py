@@ -54,6 +54,15 @@ def _sampler(config: RunConfig, memory: ModelMemory) -> list[tuple[str, str]]:
     return [("sampler's weights", weights), ("sampler's cache", _cache(config, memory) + freed * releases)]
 
 
+def _requests(config: RunConfig) -> tuple[int, int]:
+    """The largest numbers of requests that a sampler runs at a time: in a step, and in an evaluation."""
+    loop, data, most = config.loop, config.data, config.rollout.max_running_requests
+    in_step = most if loop.kind == "fully_async" else min(most, loop.prompts_per_step * loop.samples_per_prompt)
+    if data.eval_path is None:
+        return in_step, 0
+    return in_step, most if data.eval_limit is None else min(most, data.eval_limit * loop.eval_samples)
+
+
 def _cache(config: RunConfig, memory: ModelMemory) -> str:
     rollout, token = config.rollout, memory.token
     if token is None:
@@ -63,12 +72,16 @@ def _cache(config: RunConfig, memory: ModelMemory) -> str:
         if config.agent.kind == "single_turn":
             answer = max(rollout.sampling.max_new_tokens, config.eval_sampling.max_new_tokens)
             longest = min(longest, config.data.max_prompt_tokens + answer)
-        rows, positions = room_for(rollout.max_running_requests, longest)
+        in_step, in_evaluation = _requests(config)
+        rows, positions = room_for(in_step, longest)
         size = f"{rows} rows x {positions:,} tokens x {token:,} bytes"
         most, bound = rows * positions * token, rollout.embedded.kv_cache_bytes
         if bound is not None and bound < most:
             return f"at most {size_text(bound)}, {bound // (positions * token)} of {size}; the other rows wait"
         limit = ", or 80% of the free memory of an accelerator" if bound is None else ""
+        rows, _ = room_for(in_evaluation, longest)
+        if in_evaluation > in_step:
+            limit += f"; in evaluations at most {size_text(rows * positions * token)} ({rows} rows)"
         return f"at most {size_text(most)} ({size}){limit}"
     token //= rollout.tp_size
     if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 import threading
@@ -152,7 +153,8 @@ def test_every_run_leaves_the_spans_of_its_newest_steps(run: Run, layout: str):
 @pytest.mark.parametrize("layout", ["inline", "two ranks", "split", "ray"])
 def test_every_run_shows_how_far_a_phase_is(run: Run, shown: dict[str, list[str]], layout: str):
     """Micro-batches at most twice a second if the rank is another process; so of this short run, only the first one."""
-    run(layout)
+    notes = (run(layout) / "run_notes.txt").read_text()
+    assert re.search(r"first prompt: \d+ tokens, '.*\d\+\d", notes)
     parts = [text.partition(" of ") for text in shown[layout] if text]
     answers = [int(count) for count, _, rest in parts if rest == "16 answers"]
     batches = [(int(count), int(rest.split()[0])) for count, _, rest in parts if rest.endswith(" micro-batches")]

@@ -21,6 +21,7 @@ from meshrl.data.chat import load_tokenizer, render, stop_token_ids
 from meshrl.model.recipe import load_causal_lm
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.tools.init import init
+from meshrl.tools.model_check.checks import CHECKS, findings
 from meshrl.train.packing import bare_row, pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -74,6 +75,15 @@ def test_rounding_to_fp32_moves_the_gradient_less_than_a_hundred_thousandth(pool
     ((apart, distance, of_one, name),) = pool.run(_distances, 1, model, rows, torch.float32)
     assert apart < 1e-4 and distance < 1e-5
     assert of_one < 1e-4, f"{name} is {of_one:.1e} of its norm off"
+
+
+def test_every_check_of_model_check_holds_in_fp32(pool, model: str):
+    """Of the complete model, against Transformers in fp32: logprobs and gradients of rows alone, packed and on two
+    FSDP2 ranks, embedded sampling, the exported model, and LoRA, with merged weights and with adapters alike.
+    """
+    results = dict(findings(Path(model), pool.run))
+    assert results.keys() == CHECKS.keys()
+    assert {name: str(found) for name, found in results.items() if not found.proven} == {}
 
 
 def test_greedy_answers_equal_those_of_generate(model: str):

@@ -91,6 +91,14 @@ def test_a_damaged_gguf_file_is_refused_by_name(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_neither_a_checkpoint_nor_a_gguf_file_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"gone\.gguf does not exist"):
+        convert(tmp_path / "gone.gguf", tmp_path / "out")
+    (tmp_path / "other.gguf").write_bytes(b"something else")
+    with pytest.raises(CheckpointError, match=r"other\.gguf is neither a checkpoint nor a GGUF file"):
+        convert(tmp_path / "other.gguf", tmp_path / "out")
+
+
 def test_without_the_package_gguf_the_error_names_it(tmp_path, monkeypatch):
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("meshrl.model.gguf.importlib.util.find_spec", lambda name: None)

@@ -168,6 +168,23 @@ def test_the_limit_of_the_embedded_engines_cache_has_its_bytes_and_its_rows(mode
     assert "57,344 bytes), or 80% of the free memory of an accelerator, freed" in lines["sampler's cache"]
 
 
+def test_a_step_has_no_more_rows_than_answers(model: Path):
+    """An evaluation may have more, or fewer; in an asynchronous run the answers of several steps run at a time."""
+    name, small = "qwen2-7b_gsm8k_fsdp.yaml", ("loop.prompts_per_step=8", "loop.samples_per_prompt=8")
+    size = "1,536 tokens x 57,344 bytes), or 80% of the free memory of an accelerator"
+    more_rows = f"at most 5.6 GB (64 rows x {size}; in evaluations at most"
+    for more, text in (
+        (("data.eval_limit=16", "loop.eval_samples=2"), f"at most 5.6 GB (64 rows x {size}, freed"),
+        (("data.eval_limit=32", "loop.eval_samples=4"), f"{more_rows} 11.3 GB (128 rows), freed"),
+        ((), f"{more_rows} 22.5 GB (256 rows), freed"),
+        (("data.eval_path=null",), f"at most 5.6 GB (64 rows x {size}, freed"),
+    ):
+        assert text in lines_of(name, model, *small, *more)["sampler's cache"]
+    ranks = ("cluster.num_train_ranks=4", "cluster.num_rollout_ranks=4")
+    lines = lines_of(name, model, *small, *ranks, "loop.kind=fully_async")
+    assert f"at most 22.5 GB (256 rows x {size}" in lines["sampler's cache"]
+
+
 def test_what_a_run_does_not_have_or_release_has_no_line(model: Path, tmp_path: Path):
     (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
     sft = {"path": str(tmp_path / "chat.jsonl"), "num_steps": 1, "rows_per_step": 2, "max_row_tokens": 64}
