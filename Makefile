@@ -61,7 +61,7 @@ test: setup  ## run the CPU suite without the slow tests
 
 test-all: setup setup-vllm test-sglang  ## run all tests that need no GPU, with the slow ones and those of vLLM and SGLang
 	$(VLLM_PY) -m pytest -n 2 --dist loadfile -k vllm $(VLLM_TESTS)
-	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest $(KERNEL_TESTS)
+	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest -n 2 --dist loadfile $(KERNEL_TESTS)
 	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
 
 mutants: setup  ## mutation testing: insert one fault at a time; a test must fail for each
@@ -85,7 +85,7 @@ $(VLLM_STAMP): constraints.txt requirements-vllm.txt pyproject.toml
 
 test-vllm: setup-vllm  ## run the tests of the vLLM engine with the real vLLM, and those of the Triton kernels
 	$(VLLM_PY) -m pytest -n 2 --dist loadfile -k vllm -m "not slow" $(VLLM_TESTS)
-	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest $(KERNEL_TESTS)
+	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest -n 2 --dist loadfile $(KERNEL_TESTS)
 
 setup-sglang: $(SGLANG_STAMP)  ## make .venv-sglang with SGLang, stand-ins for its packages that need a GPU, and meshrl
 
