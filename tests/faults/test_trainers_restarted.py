@@ -272,7 +272,7 @@ def test_ctrl_c_ends_within_ten_seconds_in_the_middle_of_a_long_update(saved, co
     pressed, ended = [], []
 
     def press() -> None:
-        while not (folder / "rollouts" / "step_000002.jsonl").exists() or "train" not in _phase(folder):
+        while not (folder / "status.json").exists() or _step(folder) < 2 or "train" not in _phase(folder):
             time.sleep(0.05)
         time.sleep(2.0)
         pressed.append(time.monotonic())
@@ -297,6 +297,10 @@ def test_ctrl_c_ends_within_ten_seconds_in_the_middle_of_a_long_update(saved, co
 
 def _living_ranks() -> list[int]:
     return [process.pid for process in running_descendants(r"meshrl\.cluster\.worker")]
+
+
+def _step(folder: Path) -> int:
+    return int(json.loads((folder / "status.json").read_text())["step"])
 
 
 def _phase(folder: Path) -> str:
