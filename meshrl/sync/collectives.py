@@ -87,9 +87,13 @@ class Collectives(Transport):
         return gathered
 
     async def _run(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
-        group = self._groups.get(own.device.type, self._replica)
         with _interrupted("a window could not be gathered"):
-            await asyncio.to_thread(group._allgather_base(gathered.view(-1), own).wait)
+            await asyncio.to_thread(self._group(own.device)._allgather_base(gathered.view(-1), own).wait)
+
+    def _group(self, device: torch.device) -> Any:
+        """To be called only where it is used: a group of gloo ends with the last reference to it, and the traceback of
+        an error has references to all variables."""
+        return self._groups.get(device.type, self._replica)
 
     def disconnect(self) -> None:
         """Leave the groups, which ends them for all members."""
@@ -119,11 +123,13 @@ class Broadcast(Collectives):
     async def exchange(self, window: Sequence[Transfer], filled: Delivery | None, receives: bool) -> list[Delivery]:
         """Gather the facts of all transfers of the window, then broadcast each transfer."""
         await self._finish(NUM_SLOTS - 1)
-        by_sender, group = await self._facts(window, filled, self._device), self._groups[self._device.type]
+        by_sender = await self._facts(window, filled, self._device)
         with _interrupted(f"the window of {window[0]} could not be broadcast"):
             deliveries = [delivery_from_facts(t, by_sender[t.sender].tobytes(), self._slot(t)) for t in window]
             sent = [delivery for delivery in deliveries if delivery.num_bytes]
-            self._sending.append([group.broadcast(each.payload, each.transfer.sender) for each in sent])
+            self._sending.append(
+                [self._group(self._device).broadcast(each.payload, each.transfer.sender) for each in sent]
+            )
         if not receives:
             return []
         await self._finish(0)

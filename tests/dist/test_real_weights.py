@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness import engine_over, unsharded
+from rank_pool import RankPool
 from real_model import prompts, real_model
 from tiny_models import widen
 from tiny_run import train
@@ -30,6 +32,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return real_model(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks with more time than those of tiny models."""
+    ranks = RankPool(2, timeout_s=400.0)
+    yield ranks
+    ranks.close()
 
 
 def _loaded(model: str, dtype: torch.dtype) -> torch.nn.Module:
