@@ -255,6 +255,8 @@ def write_result(
     (place / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(f"page about the run     {grpo / 'report.html'}")
     print(f"these numbers          {place / 'report.json'}")
+    print(f"talk to the model      meshrl chat {grpo}")
+    print(f"train it further       meshrl init my --model {grpo}")
     return float(report["eval_after"])
 
 

@@ -285,7 +285,7 @@ def step_line(
     parts = [f"{counted} {step:>{width}}/{num_steps}"]
     for label, name, show in LINE_COLUMNS:
         if name in values and (values[name] != 0 or not label.startswith("clip")):
-            parts.append(f"{label} {show(values[name])}")
+            parts.append(f"{'mean ' * (counted == 'answer')}{label} {show(values[name])}")  # of the answers so far
     if eta_s is not None:
         parts.append(f"ETA {duration(eta_s)}")
     return "  ".join(parts)

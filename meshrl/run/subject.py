@@ -4,6 +4,7 @@ imported."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,13 @@ class Subject:
     step: int = 0
     state: Path | None = None
 
-    @property
-    def overrides(self) -> list[str]:
-        return [] if self.model is None else [f"model.path={json.dumps(self.model)}"]
+    def checked(self, overrides: Sequence[str]) -> list[str]:
+        """The overrides of a user, and the model's. Raises: ConfigError when they name another model."""
+        if self.model is None:
+            return [*overrides]
+        if other := next((text for text in overrides if text.startswith("model.path=")), None):
+            raise ConfigError(f"{other} does not fit: {self.text} is evaluated. Give another model by --model FOLDER")
+        return [*overrides, f"model.path={json.dumps(self.model)}"]
 
 
 def subject_of(config: Any, model: str | Path | None) -> tuple[Any, Subject]:

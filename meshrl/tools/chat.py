@@ -59,8 +59,8 @@ def chat(models: Sequence[str], words: Sequence[str], system: str | None) -> Non
             elif question:
                 try:
                     _answer(chats, question)
-                except (RequestError, DataError) as error:  # the next question may be shorter, or /reset helps
-                    print_message(f"meshrl: {error}")
+                except (RequestError, DataError) as error:  # the next question may be shorter
+                    print_message(f"meshrl: {error}. After /reset there is more room")
 
 
 class Chat:

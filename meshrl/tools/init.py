@@ -33,7 +33,8 @@ import re
 
 
 def score(completion: str, answer: str) -> float:
-    """1 if the last number in the model's answer is the one in the row's "answer", else 0."""
+    """1 if the last number in the model's answer is the one in the row's "answer", else 0. For answers that are texts
+    return, for example, float(answer.lower() in completion.lower())."""
     numbers = re.findall(r"-?\\d+(?:\\.\\d+)?", completion.replace(",", ""))
     return float(bool(numbers) and float(numbers[-1]) == float(answer))
 '''
@@ -42,7 +43,7 @@ CONFIG = """# `meshrl config WORD` explains the keys about a word; docs/config.m
 # Paths and modules are looked up next to this file.
 model: {{path: {model}, dtype: {dtype}}}
 data:
-  path: train.jsonl            # one {{"question": ..., "answer": ...}} a line; put your own rows here
+  path: train.jsonl            # one {{"question": ..., "answer": ...}} a line: your own rows, with numbers as answers
   eval_path: heldout.jsonl     # rows that are never trained on
   prompt: question
   answer: answer

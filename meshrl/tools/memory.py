@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.model.limits import limits_of, micro_batch_tokens
 from meshrl.model.memory import ModelMemory, model_memory
@@ -60,7 +62,11 @@ def _requests(config: RunConfig) -> tuple[int, int]:
     in_step = most if loop.kind == "fully_async" else min(most, loop.prompts_per_step * loop.samples_per_prompt)
     if data.eval_path is None:
         return in_step, 0
-    return in_step, most if data.eval_limit is None else min(most, data.eval_limit * loop.eval_samples)
+    path, rows = Path(data.eval_path), data.eval_limit or most
+    if path.suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as lines:
+            rows = min(rows, sum(1 for _ in lines))
+    return in_step, min(most, rows * loop.eval_samples)
 
 
 def _cache(config: RunConfig, memory: ModelMemory) -> str:

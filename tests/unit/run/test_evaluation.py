@@ -16,6 +16,7 @@ from tiny_run import ascii_share, train, write_run
 import meshrl
 from meshrl.agent.loop import prompt_ids, start_trajectory, take_turn
 from meshrl.cli import main
+from meshrl.core.errors import ConfigError
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import read_metrics
 from meshrl.tools.report.page import write_report
@@ -61,6 +62,11 @@ def result_of(folder: Path) -> dict[str, Any]:
     return json.loads(line)
 
 
+def test_another_model_in_place_of_that_of_the_run_is_refused(home: Path):
+    with pytest.raises(ConfigError, match=r"model\.path=other does not fit: .*best model of runs/one.* --model FOLDER"):
+        meshrl.evaluate("runs/one", ["model.path=other"], quiet=True)
+
+
 def test_a_run_is_evaluated_by_its_folder_alone_into_a_new_folder_of_it(home: Path, capsys: pytest.CaptureFixture[str]):
     run = home / "runs" / "one"
     evaluate("runs/one")
@@ -73,7 +79,7 @@ def test_a_run_is_evaluated_by_its_folder_alone_into_a_new_folder_of_it(home: Pa
     assert units["eval/reward/term/length"] == "" and result["metrics"]["eval/reward/term/length"] > 1
     assert (result["status"], result["answers"], result["step"]) == ("done", 8, step)
     assert (result["eval_term"], result["samples"], result["sampling"]["top_k"]) == ("ascii", 2, 50)
-    assert "the best model of runs/one" in printed.err and "answer 8/8  reward " in printed.err
+    assert "the best model of runs/one" in printed.err and "answer 8/8  mean reward " in printed.err
     assert f"see {Path('runs/one/eval_1')}" in printed.err.splitlines()[-1]
     assert printed.out.splitlines()[0].startswith("mean score (mean@2)") and "answer 8/8" not in printed.out
     assert "Held-out prompts" in write_report(folder).read_text()

@@ -201,3 +201,11 @@ def test_what_a_run_does_not_have_or_release_has_no_line(model: Path, tmp_path: 
     lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, "rollout.release_memory=false")
     assert lines["sampler's weights"] == "15.2 GB"
     assert lines["sampler's cache"].endswith(", freed while the trainer works")
+
+
+def test_an_evaluation_has_no_more_rows_than_its_file(model: Path, tmp_path: Path):
+    rows = tmp_path / "heldout.jsonl"
+    rows.write_text('{"question": "1+1", "answer": "2"}\n' * 80)
+    small = ("loop.prompts_per_step=8", "loop.samples_per_prompt=8", f"data.eval_path={rows}")
+    lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, *small, "loop.eval_samples=1")
+    assert "in evaluations at most 7.0 GB (80 rows)" in lines["sampler's cache"]
