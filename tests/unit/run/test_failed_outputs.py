@@ -106,12 +106,16 @@ def test_files_for_which_there_is_no_place_are_refused_with_one_line(
 
 
 BLOCK = """
+import contextlib
 import shutil
 shutil.rmtree(folder / "rollouts")
 (folder / "rollouts").touch()
-(folder / "status.json").unlink()
-for name in ("report.html", "reward.png", "status.json"):
+for name in ("report.html", "reward.png"):
     (folder / name).mkdir()
+while not (folder / "status.json").is_dir():  # the run may write it between the two calls
+    (folder / "status.json").unlink(missing_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "status.json").mkdir()
 """
 
 
