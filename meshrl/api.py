@@ -105,7 +105,7 @@ def evaluate(
 
     objects = objects_of(rewards, agent, {"data.eval_path": eval_data}, quiet=quiet)
     config, subject = subject_of(config, model)
-    loaded = load_run(config, subject.checked(overrides), "eval", objects)
+    loaded = load_run(config, subject.overrides(overrides), "eval", objects)
     if not quiet:
         show_notices(loaded)
     from meshrl.run import start

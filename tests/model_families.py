@@ -381,14 +381,14 @@ page states of an architecture, and [add_a_model.md](add_a_model.md) shows what 
 
 Each of them was compared with Transformers' own eager forward in fp32, on a tiny model in which also biases, norms and
 router corrections have values that matter: logprobs and gradients differ by at most 1e-5 (of a gradient, relative to
-its norm), or by twice what Transformers' own results change by when the last bit of its weights does, where that is
-more (at most 5e-5 here, of Qwen3.5). This holds of each row alone, **packed** with other rows, after **shared
-prompts**, and on **two FSDP2 ranks** with activation checkpointing. **Sampling**: greedy tokens of the embedded engine
-and their logprobs equal `generate`'s. **Export**: Transformers loads what meshrl writes, with the same logprobs.
-**LoRA**: each adapter gets a gradient, and exported merged weights have the logprobs of the adapted model. **Names**:
-weights are sent to servers under the names of the model's files. **vLLM**: the vLLM of `requirements-vllm.txt` loads
-all of these names, they fill its model, and the values can be read back; whether it computes the same logprobs is
-measured in each run, before the first optimizer step.
+its norm), or, where a change of the last bit of each weight alone changes Transformers' own results by more than that,
+by twice that change (here Qwen3.5's two: at most 5e-5). This holds of each row alone, **packed** with other rows, after
+**shared prompts**, and on **two FSDP2 ranks** with activation checkpointing. **Sampling**: greedy tokens of the
+embedded engine and their logprobs equal `generate`'s. **Export**: Transformers loads what meshrl writes, with the same
+logprobs. **LoRA**: each adapter gets a gradient, and exported merged weights have the logprobs of the adapted model.
+**Names**: weights are sent to servers under the names of the model's files. **vLLM**: the vLLM of
+`requirements-vllm.txt` loads all of these names, they fill its model, and the values can be read back; whether it
+computes the same logprobs is measured in each run, before the first optimizer step.
 
 Layers that pass a state from token to token (gated delta rule, lightning attention, Mamba, short convolutions) compute
 each row of a pack after its own prompt, several rows of similar length at once; the embedded engine keeps their states

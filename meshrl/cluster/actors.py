@@ -105,7 +105,7 @@ class RankWorker:
         self.recorder: Any = None  # the server of its flight recorder, in a rank that trains on an accelerator
         self._flops = 0.0  # of this rank's share of the training since `memory`
         self._num_batches = 0
-        self.on_batches: Callable[[int], None] = lambda count: None  # as `Executor.on_batches`, for each of them
+        self.on_batches: Callable[[int], None] = lambda count: None  # called after each micro-batch
 
     @phase("load")
     def start(self) -> None:

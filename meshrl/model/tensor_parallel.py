@@ -11,7 +11,7 @@ import torch
 from meshrl.core.errors import ConfigError
 from meshrl.model.attention import needs_all_tokens
 from meshrl.model.causal import CausalModel
-from meshrl.model.lora import wire_name
+from meshrl.model.lora import ExpertsAdapter, wire_name
 from meshrl.parallel.peers import sizes_for
 from meshrl.parallel.tp import EACH, Cut, TensorParallel
 
@@ -60,6 +60,11 @@ def cut_model(model: CausalModel, tp: TensorParallel) -> None:
     lm: Any = model.lm
     if model.has_states:
         raise needs_all_tokens("tp", tp.axis.size)
+    if any(isinstance(module, ExpertsAdapter) for module in lm.modules()):
+        raise ConfigError(
+            f"train.mesh.tp is {tp.axis.size}, but model.lora.targets has experts, whose adapters are not cut. Use "
+            "train.mesh.tp=1, and train.mesh.dp_shard for less memory, or leave experts out"
+        )
     styles = _styles(lm)
     placed: dict[int, torch.nn.Parameter] = {}
     blocks = list(model.layers)

@@ -283,9 +283,10 @@ def step_line(
     (the only value with one update per step)."""
     width = len(str(num_steps))
     parts = [f"{counted} {step:>{width}}/{num_steps}"]
+    mean = "mean " if counted == "answer" else ""  # of the answers so far, else of this step
     for label, name, show in LINE_COLUMNS:
         if name in values and (values[name] != 0 or not label.startswith("clip")):
-            parts.append(f"{'mean ' * (counted == 'answer')}{label} {show(values[name])}")  # of the answers so far
+            parts.append(f"{mean}{label} {show(values[name])}")
     if eta_s is not None:
         parts.append(f"ETA {duration(eta_s)}")
     return "  ".join(parts)

@@ -59,7 +59,7 @@ class _Counted:
 class TensorBoardSink:
     """Event files in `folder`; the description of each curve is the glossary's text. Flushed after every step. Readers
     stop at a truncated record, so a failed write ends the file, and the next write begins another one. When steps are
-    repeated, readers drop those that were written before."""
+    repeated, TensorBoard's reader in Python drops those that were written before."""
 
     def __init__(self, folder: Path):
         from tensorboard.summary import Writer

@@ -28,13 +28,13 @@ class Subject:
     step: int = 0
     state: Path | None = None
 
-    def checked(self, overrides: Sequence[str]) -> list[str]:
-        """The overrides of a user, and the model's. Raises: ConfigError when they name another model."""
+    def overrides(self, given: Sequence[str]) -> list[str]:
+        """The given overrides, and that of model.path. Raises: ConfigError when they name another model."""
         if self.model is None:
-            return [*overrides]
-        if other := next((text for text in overrides if text.startswith("model.path=")), None):
+            return [*given]
+        if other := next((text for text in given if text.startswith("model.path=")), None):
             raise ConfigError(f"{other} does not fit: {self.text} is evaluated. Give another model by --model FOLDER")
-        return [*overrides, f"model.path={json.dumps(self.model)}"]
+        return [*given, f"model.path={json.dumps(self.model)}"]
 
 
 def subject_of(config: Any, model: str | Path | None) -> tuple[Any, Subject]:

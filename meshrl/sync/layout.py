@@ -158,17 +158,28 @@ def make_layout(
     """tensors: {name: (shape, dtype)}, in the order of sending. boxes_of_ranks: the boxes of each rank; if several
     ranks hold the same box, the first one sends it. None = one sender holds everything.
 
-    Raises: ValueError for an unknown dtype, and boxes that overlap, leave out a part of a tensor or reach outside it.
+    Raises: ValueError for an unknown dtype, a limit below the alignment, an alias of nothing, and boxes that overlap,
+    leave a part of a tensor out, or do not lie inside it.
     """
+    if transfer_bytes < ALIGNMENT_BYTES:
+        raise ValueError(f"transfer_bytes is {transfer_bytes}; allowed: {ALIGNMENT_BYTES} or more, best 1 MiB and up")
     specs = {name: TensorSpec(name, tuple(shape), dtype) for name, (shape, dtype) in tensors.items()}
     for spec in specs.values():
         if spec.dtype not in DTYPES:
             raise ValueError(f"{spec.name} has dtype {spec.dtype!r}, which can't be sent; allowed: {', '.join(DTYPES)}")
+    for alias, source in (tied or {}).items():
+        if source not in specs or alias in specs:
+            fault = "is sent itself" if alias in specs else f"is tied to {source}, which is not sent"
+            raise ValueError(f"{alias} {fault}; `tied` maps a name that is not sent to one that is")
     if boxes_of_ranks is None:
         boxes_of_ranks = [[Box(spec.name, (0,) * len(spec.shape), spec.shape) for spec in specs.values()]]
     sender_of: dict[Box, int] = {}
     for sender, boxes in enumerate(boxes_of_ranks):
         for box in boxes:
+            if box.name not in specs:
+                raise ValueError(
+                    f"a rank holds a box of {box.name}, which is not one of the {len(specs)} tensors of the layout"
+                )
             if math.prod(box.shape):
                 sender_of.setdefault(box, sender)
     _require_cover(specs, set(sender_of))

@@ -119,6 +119,11 @@ class WeightState:
                 f"{self.name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
                 f"{layout.hash}; reconcile again whenever names, shapes, dtypes, shards or the transfer size change"
             )
+        if (header.mode != "full") != (header.base_version is not None):
+            raise SyncError(
+                f"{self.name}: the header has mode {header.mode!r} and base version {header.base_version}; 'full' has "
+                "no base version, 'delta' and 'adapter' need one"
+            )
         if header.base_version is not None and header.base_version != had:
             raise SyncError(
                 f"{self.name}: a sync of mode {header.mode} needs base version {header.base_version}, but the current "

@@ -60,7 +60,8 @@ def chat(models: Sequence[str], words: Sequence[str], system: str | None) -> Non
                 try:
                     _answer(chats, question)
                 except (RequestError, DataError) as error:  # the next question may be shorter
-                    print_message(f"meshrl: {error}. After /reset there is more room")
+                    hint = ". After /reset there is more room" if isinstance(error, RequestError) else ""
+                    print_message(f"meshrl: {error}{hint}")
 
 
 class Chat:

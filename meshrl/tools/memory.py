@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -63,8 +64,8 @@ def _requests(config: RunConfig) -> tuple[int, int]:
     if data.eval_path is None:
         return in_step, 0
     path, rows = Path(data.eval_path), data.eval_limit or most
-    if path.suffix == ".jsonl" and path.is_file():
-        with path.open("rb") as lines:
+    if path.suffix == ".jsonl":
+        with suppress(OSError), path.open("rb") as lines:
             rows = min(rows, sum(1 for _ in lines))
     return in_step, min(most, rows * loop.eval_samples)
 
@@ -85,9 +86,11 @@ def _cache(config: RunConfig, memory: ModelMemory) -> str:
         if bound is not None and bound < most:
             return f"at most {size_text(bound)}, {bound // (positions * token)} of {size}; the other rows wait"
         limit = ", or 80% of the free memory of an accelerator" if bound is None else ""
-        rows, _ = room_for(in_evaluation, longest)
         if in_evaluation > in_step:
-            limit += f"; in evaluations at most {size_text(rows * positions * token)} ({rows} rows)"
+            rows, _ = room_for(in_evaluation, longest)
+            needed = rows * positions * token
+            held = needed if bound is None else min(needed, bound)
+            limit += f"; in evaluations at most {size_text(held)} ({held // (positions * token)} rows)"
         return f"at most {size_text(most)} ({size}){limit}"
     token //= rollout.tp_size
     if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:

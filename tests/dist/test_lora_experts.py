@@ -18,6 +18,7 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import CheckpointError, ConfigError
+from meshrl.model.causal import CausalModel
 from meshrl.model.lora import (
     Adapter,
     add_adapters,
@@ -27,7 +28,10 @@ from meshrl.model.lora import (
     randomize_adapters,
     without_adapters,
 )
+from meshrl.model.tensor_parallel import cut_model
+from meshrl.parallel.exchange import Axis
 from meshrl.parallel.mesh import build_mesh
+from meshrl.parallel.tp import TensorParallel
 from meshrl.train.checkpoint_files import state_folder
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
@@ -223,6 +227,8 @@ def test_targets_that_can_not_be_adapted_are_refused():
         adapted(targets=["gate_up_proj"])
     with pytest.raises(ConfigError, match="has experts, but 'tiny' has no joint tensors in modules named experts"):
         add_adapters(tiny_qwen2(), EXPERTS_LORA, torch.float32, "tiny")
+    with pytest.raises(ConfigError, match=r"tp is 2, but model\.lora\.targets has experts, whose adapters are not cut"):
+        cut_model(CausalModel(adapted()), TensorParallel(Axis(2, 0, None)))
 
 
 def test_a_forward_that_raises_leaves_the_frozen_weights(monkeypatch):

@@ -72,15 +72,15 @@ class CheckedModel:
 
     @cached_property
     def tolerance(self) -> float:
-        """TOLERANCE, or twice what Transformers' own results change by when each weight is changed by at most its last
-        bit, where that is more: large logits and gradients of terms that cancel are rounded as much."""
+        """TOLERANCE; or, where Transformers' own results change by more than that when each weight is changed by at
+        most its last bit, twice that change: large logits and gradients of terms that cancel are rounded as much."""
         lm, draw = transformers_model(self.path), torch.Generator().manual_seed(0)
         with torch.no_grad():
             for p in lm.parameters():
                 p.mul_(1 + torch.finfo(p.dtype).eps * torch.randint(-1, 2, p.shape, generator=draw))
         got, want = transformers_scores(lm, self.rows), self.reference
         change = max(logprob_distance(got, want), gradient_distance(got.gradients, want.gradients))
-        return min(max(TOLERANCE, 2 * change), MAX_TOLERANCE)
+        return TOLERANCE if change <= TOLERANCE else min(2 * change, MAX_TOLERANCE)
 
     @cached_property
     def alone(self) -> tuple[float, float]:

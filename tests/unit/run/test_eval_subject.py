@@ -97,6 +97,6 @@ def test_a_folder_of_a_run_stands_for_its_config(run: Path, tmp_path: Path):
     assert config == run / "config.yaml" and found.step == 2
     alone = model(tmp_path / "alone")
     assert subject_of("my.yaml", alone)[0] == "my.yaml"
-    assert subject_of("my.yaml", None)[1].checked(["a=1"]) == ["a=1"]
+    assert subject_of("my.yaml", None)[1].overrides(["a=1"]) == ["a=1"]
     with pytest.raises(ConfigError, match="belongs to no run with a config"):
         subject_of(alone, None)

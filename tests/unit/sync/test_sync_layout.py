@@ -165,6 +165,13 @@ def test_the_hash_covers_names_shapes_dtypes_ties_boxes_limit_and_digest():
     ("changes", "complaint"),
     [
         ({"tensors": {"a": ((1,), "complex64")}}, "complex64.*can't be sent"),
+        ({"tied": {"b": "c"}}, "b is tied to c, which is not sent"),
+        ({"tensors": {"a": ((1,), "float32"), "b": ((1,), "float32")}, "tied": {"b": "a"}}, "b is sent itself"),
+        ({"transfer_bytes": 15}, "transfer_bytes is 15; allowed: 16 or more"),
+        (
+            {"boxes_of_ranks": [[Box("a", (0,), (1,)), Box("odd", (0,), (1,))]]},
+            "a box of odd, which is not one of the 1 tensors",
+        ),
         ({"boxes_of_ranks": [[Box("a", (0, 0), (1, 1))]]}, r"\[1, 1\] at \[0, 0\] is not inside a \[1\]"),
     ],
 )

@@ -279,6 +279,8 @@ def test_versions_rise_and_a_failed_version_may_be_sent_again():
     ("change", "complaint"),
     [
         ({"layout_hash": "0123"}, "belongs to layout 0123"),
+        ({"mode": "adapter"}, "'delta' and 'adapter' need one"),
+        ({"base_version": 1}, "'full' has no base version"),
         ({"base_version": 1, "mode": "delta"}, "needs base version 1, but the current version is -1"),
         ({"version": -1}, "version -1"),
     ],

@@ -209,3 +209,6 @@ def test_an_evaluation_has_no_more_rows_than_its_file(model: Path, tmp_path: Pat
     small = ("loop.prompts_per_step=8", "loop.samples_per_prompt=8", f"data.eval_path={rows}")
     lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, *small, "loop.eval_samples=1")
     assert "in evaluations at most 7.0 GB (80 rows)" in lines["sampler's cache"]
+    bound = f"rollout.embedded.kv_cache_bytes={72 * 1536 * 57344}"
+    lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, *small, "loop.eval_samples=1", bound)
+    assert "in evaluations at most 6.3 GB (72 rows)" in lines["sampler's cache"]
