@@ -49,6 +49,7 @@ def train(
     saved; exceptions of on_step. SystemExit after SIGTERM or SIGHUP, and under torchrun at the end in all processes
     except rank 0's.
     """
+    from meshrl.cluster.rank_program import prepare_ranks
     from meshrl.run.inputs import load_run, objects_of, show_notices
 
     rows = {"data.path": data, "data.eval_path": eval_data}
@@ -56,6 +57,7 @@ def train(
     loaded = load_run(config, overrides, "train", objects)
     if not quiet:
         show_notices(loaded)
+    prepare_ranks(loaded.config.cluster)
     from meshrl.run import start
     from meshrl.tools.report.page import write_report
 
@@ -71,12 +73,14 @@ def sft(
     quiet: bool = False,
 ) -> Run:
     """Supervised fine-tuning, like `meshrl sft`. data: rows in place of sft.path. The rest is as in `train`."""
+    from meshrl.cluster.rank_program import prepare_ranks
     from meshrl.run.inputs import load_sft, objects_of, show_notices
 
     objects = objects_of(rows={"sft.path": data}, on_step=on_step, quiet=quiet)
     loaded = load_sft(config, overrides, objects)
     if not quiet:
         show_notices(loaded)
+    prepare_ranks(loaded.config.cluster)
     from meshrl.run import start
     from meshrl.tools.report.page import write_report
 
@@ -100,6 +104,7 @@ def evaluate(
     model.path: the folder of a model, of a run, or of a step of a run. out: the folder to write; it must not exist.
     None = eval_N in the folder of the model's run, or below run.folder. The rest is as in `train`.
     """
+    from meshrl.cluster.rank_program import prepare_ranks
     from meshrl.run.inputs import load_run, objects_of, show_notices
     from meshrl.run.subject import subject_of
 
@@ -108,6 +113,7 @@ def evaluate(
     loaded = load_run(config, subject.overrides(overrides), "eval", objects)
     if not quiet:
         show_notices(loaded)
+    prepare_ranks(loaded.config.cluster)
     from meshrl.run import start
     from meshrl.tools.convert import convert
     from meshrl.tools.report.page import write_report

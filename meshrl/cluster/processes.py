@@ -18,7 +18,6 @@ import math
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from typing import Any, Literal
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec, phase, phase_of
 from meshrl.cluster.node_agent import RemoteProcess
+from meshrl.cluster.rank_program import RANK, common_environment
 from meshrl.core.device import device_type
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
@@ -37,17 +37,12 @@ from meshrl.process import frames
 from meshrl.process.connect import LOOPBACK, interface_of
 from meshrl.process.diagnosis import Snapshot, innermost_frames, rank_at_fault
 from meshrl.process.leases import LeasedFolder
-from meshrl.process.spawn import Program, SpawnedProcess
+from meshrl.process.spawn import SpawnedProcess
 
 _STOP_GRACE_S = 5.0
 _SETTLE_S = 1.5  # an exception may result from another rank's death, which is detected within this time
 _OF_SAMPLERS = ("rollout", "eval")  # phases whose deadline is extended while the rank's sampler computes tokens
 _REAP_S = 2.0  # a channel closes shortly before its process has ended
-
-RANK = Program(
-    "meshrl.cluster.worker",
-    preload=("meshrl.cluster.actors", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
-)
 
 
 @dataclass(slots=True)
@@ -398,8 +393,3 @@ def _mark_lost(rank: RankConnection, failure: RankFailure) -> None:
     for call in rank.pending.values():
         if not call.future.done():
             call.future.set_exception(failure)
-
-
-def common_environment() -> dict[str, str]:
-    """Environment variables of every rank: it must find all modules that its controller finds."""
-    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TOKENIZERS_PARALLELISM": "false"}

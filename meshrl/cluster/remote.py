@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.node_agent import AgentConnection, Hello, NodeAgent, RemoteProcess
-from meshrl.cluster.processes import RANK, ProcessExecutor, RankConnection, common_environment
+from meshrl.cluster.processes import ProcessExecutor, RankConnection
+from meshrl.cluster.rank_program import RANK, common_environment
 from meshrl.core.device import SETTINGS, VISIBLE_DEVICES
 from meshrl.core.errors import RankFailure
 from meshrl.parallel.store import listening_store

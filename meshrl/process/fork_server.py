@@ -20,6 +20,7 @@ import socket
 import stat
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from meshrl.process.leases import sweep
 from meshrl.process.spawn import command, ignore_interrupts
 
 _REQUEST_BYTES = 1 << 16
+_HARMLESS_THREADS = ("jemalloc_bg_thd",)  # of pyarrow, which some installations import; jemalloc is safe to fork
 _HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/console")
 
 
@@ -141,7 +143,8 @@ def _can_fork() -> bool:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    return len(os.listdir("/proc/self/task")) == 1 and not _open_devices()
+    threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    return len([name for name in threads if name not in _HARMLESS_THREADS]) == 1 and not _open_devices()
 
 
 def _open_devices() -> list[str]:
@@ -163,6 +166,7 @@ def main() -> None:
     gc.disable()  # imports make half a million objects and no garbage; each collection would look at all of them
     for module in sys.argv[4:]:
         importlib.import_module(module)
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # `_can_fork` knows
     gc.enable()
     gc.collect()
     gc.freeze()  # else a collection in a child would write to, and so copy, the pages that children share

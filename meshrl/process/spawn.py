@@ -1,8 +1,10 @@
 """Child processes that run a Python module of meshrl: forked from a fork server, or new interpreters without one.
 
-A process that spawns has one fork server (fork_server.py). It starts with the first child and serves later ones. The
-fork server inherits environment variables, working directory, CPU affinity, umask and resource limits when it starts;
-when one of them has changed in this process, a new fork server replaces it.
+A process that spawns has one fork server (fork_server.py). It starts with the first child, or before by `prepare`, and
+serves later ones. The fork server inherits environment variables, working directory, CPU affinity, umask and resource
+limits when it starts; when one of them has changed in this process, a new fork server replaces it. Environment
+variables that are new since then, such as those that libraries set when they are imported, reach the children without
+this; they count as a change in `prepare` only.
 
 The module's `main` calls `inherited_channel()` first. This module does not import torch.
 """
@@ -177,48 +179,63 @@ class ForkedProcess:
 
 @dataclass(frozen=True, slots=True)
 class _ForkServer:
-    """inherited: the properties that its children inherit from it: a change needs another fork server."""
+    """inherited, environment: the properties that its children inherit: a change needs another fork server."""
 
     process: subprocess.Popen[bytes]
     requests: socket.socket
     inherited: tuple[Any, ...]
+    environment: Mapping[str, str]
+
+    def has(self, environment: Mapping[str, str], exactly: bool) -> bool:
+        """Whether its variables have the values that they have here, and (exactly) no other is here."""
+        return self.environment == environment if exactly else self.environment.items() <= environment.items()
 
 
 _server: _ForkServer | None = None  # former ones end after their last child
 _starting = threading.Lock()
 
 
+def prepare(program: Program, environment: Mapping[str, str]) -> None:
+    """Start the fork server of this program, so that it imports while this process does something else. environment:
+    that its children will have in addition to this process's."""
+    if can_fork():
+        with _starting:
+            _server_with(program.preload, {**os.environ, **environment}, exactly=True)
+
+
 def fork(program: Program, name: str, environment: Mapping[str, str], channel: int, stacks: int) -> ForkedProcess:
     """Request a process from the fork server; returns at once. environment: the child's complete environment. channel,
     stacks: descriptors that it inherits in addition to this process's stdout and stderr."""
-    own = {key: value for key, value in environment.items() if key in _OWN_VARIABLES}
-    common = {key: value for key, value in environment.items() if key not in _OWN_VARIABLES}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with _starting, theirs:
-        request = json.dumps([program.module, name, own]).encode()
         descriptors = [channel, stacks, theirs.fileno(), 1, 2]
-        server = _server_with(program.preload, common)
-        try:
-            socket.send_fds(server.requests, [request], descriptors)
-        except (BrokenPipeError, ConnectionResetError):  # it has died since `_server_with` checked it
-            server.process.wait()
-            server = _server_with(program.preload, common)
-            socket.send_fds(server.requests, [request], descriptors)
+        for last in (False, True):
+            server = _server_with(program.preload, environment)
+            own = {key: value for key, value in environment.items() if server.environment.get(key) != value}
+            try:
+                socket.send_fds(server.requests, [json.dumps([program.module, name, own]).encode()], descriptors)
+                break
+            except (BrokenPipeError, ConnectionResetError):  # it has died since `_server_with` checked it
+                if last:
+                    raise
+                server.process.wait()
     return ForkedProcess(ours, server.process)
 
 
-def _server_with(preload: tuple[str, ...], environment: Mapping[str, str]) -> _ForkServer:
-    """The fork server for children with these properties; a new one replaces a server with others."""
+def _server_with(preload: tuple[str, ...], environment: Mapping[str, str], exactly: bool = False) -> _ForkServer:
+    """The fork server for children with these properties; a new one replaces a server with others. exactly: also one
+    that lacks some of these environment variables."""
     global _server
+    common = {key: value for key, value in environment.items() if key not in _OWN_VARIABLES}
     inherited = (
         preload,
-        environment,
         os.getcwd(),
         os.sched_getaffinity(0),
         Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask can only read by writing
         [resource.getrlimit(number) for number in _LIMITS],
     )
-    if _server is None or _server.process.poll() is not None or _server.inherited != inherited:
+    alive = _server is not None and _server.process.poll() is None
+    if _server is None or not alive or _server.inherited != inherited or not _server.has(common, exactly):
         retire()
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module = [sys.executable, "-m", "meshrl.process.fork_server"]
@@ -227,9 +244,9 @@ def _server_with(preload: tuple[str, ...], environment: Mapping[str, str]) -> _F
                 [*module, str(theirs.fileno()), str(os.getpid()), _TITLE_ROOM, *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=environment,
+                env=common,
             )
-        _server = _ForkServer(process, requests, inherited)
+        _server = _ForkServer(process, requests, inherited, common)
     return _server
 
 

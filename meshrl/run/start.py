@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 from meshrl.algo.trial import try_user_functions
 from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.launch import check_devices, launched
+from meshrl.cluster.rank_program import prepare_ranks
 from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -98,8 +97,7 @@ def _run(
     note = check_devices(cfg.cluster, cfg.rollout if isinstance(cfg, RunConfig) else None, *num_ranks)
     if is_follower():
         raise SystemExit(follow(Path(cfg.run.folder)))
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder
+    prepare_ranks(cfg.cluster)
     if (notice := device_notice()) is not None:
         print_message(f"note: {notice}")
     if note is not None and not objects.quiet:

@@ -23,6 +23,7 @@ import pytest
 import torch
 from running_processes import is_running_process
 from tiny_models import tiny_qwen2
+from tiny_run import write_run
 from tiny_samples import random_samples, weigh
 from tiny_specs import worker_spec
 from waiting import wait_until
@@ -42,6 +43,16 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not spawn.can_fork(), reason="this system can't have a fork server"),
 ]
+
+
+WITHOUT_TORCH = """
+import os, socket, sys, time
+from meshrl.process import spawn
+from meshrl.process.spawn import Program, fork
+ours, theirs = socket.socketpair()
+environment = os.environ | {"PYTHONPATH": os.pathsep.join([sys.argv[1], *sys.path])}
+rank = fork(Program("meshrl.cluster.worker", ("numpy",)), "rank_0", environment, theirs.fileno(), theirs.fileno())
+"""
 
 
 def _samplers(count: int) -> list[WorkerSpec]:
@@ -193,6 +204,51 @@ def test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_th
     assert {each.pid: each.name for each in family(os.getpid())}[server] == "fork_server"
 
 
+def test_a_run_has_one_fork_server_that_imports_before_the_run_itself_has_imported_torch(tmp_path):
+    script = """
+        import sys
+        from meshrl.process import spawn
+        had_torch = []
+        class Recorded(spawn._ForkServer):
+            def __init__(self, *args):
+                had_torch.append("torch" in sys.modules)
+                super().__init__(*args)
+        spawn._ForkServer = Recorded
+        import meshrl
+        meshrl.train(sys.argv[1], ["loop.num_steps=1"], quiet=True)
+        print(had_torch)
+    """
+    code = [sys.executable, "-c", textwrap.dedent(script), str(write_run(tmp_path))]
+    ran = subprocess.run(
+        code, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert ran.stdout == "[False]\n", ran.stderr
+
+
+def test_a_variable_that_was_set_after_the_fork_server_started_reaches_its_children(tmp_path, monkeypatch):
+    """It needs another fork server only for the next run."""
+    (tmp_path / "printer.py").write_text("import os\ndef main():\n    print(os.environ['LATER'], flush=True)")
+    script = WITHOUT_TORCH.partition("environment = ")[0] + textwrap.dedent("""
+        program, found = Program("printer", ("json",)), {"PYTHONPATH": os.pathsep.join([sys.argv[1], *sys.path])}
+        servers = []
+        def child(value):
+            os.environ["LATER"] = value
+            fork(program, "rank_0", {**os.environ, **found}, theirs.fileno(), theirs.fileno()).wait(60)
+            servers.append(spawn._server)
+        spawn.prepare(program, found)
+        servers.append(spawn._server)
+        child("a")
+        child("b")
+        spawn.prepare(program, found)
+        servers.append(spawn._server)
+        child("b")
+        child("c")
+        print([servers.index(server) for server in servers])
+    """)
+    ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert ran.stdout == "a\nb\nb\nc\n[0, 0, 0, 3, 3, 5]\n", ran.stderr
+
+
 def test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another():
 
     async def body(executor: ProcessExecutor) -> None:
@@ -238,16 +294,6 @@ def test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_ra
             await another.close()
 
     _with(_samplers(1), body)
-
-
-WITHOUT_TORCH = """
-import os, socket, sys, time
-from meshrl.process import spawn
-from meshrl.process.spawn import Program, fork
-ours, theirs = socket.socketpair()
-environment = os.environ | {"PYTHONPATH": os.pathsep.join([sys.argv[1], *sys.path])}
-rank = fork(Program("meshrl.cluster.worker", ("numpy",)), "rank_0", environment, theirs.fileno(), theirs.fileno())
-"""
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "its end"])
@@ -306,15 +352,27 @@ def test_a_fork_server_outlives_a_child_whose_end_no_process_waits_for(tmp_path)
 
 @pytest.mark.parametrize(
     ("opened", "can_fork"),
-    [("", True), ("threading.Thread(target=wait).start()", False), ("open('/dev/full')", False)],
-    ids=["neither", "thread", "device"],
+    [
+        ("", True),
+        ("threading.Thread(target=wait).start()", False),
+        ("threading.Thread(target=wait_as, args=('jemalloc_bg_thd',)).start()", True),
+        ("open('/dev/full')", False),
+    ],
+    ids=["neither", "thread", "jemalloc's thread", "device"],
 )
 def test_a_process_with_other_threads_or_an_open_device_must_not_fork(opened, can_fork):
     code = textwrap.dedent(f"""
         import os, threading
+        from pathlib import Path
         from meshrl.process.fork_server import _can_fork
-        wait = threading.Event().wait
+        wait, named = threading.Event().wait, threading.Event()
+        def wait_as(name):
+            Path(f"/proc/self/task/{{threading.get_native_id()}}/comm").write_text(name)
+            named.set()
+            wait()
         held = {opened or None}
+        if "wait_as" in {opened!r}:
+            named.wait()
         print(_can_fork(), flush=True)
         os._exit(0)
     """)
