@@ -7,6 +7,7 @@ import os
 import sys
 
 from meshrl.config.cluster import ClusterConfig
+from meshrl.core.terminal import open_standard_streams
 from meshrl.process.spawn import Program, prepare
 
 RANK = Program(
@@ -22,6 +23,7 @@ def common_environment() -> dict[str, str]:
 
 def prepare_ranks(cluster: ClusterConfig) -> None:
     """Let modules of the working folder be found, and start the imports of this machine's ranks. Safe to call again."""
+    open_standard_streams()  # ranks inherit them
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder
     if cluster.executor == "processes":

@@ -231,7 +231,8 @@ def notices(case: Case) -> list[str]:
     num_steps = getattr(getattr(config, section), name)
     for key in (f"{section}.eval_every_steps", f"{section}.save_every_steps") if purpose != "eval" else ():
         if key in case.given and (case.given[key].value or 0) > num_steps:
-            texts.append(f"{_shown(case, key)} is never reached: the run has {counted(num_steps, 'step')}.")
+            ends = ", and is evaluated before the first and after the last" if key == "loop.eval_every_steps" else ""
+            texts.append(f"{_shown(case, key)} is never reached: the run has {counted(num_steps, 'step')}{ends}.")
     if purpose == "train":
         texts += _clip_bounds(case)
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:

@@ -21,7 +21,7 @@ from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
-from meshrl.core.terminal import counted, open_standard_streams, print_message
+from meshrl.core.terminal import counted, print_message
 from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
 from meshrl.loops.fully_async import fully_async
@@ -92,12 +92,11 @@ def _run(
     Raises: ConfigError when this machine has too few devices; KeyboardInterrupt after Ctrl-C; SystemExit with 143 after
     SIGTERM, with 129 after SIGHUP, and in a node agent's process with its exit code.
     """
-    open_standard_streams()  # ranks inherit them
+    prepare_ranks(cfg.cluster)
     sweep()
     note = check_devices(cfg.cluster, cfg.rollout if isinstance(cfg, RunConfig) else None, *num_ranks)
     if is_follower():
         raise SystemExit(follow(Path(cfg.run.folder)))
-    prepare_ranks(cfg.cluster)
     if (notice := device_notice()) is not None:
         print_message(f"note: {notice}")
     if note is not None and not objects.quiet:

@@ -4,6 +4,7 @@ imported."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class Subject:
         """The given overrides, and that of model.path. Raises: ConfigError when they name another model."""
         if self.model is None:
             return [*given]
-        if other := next((text for text in given if text.startswith("model.path=")), None):
+        if other := next((text for text in given if re.match(r"model\.path=|model=.*\bpath\b", text)), None):
             raise ConfigError(f"{other} does not fit: {self.text} is evaluated. Give another model by --model FOLDER")
         return [*given, f"model.path={json.dumps(self.model)}"]
 

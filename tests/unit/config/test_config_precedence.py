@@ -276,7 +276,7 @@ def test_intervals_above_the_number_of_steps_are_noted(good: Path, good_sft: Pat
         return [note for note in loaded.notices if "never reached" in note]
 
     (note,) = notes(load_run_config(good, ["loop.eval_every_steps=21", "loop.save_every_steps=20"]))
-    assert note.startswith("loop.eval_every_steps = 21 [command line] is never reached: the run has 20 steps.")
+    assert note.startswith("loop.eval_every_steps = 21 [command line] is never reached: the run has 20 steps, and is ")
     (note,) = notes(load_sft_config(good_sft, ["sft.save_every_steps=41"]))
     assert note.startswith("sft.save_every_steps = 41 [command line] is never reached: the run has 40 steps.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import os
 import signal
 from collections.abc import Iterator
@@ -62,9 +63,11 @@ def result_of(folder: Path) -> dict[str, Any]:
     return json.loads(line)
 
 
-def test_another_model_in_place_of_that_of_the_run_is_refused(home: Path):
-    with pytest.raises(ConfigError, match=r"model\.path=other does not fit: .*best model of runs/one.* --model FOLDER"):
-        meshrl.evaluate("runs/one", ["model.path=other"], quiet=True)
+@pytest.mark.parametrize("given", ["model.path=other", "model={path: other}"])
+def test_another_model_in_place_of_that_of_the_run_is_refused(home: Path, given: str):
+    refusal = rf"{re.escape(given)} does not fit: .*best model of runs/one.* --model FOLDER"
+    with pytest.raises(ConfigError, match=refusal):
+        meshrl.evaluate("runs/one", [given], quiet=True)
 
 
 def test_a_run_is_evaluated_by_its_folder_alone_into_a_new_folder_of_it(home: Path, capsys: pytest.CaptureFixture[str]):
