@@ -185,7 +185,7 @@ def before_and_after(grpo: Path, result: dict[str, Any]) -> list[Pair]:
     """Three held-out answers before and after the training; those that were wrong and became right come first."""
     before, after = (list(read_rollouts(grpo / "rollouts" / f"eval_{n:06d}.jsonl")) for n in (0, result["steps"]))
     pairs = [(old.trajectory, new.trajectory) for old, new in zip(before, after, strict=True)]
-    pairs.sort(key=lambda pair: (pair[0].reward or 0) - (pair[1].reward or 0))
+    pairs.sort(key=lambda pair: score(pair[0]) - score(pair[1]))
     return pairs[:3]
 
 
@@ -205,6 +205,12 @@ def print_greedy_answers(folder: str, pairs: list[Pair], max_new_tokens: int) ->
         )
 
 
+def score(trajectory: Trajectory) -> float:
+    """Of the first term of the reward, as in evaluations."""
+    first = next(iter(trajectory.rewards.values()), 0.0)
+    return first if isinstance(first, float) else 0.0  # else the grader failed
+
+
 def question(trajectory: Trajectory) -> str:
     return str(trajectory.prompt.messages[-1]["content"])
 
@@ -218,7 +224,7 @@ def print_pairs(pairs: list[Pair]) -> None:
     if short:
         print(f"\n  {'problem':<10} {'solution':>8}   {'before the RL':<16} after the RL")
     for old, new in pairs:
-        before, after = (f"{answer(t)} ({'right' if t.reward else 'wrong'})" for t in (old, new))
+        before, after = (f"{answer(t)} ({'right' if score(t) else 'wrong'})" for t in (old, new))
         if short:
             print(f"  {question(new):<10} {new.prompt.answer:>8}   {before:<16} {after}")
         else:

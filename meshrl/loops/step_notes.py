@@ -29,7 +29,8 @@ def note_what_is_wrong(
         notes["cut"] = (
             f"{cut:.0%} of the answers were cut off, at rollout.sampling.max_new_tokens = "
             f"{job.cfg.rollout.sampling.max_new_tokens} or at the end of the model's context, so the graders read "
-            "incomplete answers. Raise this key, or ask for shorter answers (data.system); see also algo.truncated"
+            "incomplete answers. Raise this key, ask for shorter answers (data.system), or add a reward term for "
+            "answers whose stop_reason is stop; see also algo.truncated"
         )
     for name, text in notes.items():
         if name not in job.noted:

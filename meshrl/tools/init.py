@@ -27,7 +27,7 @@ class _Task(NamedTuple):
 TASKS = (_Task(word_problems, 64), _Task(doublings, 8))  # the first whose prompts and answers fit into the model
 
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
-REWARD = '''"""The reward of config.yaml, which names it `my_reward:score`."""
+REWARD = '''"""The rewards of config.yaml, which names them."""
 
 import re
 
@@ -37,6 +37,11 @@ def score(completion: str, answer: str) -> float:
     return, for example, float(answer.lower() in completion.lower())."""
     numbers = re.findall(r"-?\\d+(?:\\.\\d+)?", completion.replace(",", ""))
     return float(bool(numbers) and float(numbers[-1]) == float(answer))
+
+
+def finished(completion: str, answer: str, stop_reason: str) -> float:
+    """1 if the model has ended its answer, 0 if it was cut off."""
+    return float(stop_reason == "stop")
 '''
 
 CONFIG = """# `meshrl config WORD` explains the keys about a word; docs/config.md lists all of them.
@@ -49,7 +54,10 @@ data:
   answer: answer
   max_prompt_tokens: {max_prompt_tokens}      # rows with longer prompts are left out
   chat_template: chat_template.jinja   # how messages become text; it was {template}
-reward: {{terms: {{answer: {{kind: "my_reward:score"}}}}}}   # score() in my_reward.py
+reward:
+  terms:                       # functions in my_reward.py; evaluations report the first
+    answer: {{kind: "my_reward:score"}}
+    finished: {{kind: "my_reward:finished", weight: 0.2}}
 rollout: {{sampling: {{max_new_tokens: {max_new_tokens}}}}}   # longer answers are cut
 loop: {{num_steps: 20, prompts_per_step: 8, samples_per_prompt: 8, eval_every_steps: 10}}
 train: {{optimizer: {{lr: {lr}}}}}   # larger models need smaller ones

@@ -50,6 +50,15 @@ def test_the_problems_of_training_and_evaluation_are_disjoint(tmp_path: Path) ->
     assert [len(rows) for rows in sets] == [module["NUM_TRAIN"], module["NUM_HELDOUT"]] and not sets[0] & sets[1]
 
 
+def test_an_answer_is_right_by_its_last_number_and_finished_unless_it_was_cut() -> None:
+    rewards = runpy.run_path(str(FOLDER / "number_reward.py"))
+    right, finished = rewards["last_number"], rewards["finished"]
+    assert [right(text, "#### 1,012") for text in ("so 1012 coins", "1,012.0")] == [1, 1]
+    assert [right(text, "#### 1,012") for text in ("1000 + 12", "no number")] == [0, 0]
+    cases = (("4 + 8", "stop"), ("4 + 8", "length"), ("four", "stop"))
+    assert [finished(text, "12", reason) for text, reason in cases] == [1, 0, 0]
+
+
 def test_readme_trains_another_model_on_gsm8k_with_the_same_file() -> None:
     readme = (FOLDER.parents[1] / "README.md").read_text()
     (command,) = [text for text in readme.split("```") if "meshrl train examples/smollm2/grpo.yaml" in text]
