@@ -94,11 +94,12 @@ def test_a_digit_of_the_answer_is_twice_its_column_plus_the_carry_from_the_right
 
 
 def test_the_printed_answers_are_readable(capsys: pytest.CaptureFixture[str]) -> None:
-    """Digits are in reading order, next to the solution, with the result of the rule."""
+    """Digits are in reading order, next to the solution, with the result of the first rule."""
     module = runpy.run_path(str(FOLDER.parent / "guided_run.py"))
     old, new = trajectory(0, "66842", "eval"), trajectory(0, "76942", "eval")
     for t, reward in ((old, 0.0), (new, 1.0)):
-        t.prompt.messages[-1]["content"], t.prompt.answer, t.reward = "2*38471", "76942", reward
+        t.prompt.messages[-1]["content"], t.prompt.answer = "2*38471", "76942"
+        t.rewards, t.reward = {"answer": reward, "finished": 1.0}, reward + 0.2
     module["print_pairs"]([(old, new)])
     assert "2*38471       76942   66842 (wrong)    76942 (right)" in capsys.readouterr().out
 
