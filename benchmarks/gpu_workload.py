@@ -23,7 +23,7 @@ from meshrl.core.device import dist_backend, local_device, memory_stats, synchro
 from meshrl.parallel.mesh import build_mesh
 
 # Shapes of Qwen2.5: 494 M and 1.54 B parameters, with embeddings that are tied to the head; and 14 of the 28 layers of
-# 7B, whose full state for training exceeds the memory of one GPU: 4.35 B parameters.
+# 7B, whose full state for training leaves too little of an H200's memory for activations: 4.35 B parameters.
 SHAPES: dict[str, dict[str, int]] = {
     "0.5B": dict(
         vocab_size=151936,
