@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All GPU checks of meshrl in one command of at most 8 minutes: the tests of tests/gpu, training, sampling, GRPO steps,
+# All GPU checks of meshrl in one command of at most 17 minutes: the tests of tests/gpu, training, sampling, GRPO steps,
 # weight sync; then a table of figures with their predictions (gpu_predict.py), and a last line of JSON. Weights are
 # random: nothing is downloaded.
 #
@@ -45,7 +45,7 @@ run() {
 
 train=(--shapes 1.5B --rows row --checkpointing off --compile both --only steps) rollout=(--requests 256 --rounds 1)
 [ ${#smoke[@]} -eq 0 ] || train=() rollout=()
-run 165 "$python" -m pytest tests/gpu -m gpu -vv -p no:cacheprovider --junitxml="$parts/tests.xml"
+run 700 "$python" -m pytest tests/gpu -m gpu -vv -p no:cacheprovider --junitxml="$parts/tests.xml"
 run 90 "$python" benchmarks/gpu_train.py --results "$parts" "${train[@]}" "${smoke[@]}" "${peak[@]}"
 run 130 "$python" benchmarks/gpu_rollout.py --results "$parts" "${rollout[@]}" "${smoke[@]}"
 run 65 "$python" benchmarks/gpu_step.py --results "$parts" "${smoke[@]}"

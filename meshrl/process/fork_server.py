@@ -143,7 +143,10 @@ def _can_fork() -> bool:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    threads = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            threads.append((task / "comm").read_text().strip())
     return len([name for name in threads if name not in _HARMLESS_THREADS]) == 1 and not _open_devices()
 
 

@@ -2,9 +2,7 @@
 
 A process that spawns has one fork server (fork_server.py). It starts with the first child, or before by `prepare`, and
 serves later ones. The fork server inherits environment variables, working directory, CPU affinity, umask and resource
-limits when it starts; when one of them has changed in this process, a new fork server replaces it. Environment
-variables that are new since then, such as those that libraries set when they are imported, reach the children without
-this; they count as a change in `prepare` only.
+limits when it starts; when one of them has changed in this process, a new fork server replaces it.
 
 The module's `main` calls `inherited_channel()` first. This module does not import torch.
 """
@@ -38,6 +36,8 @@ _OWN_VARIABLES = {
     *OF_A_RANK,
     *("GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST"),
 }  # no library reads them when it is imported: each child gets its own values after the fork
+# PyTorch and scikit-learn set these when they are imported, so they need no other fork server: children get them, too.
+_SET_BY_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 _LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
 _TITLE_ROOM = " " * 64  # an argument of the fork server that reserves room for the command line of a child
 
@@ -179,16 +179,13 @@ class ForkedProcess:
 
 @dataclass(frozen=True, slots=True)
 class _ForkServer:
-    """inherited, environment: the properties that its children inherit: a change needs another fork server."""
+    """inherited: the properties that its children inherit from it: a change needs another fork server. environment: its
+    complete environment."""
 
     process: subprocess.Popen[bytes]
     requests: socket.socket
     inherited: tuple[Any, ...]
     environment: Mapping[str, str]
-
-    def has(self, environment: Mapping[str, str], exactly: bool) -> bool:
-        """Whether its variables have the values that they have here, and (exactly) no other is here."""
-        return self.environment == environment if exactly else self.environment.items() <= environment.items()
 
 
 _server: _ForkServer | None = None  # former ones end after their last child
@@ -197,10 +194,11 @@ _starting = threading.Lock()
 
 def prepare(program: Program, environment: Mapping[str, str]) -> None:
     """Start the fork server of this program, so that it imports while this process does something else. environment:
-    that its children will have in addition to this process's."""
-    if can_fork():
+    that its children will have in addition to this process's. In other threads than the main one, with which the kernel
+    would end a fork server that still imports, it does nothing."""
+    if can_fork() and threading.current_thread() is threading.main_thread():
         with _starting:
-            _server_with(program.preload, {**os.environ, **environment}, exactly=True)
+            _server_with(program.preload, {**os.environ, **environment})
 
 
 def fork(program: Program, name: str, environment: Mapping[str, str], channel: int, stacks: int) -> ForkedProcess:
@@ -222,20 +220,19 @@ def fork(program: Program, name: str, environment: Mapping[str, str], channel: i
     return ForkedProcess(ours, server.process)
 
 
-def _server_with(preload: tuple[str, ...], environment: Mapping[str, str], exactly: bool = False) -> _ForkServer:
-    """The fork server for children with these properties; a new one replaces a server with others. exactly: also one
-    that lacks some of these environment variables."""
+def _server_with(preload: tuple[str, ...], environment: Mapping[str, str]) -> _ForkServer:
+    """The fork server for children with these properties; a new one replaces a server with others."""
     global _server
     common = {key: value for key, value in environment.items() if key not in _OWN_VARIABLES}
     inherited = (
         preload,
+        {key: value for key, value in common.items() if key not in _SET_BY_IMPORTS},
         os.getcwd(),
         os.sched_getaffinity(0),
         Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask can only read by writing
         [resource.getrlimit(number) for number in _LIMITS],
     )
-    alive = _server is not None and _server.process.poll() is None
-    if _server is None or not alive or _server.inherited != inherited or not _server.has(common, exactly):
+    if _server is None or _server.process.poll() is not None or _server.inherited != inherited:
         retire()
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module = [sys.executable, "-m", "meshrl.process.fork_server"]

@@ -16,6 +16,8 @@ from meshrl.core.files import is_there
 from meshrl.run.folder import read_best, similar_runs, state_in
 from meshrl.train.checkpoint_files import MANIFEST, read_controller, step_folders
 
+_MODEL_PATH = re.compile(r"""model(\.path=|=.*[{,]\s*["']?path["']?\s*:)""")  # overrides of this key
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
@@ -33,7 +35,7 @@ class Subject:
         """The given overrides, and that of model.path. Raises: ConfigError when they name another model."""
         if self.model is None:
             return [*given]
-        if other := next((text for text in given if re.match(r"model\.path=|model=.*\bpath\b", text)), None):
+        if other := next((text for text in given if re.match(_MODEL_PATH, text)), None):
             raise ConfigError(f"{other} does not fit: {self.text} is evaluated. Give another model by --model FOLDER")
         return [*given, f"model.path={json.dumps(self.model)}"]
 

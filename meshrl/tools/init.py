@@ -40,8 +40,8 @@ def score(completion: str, answer: str) -> float:
 
 
 def finished(completion: str, answer: str, stop_reason: str) -> float:
-    """1 if the model has ended its answer, 0 if it was cut off."""
-    return float(stop_reason == "stop")
+    """1 if the answer has a number and was not cut off, else 0."""
+    return float(stop_reason == "stop" and re.search(r"\\d", completion) is not None)
 '''
 
 CONFIG = """# `meshrl config WORD` explains the keys about a word; docs/config.md lists all of them.

@@ -54,7 +54,8 @@ def test_its_reward_accepts_the_right_number_at_the_end(tmp_path):
     assert [score(text, "12") for text in right] == [1.0] * len(right)
     assert [score(text, "12") for text in ("", "13", "12 of 30", "none")] == [0.0] * 4
     assert score("It is 1,200.", "1200") == 1.0 and score("-3", "3") == 0.0
-    assert [names["finished"]("12", "12", reason) for reason in ("stop", "length")] == [1.0, 0.0]
+    cases = (("12", "stop"), ("12", "length"), ("", "stop"))
+    assert [names["finished"](text, "12", reason) for text, reason in cases] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("signs", ["+", "-", "*"])
