@@ -29,10 +29,12 @@ from tiny_specs import worker_spec
 from waiting import wait_until
 
 from meshrl.algo.losses import sft_loss
+from meshrl.cluster import rank_program
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.processes import ProcessExecutor
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
@@ -223,6 +225,22 @@ def test_a_run_has_one_fork_server_that_imports_before_the_run_itself_has_import
         code, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     )
     assert ran.stdout == "[False]\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("executor", "launched", "starts"),
+    [("processes", (), 1), ("processes", ("RANK", "WORLD_SIZE"), 0), ("inline", (), 0)],
+)
+def test_only_ranks_that_this_process_will_fork_are_prepared(monkeypatch, executor, launched, starts):
+    """Under torchrun the controller may have other environment variables for them."""
+    prepared: list[str] = []
+    monkeypatch.setattr(rank_program, "prepare", lambda program, environment: prepared.append(program.module))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in launched:
+        monkeypatch.setenv(name, "2")
+    rank_program.prepare_ranks(ClusterConfig(executor=executor))
+    assert prepared == ["meshrl.cluster.worker"] * starts
 
 
 def test_a_variable_that_an_import_sets_reaches_the_children_of_the_same_fork_server(tmp_path):
