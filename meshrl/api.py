@@ -49,15 +49,12 @@ def train(
     saved; exceptions of on_step. SystemExit after SIGTERM or SIGHUP, and under torchrun at the end in all processes
     except rank 0's.
     """
-    from meshrl.cluster.rank_program import prepare_ranks
-    from meshrl.run.inputs import load_run, objects_of, show_notices
+    from meshrl.run.inputs import begin, load_run, objects_of
 
     rows = {"data.path": data, "data.eval_path": eval_data}
     objects = objects_of(rewards, agent, rows, on_step, quiet)
     loaded = load_run(config, overrides, "train", objects)
-    if not quiet:
-        show_notices(loaded)
-    prepare_ranks(loaded.config.cluster)
+    begin(loaded, quiet)
     from meshrl.run import start
     from meshrl.tools.report.page import write_report
 
@@ -73,14 +70,11 @@ def sft(
     quiet: bool = False,
 ) -> Run:
     """Supervised fine-tuning, like `meshrl sft`. data: rows in place of sft.path. The rest is as in `train`."""
-    from meshrl.cluster.rank_program import prepare_ranks
-    from meshrl.run.inputs import load_sft, objects_of, show_notices
+    from meshrl.run.inputs import begin, load_sft, objects_of
 
     objects = objects_of(rows={"sft.path": data}, on_step=on_step, quiet=quiet)
     loaded = load_sft(config, overrides, objects)
-    if not quiet:
-        show_notices(loaded)
-    prepare_ranks(loaded.config.cluster)
+    begin(loaded, quiet)
     from meshrl.run import start
     from meshrl.tools.report.page import write_report
 
@@ -104,16 +98,13 @@ def evaluate(
     model.path: the folder of a model, of a run, or of a step of a run. out: the folder to write; it must not exist.
     None = eval_N in the folder of the model's run, or below run.folder. The rest is as in `train`.
     """
-    from meshrl.cluster.rank_program import prepare_ranks
-    from meshrl.run.inputs import load_run, objects_of, show_notices
+    from meshrl.run.inputs import begin, load_run, objects_of
     from meshrl.run.subject import subject_of
 
     objects = objects_of(rewards, agent, {"data.eval_path": eval_data}, quiet=quiet)
     config, subject = subject_of(config, model)
     loaded = load_run(config, subject.overrides(overrides), "eval", objects)
-    if not quiet:
-        show_notices(loaded)
-    prepare_ranks(loaded.config.cluster)
+    begin(loaded, quiet)
     from meshrl.run import start
     from meshrl.tools.convert import convert
     from meshrl.tools.report.page import write_report

@@ -89,7 +89,7 @@ def main() -> int:
     print_heading("3/3", "The result.")
     pairs = before_and_after(place / "grpo", result)
     accuracy = write_result(args, place, result, pairs, began, memory)
-    print(f"talk to it             meshrl chat {place}/grpo   (before and after: --compare {model})")
+    print(f"before and after       meshrl chat {place}/grpo --compare {model}")
     most = result["evals"][0]["mean_at_k"] + MAX_RISE_OF_CONTROL
     return exit_code(args, accuracy, MIN_ACCURACY, most, place / "grpo")
 

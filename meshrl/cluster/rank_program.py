@@ -22,8 +22,8 @@ def common_environment() -> dict[str, str]:
 
 
 def prepare_ranks(cluster: ClusterConfig) -> None:
-    """Let modules of the working folder be found, and start the imports of this machine's ranks, except under torchrun:
-    there the controller may have variables for them. Safe to call again."""
+    """Let modules of the working folder be found, and start the imports of this machine's ranks. Under torchrun they
+    start later, with environment variables that the controller sends. Safe to call again."""
     open_standard_streams()  # ranks inherit them
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshrl.agent.loop import AGENTS, Agent
 from meshrl.agent.resolve import AgentFunction, FunctionAgent, as_agent, require_parameters, resolve_agent, shown
+from meshrl.cluster.rank_program import prepare_ranks
 from meshrl.config.case import Check
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -147,10 +148,11 @@ def load_sft(source: Source, overrides: Sequence[str] = (), objects: Objects = N
     return load_sft_config(source, overrides, objects.in_memory(), [check_data])
 
 
-def show_notices(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
-    """Print the config's notices, before the run starts."""
-    for notice in loaded.notices:
+def begin(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], quiet: bool) -> None:
+    """Print the config's notices, and start the imports of the ranks before this process imports torch."""
+    for notice in () if quiet else loaded.notices:
         print_message(f"note: {notice}")
+    prepare_ranks(loaded.config.cluster)
 
 
 def _name_of(thing: Any) -> str:

@@ -35,7 +35,7 @@ class Subject:
         """The given overrides, and that of model.path. Raises: ConfigError when they name another model."""
         if self.model is None:
             return [*given]
-        if other := next((text for text in given if re.match(_MODEL_PATH, text)), None):
+        if other := next((text for text in given if _MODEL_PATH.match(text)), None):
             raise ConfigError(f"{other} does not fit: {self.text} is evaluated. Give another model by --model FOLDER")
         return [*given, f"model.path={json.dumps(self.model)}"]
 
