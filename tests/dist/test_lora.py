@@ -40,7 +40,9 @@ def with_adapters(dtype: torch.dtype = torch.float32, **changes: Any) -> torch.n
 
 
 def _samples() -> Any:
-    return weigh(random_samples(1, [12, 3, 40, -6, 7, 21]))
+    """Of these, plain Transformers' gradients in fp32 are within 3e-6 of those in fp64; those of others not within
+    1e-4."""
+    return weigh(random_samples(5, [12, 3, 40, -6, 7, 21]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
