@@ -102,6 +102,8 @@ class _RequestServer:
             os.dup2(err, 2)
             for descriptor in (status, out, err):
                 os.close(descriptor)
+            if "PYTHONPATH" in environment:
+                _search_in(environment["PYTHONPATH"])
             os.environ.update(environment)
             words = command(module, channel, stacks, self.pid, name)
             if not self.may_fork:
@@ -119,6 +121,15 @@ class _RequestServer:
             traceback.print_exc()
         finally:
             os._exit(1)
+
+
+def _search_in(folders: str) -> None:
+    """Search modules where a new interpreter with this PYTHONPATH does, which differs from this process's."""
+    working_folder, *others = sys.path
+    former = {*os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    installed = (path for path in others if path not in former or path.startswith((sys.prefix, sys.base_prefix)))
+    sys.path[:] = dict.fromkeys([working_folder, *folders.split(os.pathsep), *installed])
+    importlib.invalidate_caches()
 
 
 def _end_children() -> NoReturn:

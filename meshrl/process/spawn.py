@@ -2,7 +2,8 @@
 
 A process that spawns has one fork server (fork_server.py). It starts with the first child, or before by `prepare`, and
 serves later ones. The fork server inherits environment variables, working directory, CPU affinity, umask and resource
-limits when it starts; when one of them has changed in this process, a new fork server replaces it.
+limits when it starts; when one of them has changed in this process, a new fork server replaces it, except for
+variables that no import reads.
 
 The module's `main` calls `inherited_channel()` first. This module does not import torch.
 """
@@ -34,10 +35,11 @@ from meshrl.process.leases import sweep
 
 _OWN_VARIABLES = {
     *OF_A_RANK,
-    *("GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST"),
+    *("GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"),
 }  # no library reads them when it is imported: each child gets its own values after the fork
-# PyTorch and scikit-learn set these when they are imported, so they need no other fork server: children get them, too.
-_SET_BY_IMPORTS = {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+# The fork server has these, too, but children may have others. PyTorch and scikit-learn set three of them when they are
+# imported; modules that a child imports are searched in its own PYTHONPATH.
+_SET_AFTER_START = {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTHONPATH"}
 _LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
 _TITLE_ROOM = " " * 64  # an argument of the fork server that reserves room for the command line of a child
 
@@ -226,7 +228,7 @@ def _server_with(preload: tuple[str, ...], environment: Mapping[str, str]) -> _F
     common = {key: value for key, value in environment.items() if key not in _OWN_VARIABLES}
     inherited = (
         preload,
-        {key: value for key, value in common.items() if key not in _SET_BY_IMPORTS},
+        {key: value for key, value in common.items() if key not in _SET_AFTER_START},
         os.getcwd(),
         os.sched_getaffinity(0),
         Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask can only read by writing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import random
 import re
@@ -123,6 +124,7 @@ def sleep_after(worker: RankWorker, victim: int | None) -> None:
 # ---- tests
 
 
+@pytest.mark.slow
 def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, monkeypatch):
     """Although the controller's environment has changed since the fork server was started with the first rank. Without
     pidfd_open, ranks are new interpreters."""
@@ -271,6 +273,32 @@ def test_a_variable_that_an_import_sets_reaches_the_children_of_the_same_fork_se
     assert ran.stdout == "1 None None\n1 1 1\n1 1 1\n[0, 0, 2, 2]\n", ran.stderr
 
 
+def test_children_of_one_fork_server_search_modules_in_their_own_pythonpath(tmp_path):
+    """In the folders that a new interpreter searches, and in this order: a notebook runs configs of several folders."""
+    (tmp_path / "printer.py").write_text(
+        "import json, sys\ndef main():\n    import mine\n    print(json.dumps([mine.NAME, sys.path]), flush=True)\n"
+    )
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"NAME = '{name}'")
+    script = WITHOUT_TORCH.partition("environment = ")[0] + textwrap.dedent("""
+        import subprocess
+        program, servers = Program("printer", ("json",)), set()
+        for folder in "ab":
+            paths = [f"{sys.argv[1]}/{folder}", sys.argv[1], *filter(None, sys.path)]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            fork(program, "rank_0", environment, theirs.fileno(), theirs.fileno()).wait(60)
+            servers.add(spawn._server.process.pid)
+            subprocess.run([sys.executable, "-c", "import printer; printer.main()"], env=environment)
+        print(len(servers))
+    """)
+    ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    *found, num_servers = map(json.loads, ran.stdout.splitlines())
+    assert [name for name, _ in found] == ["a", "a", "b", "b"] and num_servers == 1, ran.stderr
+    for (_, forked), (_, executed) in (found[:2], found[2:]):
+        assert forked[1:] == executed[1:], "the first is the working folder, or empty with -c"
+
+
 def test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another():
 
     async def body(executor: ProcessExecutor) -> None:
@@ -297,6 +325,7 @@ def test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_ra
     async def body(executor: ProcessExecutor) -> None:
         pid, server = await executor.call(0, ids)
         monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("MESHRL_TEST_OF_FORKS", "threads")  # needs another fork server, which imports that file
         another = ProcessExecutor(_samplers(1))
         await another.start()
         try:
