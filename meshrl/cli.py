@@ -134,12 +134,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         sub.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: in RUN, or the first RUN)")
     runs = add("runs", _runs, "list the runs in a folder: state, progress, held-out scores")
     runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
-    convert = add(
-        "convert", _convert, "convert a checkpoint or a GGUF file to a model folder that from_pretrained loads"
-    )
-    convert.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100, or model.gguf"
-    )
+    convert = add("convert", _convert, "convert a checkpoint or a GGUF file to a model folder for from_pretrained")
+    checkpoints = "such as runs/NAME/checkpoints/step_000100, runs/NAME for its newest, or model.gguf"
+    convert.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoints)
     convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
     check = add("model-check", _model_check, "check that meshrl trains and samples a model as Transformers computes it")
     check.add_argument(

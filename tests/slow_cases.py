@@ -38,6 +38,9 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         # each transport with a fault in each mode, and each fault over one transport
         _SYNC_FAULTS: "(?!one machine, apart-)(?!.*(a bit flipped-full|sender ends half-way-delta)$).*",
     },
+    "tests/dist/test_checkpoint_reshard.py": {
+        "test_four_to_two_to_one_to_four_ranks_is_equal_to_the_bit": "untied",
+    },
     "tests/dist/test_equality.py": {
         "test_the_gradient_does_not_depend_on_ranks_micro_batches_or_packs": "[14]-fp32",
         "test_a_group_that_shares_its_prompt_gives_the_same_gradient": "1-fp32",
@@ -46,7 +49,7 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     "tests/dist/test_lora.py": {
         "test_only_adapters_have_gradients_and_they_equal_the_unsharded_models": "1-fp32|2-fp64|4-fp32",
         "test_every_sharding_strategy_gives_the_same_gradient_and_merged_weights": "SHARD_GRAD_OP",
-        "test_only_adapters_are_trained_and_without_them_the_model_is_the_reference": "1-fp32",
+        "test_only_adapters_are_trained_and_without_them_the_model_is_the_reference": "[14]-fp32",
         "test_merged_weights_equal_pefts_own_merge_for_any_cuts": "2",
     },
     "tests/dist/test_lora_experts.py": {
@@ -55,6 +58,8 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     },
     "tests/dist/test_mesh_equal.py": {
         "test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh": "ulysses 2|tp 2|replicate 2 x ulysses 2",
+        # qwen3, with norms of heads, is trained for 20 steps on each mesh
+        "test_the_gradient_of_a_family_does_not_depend_on_the_mesh": "untied head|norms of heads|biases.*|parallel.*",
     },
     "tests/dist/test_not_finite.py": {
         "test_a_state_that_is_not_finite_is_refused_by_every_rank_before_anything_is_changed": "1-model.|2-optimizer.*",
@@ -98,6 +103,7 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         "test_every_sharding_strategy_holds_all_of_the_weights": "SHARD_GRAD_OP|NO_SHARD",
     },
     "tests/e2e/test_release_memory.py": {
+        "test_a_run_that_releases_memory_is_the_same_to_the_bit": "two ranks",
         "test_a_trainer_whose_state_is_on_the_host_while_it_is_not_needed_trains_the_same_to_the_bit": "LoRA|KL",
     },
     "tests/e2e/test_resume.py": {

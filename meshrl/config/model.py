@@ -72,16 +72,17 @@ class ModelConfig(Slice):
 def model_problems(case: Case) -> Iterator[Problem]:
     key, text = "model.path", case.config.model.path
     path, places = case.find(key)
+    is_gguf = text.lower().endswith(".gguf")
+    to_folder = f"A GGUF file is converted first: meshrl convert {text} FOLDER, then {key}=FOLDER."
     if path is None:
         starts_in_a_folder = any(is_there(place.parent) for place in places if "/" in text)
-        if not HUB_ID.fullmatch(text) or starts_in_a_folder:
+        if is_gguf or not HUB_ID.fullmatch(text) or starts_in_a_folder:
             looked = " and ".join(str(place) for place in places)
-            yield Problem((key,), f"no such folder; looked for {looked}. A hub id is written organisation/name.")
+            remedy = to_folder if is_gguf else "A hub id is written organisation/name."
+            yield Problem((key,), f"no such folder; looked for {looked}. {remedy}")
         return
     if path.is_file():
-        remedy = "Give a folder made by save_pretrained."
-        if path.suffix.lower() == ".gguf":
-            remedy = f"Convert the GGUF file first: meshrl convert {text} FOLDER, then {key}=FOLDER."
+        remedy = to_folder if is_gguf else "Give a folder made by save_pretrained."
         yield Problem((key,), f"{path} is a file, not a folder. {remedy}")
         return
     if not (path / "config.json").is_file():

@@ -162,9 +162,9 @@ _MAX_STEP, _MAX_TIME = 1 << 40, 1e11  # a larger number means a damaged file; th
 class TerminalSink:
     """On a terminal, a live panel with the curve of the reward (in SFT: of the loss).
 
-    If the output is not a terminal, it prints a line for each 1 % of the steps, for the first and the last step, and
-    for a finished step when the last line is 10 s old. An evaluation has no line here, because the loop prints its
-    result as a note; notes are always printed.
+    If the output is not a terminal, it prints a line for each 1 % of the steps (10 % of the answers of `meshrl eval`),
+    for the first and the last step, and for a finished step when the last line is 10 s old. An evaluation within a run
+    has no line here, because the loop prints its result as a note; notes are always printed.
 
     A terminal that is gone, and a closed or full stream, end neither the run nor the panel's thread. writes: counts
     these failures; by default the sink has its own counter. counted: the word for what num_steps counts.
@@ -187,7 +187,7 @@ class TerminalSink:
         self._phase, self._progress = "start", ""
         self._values: dict[str, float] = {}
         self._curve: dict[int, float] = {}  # by step
-        self._printed_percent, self._printed_at, self._noted_at = -1, 0.0, clock()
+        self._printed_part, self._printed_at, self._noted_at = -1, 0.0, clock()
         self._skipped: str | None = None  # the line of the newest step, while it is not printed
         self._live: Any = None
         if self._stream.isatty():
@@ -238,11 +238,11 @@ class TerminalSink:
         self._values = self._values | dict(values)  # an evaluation alone must not blank the step's numbers
         if self._live is None and "eval/mean_at_k" not in values:
             line = step_line(step, self._num_steps, values, self._eta_s, self._counted)
-            percent = 100 * step // self._num_steps
-            if percent == self._printed_percent and now - self._printed_at < _PRINT_EVERY_S:
+            part = (10 if self._counted == "answer" else 100) * step // self._num_steps
+            if part == self._printed_part and now - self._printed_at < _PRINT_EVERY_S:
                 self._skipped = line
                 return
-            self._skipped, self._printed_percent, self._printed_at = None, percent, now
+            self._skipped, self._printed_part, self._printed_at = None, part, now
             self.note(line)
 
     def _panel(self) -> Any:

@@ -78,6 +78,9 @@ class LiveRun:
         self.loaded, self.kind, self.num_steps, self.folder = loaded, kind, num_steps, folder
         self.start, self.stop, self.objects, self.began = start, stop, objects, time.monotonic()
         first_step = start.step if start else 0
+        self._earlier_s = 0.0  # run time of the parts that it continues
+        if start is not None and start.is_of(folder):
+            self._earlier_s = float(start.saved.get("wall_s", 0.0))
         self.writes = FailedWrites()
         self.status = StatusFile(folder, num_steps, first_step, self.writes)
         is_eval = kind == "eval"  # then stdout has only the results
@@ -118,6 +121,11 @@ class LiveRun:
     def seconds(self) -> float:
         """Since the run's start."""
         return time.monotonic() - self.began
+
+    @property
+    def _wall_s(self) -> float:
+        """Of all parts of the run, without the time between them."""
+        return round(self._earlier_s + self.seconds, 2)
 
     def note(self, text: str) -> None:
         """Print a line for the user, and write it to run_notes.txt."""
@@ -180,6 +188,7 @@ class LiveRun:
             "best": best_facts(self.folder),
             "config": self.loaded.config.model_dump(mode="json"),
             "chat_template": self.chat_template,
+            "wall_s": self._wall_s,
         }
         with self.stop.saving(), self.spans("save"):
             await self.checkpoints.save(job.step, saved | job.snapshot(), continues=not job.is_over)
@@ -262,7 +271,7 @@ class LiveRun:
 
     def write_result(self, status: str, error: str | None, write_report: WriteReport) -> None:
         """Write result.json and the report, which reads it, and list the outputs that are not complete."""
-        result = {"status": status, "error": error, "wall_s": round(self.seconds, 2), **self.summary()}
+        result = {"status": status, "error": error, "wall_s": self._wall_s, **self.summary()}
         self._write_result(result)
         with self.writes.attempt("report.html", MeshrlError):
             write_report(self.folder)

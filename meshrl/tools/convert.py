@@ -11,14 +11,15 @@ from meshrl.model.gguf import convert_gguf, is_gguf
 from meshrl.model.lora import add_adapters
 from meshrl.model.recipe import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.save import save_pretrained
-from meshrl.run.folder import state_in, write_template
-from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller
+from meshrl.run.folder import similar_runs, state_in, write_template
+from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller, states
 from meshrl.train.state import load_model
 
 
 def convert(checkpoint: Path, out: Path) -> None:
     """Write the policy of `checkpoint` to `out`, in the run's compute dtype (model.dtype), with the run's tokenizer and
-    chat template. `checkpoint` may also be a GGUF file, which is written in bfloat16.
+    chat template. `checkpoint` may also be a run's folder, whose newest checkpoint is converted, or a GGUF file, which
+    is written in bfloat16.
 
     Needs the model folder from which the run started, and host memory for the full model in its master dtype, or, with
     LoRA, for two models in the compute dtype.
@@ -28,14 +29,18 @@ def convert(checkpoint: Path, out: Path) -> None:
     if is_there(out):
         raise CheckpointError(f"{out} already exists; give the name of a new folder")
     if not is_there(checkpoint):
-        raise CheckpointError(f"{checkpoint} does not exist; give a checkpoint's folder or a GGUF file")
+        raise CheckpointError(
+            f"{checkpoint} does not exist; give the folder of a run or of a checkpoint, or a GGUF file"
+            f"{similar_runs(checkpoint)}"
+        )
     if is_gguf(checkpoint):
         return convert_gguf(checkpoint, out)
-    folder = state_in(checkpoint)
+    saved = states(checkpoint / "checkpoints")
+    folder = saved[-1][1] if saved else state_in(checkpoint)
     if not is_there(folder / MANIFEST):
         raise CheckpointError(
-            f"{checkpoint} is neither a checkpoint nor a GGUF file; give a folder such as "
-            "runs/NAME/checkpoints/step_000100, or the file of a model"
+            f"{checkpoint} is neither a checkpoint, nor a run with one, nor a GGUF file; give a folder such as "
+            "runs/NAME or runs/NAME/checkpoints/step_000100, or the file of a model"
         )
     model, masters, template = _saved_model(folder)
     lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])

@@ -66,11 +66,13 @@ def read_facts(folder: Path) -> RunFacts:
     require_run(folder)
     state, evals = read_state(folder), list[MetricsLine]()
     settings = read_part(state.problems, read_settings, folder / "config.yaml") or []
+    first = None  # the line of the first step: status.json has the start of the last part of a resumed run
     if is_there(folder / METRICS_FILE):
         read_part(state.problems, evals.extend, metrics_lines(folder / METRICS_FILE, {}, f'"{HELD_OUT}"'))
+        first = read_part([], next, metrics_lines(folder / METRICS_FILE, {}), None)
     status, is_eval = state.status, any(setting.origin == "meshrl eval" for setting in settings)
     changed = max((p.stat().st_mtime for n in (METRICS_FILE, STATUS_FILE) if (p := folder / n).exists()), default=0.0)
-    started = status.started if status else changed
+    started = min(status.started if status else changed, first.time if first else math.inf)
     values = status.values if status else {}
     model = next((s.value.strip('"') for s in settings if s.key == "model.path"), "")
     return RunFacts(

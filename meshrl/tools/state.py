@@ -44,7 +44,11 @@ def is_run(folder: Path) -> bool:
 def require_run(folder: Path) -> None:
     """Raises: MeshrlError when it is not a run's folder; it names the most similar runs."""
     if not is_run(folder):
-        raise MeshrlError(f"{folder} is not a run's folder: it has no {METRICS_FILE}{similar_runs(folder)}")
+        problem = f"is not a run's folder: it has no {METRICS_FILE}"
+        if not (is_there(folder) and folder.is_dir()):
+            wrong = "is a file" if is_there(folder) else "does not exist"
+            problem = f"{wrong}; give the folder of a run, such as runs/NAME"
+        raise MeshrlError(f"{folder} {problem}{similar_runs(folder)}")
 
 
 def read_state(folder: Path) -> State:

@@ -77,6 +77,7 @@ def _in_benchmarks(code: str) -> list[float]:
     return [float(number) for number in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_predictions_follow_from_shapes_and_data_sheets() -> None:
     """Of an H100, by hand: a large product and a training step are bound by FLOP, decode by the bytes of its memory."""
     code = """
@@ -110,6 +111,7 @@ print(big.total, gpu_predict.train_step(sheet, big, 4096, 0, 4096, False), gpu_p
     assert sync == pytest.approx(8 * big / 3.35e12)
 
 
+@pytest.mark.slow
 def test_step_flop_equals_the_flop_that_pytorch_counts() -> None:
     """PyTorch counts while a model runs forward and backward. Matrix products agree exactly; attention counts half of
     PyTorch's number, because it is causal."""

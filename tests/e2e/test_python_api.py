@@ -264,6 +264,7 @@ def test_errors_of_the_config_are_raised_before_anything_is_written(home, config
     assert not (home / "runs" / "never").exists()
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_main_guard(home, tmp_path):
     """Ranks do not import the script again; its function grades in workers, which can't import the script."""
     script = tmp_path / "mine.py"

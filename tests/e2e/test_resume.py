@@ -27,12 +27,14 @@ from meshrl.cli import main
 from meshrl.config.load import load_sft_config
 from meshrl.config.run import RunSection
 from meshrl.core.errors import CheckpointError, DataError, MeshrlError
+from meshrl.monitor.status import read_status
 from meshrl.run import start
 from meshrl.run.folder import choose_start
 from meshrl.tools.report.page import write_report
+from meshrl.tools.runs import read_facts
 from meshrl.train import checkpoint, engine
 from meshrl.train.checkpoint import stage
-from meshrl.train.checkpoint_files import require_space, states
+from meshrl.train.checkpoint_files import read_controller, require_space, states
 
 pytestmark = pytest.mark.timeout(300)
 NUM_STEPS, PER_EPOCH = 8, 5  # 20 rows, 4 prompts a step
@@ -137,9 +139,12 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(config, undisturbed, 
 def test_a_resume_of_a_finished_run_changes_nothing_or_continues_with_more_steps(config, undisturbed):
     """Also after the last step."""
     folder = train_inline(config, "longer", f"loop.num_steps={PER_EPOCH}")
-    before = (folder / "metrics.jsonl").read_text(), weights(folder, PER_EPOCH)
+    before, facts = (folder / "metrics.jsonl").read_text(), read_facts(folder)
     train_inline(config, "longer", f"loop.num_steps={PER_EPOCH}", "run.resume=auto")
-    assert (folder / "metrics.jsonl").read_text() == before[0]
+    assert (folder / "metrics.jsonl").read_text() == before
+    again, saved = read_facts(folder), read_controller(states(folder / "checkpoints")[-1][1])["wall_s"]
+    assert facts.started == pytest.approx(again.started, abs=60) and again.started < read_status(folder).started
+    assert 0 < saved < facts.seconds and saved < again.seconds, "the time of its steps is in the checkpoint"
     with pytest.raises(CheckpointError, match="after step 5, but this run ends at step 4"):
         train_inline(config, "longer", "loop.num_steps=4", "run.resume=auto")
     train_inline(config, "longer", "run.resume=auto")
@@ -282,9 +287,9 @@ def test_convert_makes_the_same_model_folder_as_the_run(undisturbed, tmp_path, c
     """A folder that from_pretrained loads."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    for step in (3, NUM_STEPS):
+    for step, given in ((3, "checkpoints/step_000003"), (NUM_STEPS, ".")):  # a run's folder: its newest checkpoint
         out = tmp_path / str(step)
-        assert main(["convert", str(undisturbed / "checkpoints" / f"step_{step:06d}"), str(out)]) == 0
+        assert main(["convert", str(undisturbed / given), str(out)]) == 0
         exported = undisturbed / "checkpoints" / f"step_{step:06d}" / "model"
         assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in exported.iterdir())
         models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (out, exported)]

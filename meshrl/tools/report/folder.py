@@ -151,7 +151,7 @@ def read_run(folder: Path) -> RunFolder:
         lines=lines,
         series=series,
         phases=phases,
-        wall_s=max(state.result.get("wall_s") or 0.0, lines[-1].time - lines[0].time if lines else 0.0),
+        wall_s=state.result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
         settings=settings,
         notes=read_part(problems, text_of_file, folder / NOTES_FILE) or "",
         first_eval=read_part(problems, read_evaluation, evals[0], *criterion) if evals else None,

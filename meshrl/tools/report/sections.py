@@ -59,7 +59,7 @@ def _tiles(run: RunFolder) -> Iterable[tuple[str, str, str]]:
             is_one = len(run.series[name].values) == 1
             yield title, f"{begin:.3f}" if is_one else f"{begin:.3f} → {end:.3f}", "one step" if is_one else means
     planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
-    is_all = run.wall_s == run.state.result.get("wall_s")  # else the run was resumed, or has not ended
+    is_all = run.wall_s == run.state.result.get("wall_s")  # else the run has not ended
     took = f"{duration(run.wall_s)} {'in all' if is_all else 'from first to last line'}"
     if run.is_evaluation:
         yield "answers", str(run.num_steps), took

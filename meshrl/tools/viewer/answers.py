@@ -8,7 +8,6 @@ from textwrap import shorten
 
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
-from meshrl.run.folder import similar_runs
 from meshrl.tools.report.folder import criterion_of, judged_score, read_settings
 from meshrl.tools.runs import require_run
 
@@ -29,9 +28,6 @@ def require_rollouts(run: Path) -> None:
     """Raises: MeshrlError with the reason when this is no folder of a run with rollouts."""
     if answer_files(run, "step") or answer_files(run, "eval"):
         return
-    if not run.is_dir():
-        problem = "is a file" if run.exists() else "does not exist"
-        raise MeshrlError(f"{run} {problem}; give the folder of a run, such as runs/NAME{similar_runs(run)}")
     require_run(run)
     if any(setting.key == "sft.path" for setting in read_settings(run / "config.yaml")):
         raise MeshrlError(f"{run} is a run of supervised fine-tuning, which samples no answers, so it has no rollouts")

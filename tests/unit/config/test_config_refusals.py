@@ -244,7 +244,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("reward.terms={a: {kind: format, weight: 0}}", ["all weights are 0"]),
     # files
     ("model.path=tniy", ["no such folder", "home/tniy", "elsewhere/tniy", "organisation/name"]),
-    ("model.path=../home/tniy", ["no such folder"]),
+    ("model.path=models/tniy.GGUF", ["no such folder", "meshrl convert models/tniy.GGUF FOLDER, then model.path="]),
     ("model.path=tiny/checkpoint", ["no such folder", "home/tiny/checkpoint"]),
     ("data.path=missing.jsonl", ["no such file", "home/missing.jsonl", "elsewhere/missing.jsonl"]),
     ("data.path=tiny", ["a folder, not a file"]),

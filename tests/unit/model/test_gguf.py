@@ -95,7 +95,9 @@ def test_what_is_neither_a_checkpoint_nor_a_gguf_file_is_refused_by_name(tmp_pat
     with pytest.raises(CheckpointError, match=r"gone\.gguf does not exist"):
         convert(tmp_path / "gone.gguf", tmp_path / "out")
     (tmp_path / "other.gguf").write_bytes(b"something else")
-    with pytest.raises(CheckpointError, match=r"other\.gguf is neither a checkpoint nor a GGUF file"):
+    with pytest.raises(
+        CheckpointError, match=r"other\.gguf is neither a checkpoint, nor a run with one, nor a GGUF file"
+    ):
         convert(tmp_path / "other.gguf", tmp_path / "out")
 
 

@@ -164,10 +164,12 @@ def test_if_the_output_is_not_a_terminal_a_step_is_one_plain_line():
     assert out.getvalue().isascii()
 
 
-def steps_printed(num_steps: int, seconds_per_step: float, last: int | None = None, finished: int = 0) -> list[int]:
+def steps_printed(
+    num_steps: int, seconds_per_step: float, last: int | None = None, finished: int = 0, counted: str = "step"
+) -> list[int]:
     """The steps for which a run prints a line to a pipe. last: the step after which the run ends."""
     out, now = io.StringIO(), [0.0]
-    sink = TerminalSink(num_steps, out, clock=lambda: now[0], finished_steps=finished)
+    sink = TerminalSink(num_steps, out, clock=lambda: now[0], finished_steps=finished, counted=counted)
     for step in range(finished + 1, (last or num_steps) + 1):
         now[0] += seconds_per_step
         sink.write(step, VALUES, {})
@@ -179,6 +181,7 @@ def test_a_pipe_gets_a_line_for_each_percent_and_for_the_first_and_last_step():
     assert steps_printed(1000, 0.1) == [1, *range(10, 1001, 10)]
     assert steps_printed(250, 0.1)[:5] == [1, 3, 5, 8, 10]
     assert steps_printed(100, 0.1) == [*range(1, 101)]
+    assert steps_printed(250, 0.01, counted="answer") == [1, *range(25, 251, 25)]
     resumed = steps_printed(1000, 0.1, finished=984)
     assert resumed == [985, 990, 1000]
 

@@ -161,7 +161,7 @@ def test_wrong_arguments_and_damaged_runs_are_refused(runs, tmp_path, capsys):
     assert "needs 2 to 12 different runs" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="2 to 12"):
         compare([tmp_path / str(i) for i in range(13)], None)
-    with pytest.raises(MeshrlError, match=rf"ab is not a run's folder.*did you mean {tmp_path}/[ab] or"):
+    with pytest.raises(MeshrlError, match=rf"ab does not exist.*did you mean {tmp_path}/[ab] or"):
         compare([runs[0], tmp_path / "ab"], None)
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write("{}\n")

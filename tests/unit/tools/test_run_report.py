@@ -229,7 +229,7 @@ def test_a_run_without_a_step_has_a_page_and_a_folder_without_a_run_has_none(tmp
     (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "error": "RankFailure: <gone>", "wall_s": 3}))
     text = "".join(PageParser(write_report(tmp_path).read_text(encoding="utf-8")).text)
     assert "No step is finished yet" in text and "RankFailure: <gone>" in text and "failed at step 0" in text
-    with pytest.raises(MeshrlError, match=r"has no metrics\.jsonl"):
+    with pytest.raises(MeshrlError, match=r"elsewhere does not exist; give the folder of a run"):
         write_report(tmp_path / "elsewhere")
 
 

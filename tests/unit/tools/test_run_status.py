@@ -114,7 +114,7 @@ def test_status_of_a_killed_run_of_a_run_on_another_machine_and_of_a_missing_run
         stop(tmp_path)
     assert other.poll() is None
     assert main(["status", str(tmp_path / "nothing")]) == 1
-    assert "is not a run's folder" in capsys.readouterr().err
+    assert "nothing does not exist; give the folder of a run" in capsys.readouterr().err
 
 
 def test_status_shows_the_verdict_and_the_last_important_notes(tmp_path):
