@@ -11,6 +11,9 @@ import torch
 from harness import engine_over, norm_of, unsharded
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshrl.algo.losses import sft_loss
 from meshrl.parallel.fsdp import full_tensor, local_shard
@@ -49,6 +52,35 @@ def test_norm_and_clipping_equal_those_of_the_unsharded_gradient(pool, world):
         for norm, moved in pool.run(_clipped, world, clip):
             assert norm == pytest.approx(want, rel=1e-9)
             assert moved == pytest.approx(applied, rel=1e-5)
+
+
+class _OfDTensors(TorchDispatchMode):
+    """The names of operators that were called with a DTensor, or with a list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(value, DTensor) for value in tree_leaves((args, kwargs))):
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def _operators_of_a_step(rank: int, world: int, mesh: dict[str, int]) -> list[str]:
+    engine = engine_over(tiny_qwen2(), world, {"mesh": mesh, "optimizer": {"clip": 1e-3}})
+    at, samples = engine.coordinates, weigh(random_samples(0, LENGTHS))
+    for _ in range(2):  # the first step makes the moments
+        _backward(engine, at.data_index, at.num_data, samples)
+        with _OfDTensors() as seen:
+            engine.optim_step(1e-3)
+    return seen.names
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=["shard", "tp"])
+def test_a_step_computes_with_shards_and_not_with_dtensors(pool, mesh):
+    """PyTorch plans the placements of a list of DTensors for seconds, at the first step of each run."""
+    assert pool.run(_operators_of_a_step, 2, mesh) == [[]] * 2
 
 
 def _poisoned(rank: int, world: int, where: str, train: dict[str, Any]) -> dict[str, Any]:

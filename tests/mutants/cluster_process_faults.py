@@ -150,7 +150,13 @@ FAULTS = [
         "a forked rank does not get its environment variables",
         "meshrl/process/fork_server.py::_RequestServer.run_child",
         "os.environ.update(environment) => pass",
-        _FORK_SERVER + "test_a_forked_rank_has_and_computes_what_a_new_interpreter_would",
+        _FORK_SERVER + "test_a_variable_that_an_import_sets_reaches_the_children_of_the_same_fork_server",
+    ),
+    Fault(
+        "a forked rank finds modules of the run that started its fork server",
+        "meshrl/process/fork_server.py::_search_in",
+        "path not in former or path.startswith((sys.prefix, sys.base_prefix)) => True",
+        _FORK_SERVER + "test_children_of_one_fork_server_search_modules_in_their_own_pythonpath",
     ),
     Fault(
         "a fork server with several threads forks",
@@ -200,6 +206,6 @@ FAULTS = [
         "ranks are forked by a fork server with another environment",
         "meshrl/process/spawn.py::_server_with",
         "_server.inherited != inherited => False",
-        _FORK_SERVER + "test_a_forked_rank_has_and_computes_what_a_new_interpreter_would",
+        _FORK_SERVER + "test_a_variable_that_an_import_sets_reaches_the_children_of_the_same_fork_server",
     ),
 ]

@@ -71,6 +71,12 @@ FAULTS = [
         _ROWS + "[ulysses 2]",
     ),
     Fault(
+        "AdamW's step computes with DTensors",
+        "meshrl/train/optim.py::_AdamW._init_group",
+        "local_shard => (lambda tensor: tensor)",
+        "tests/dist/test_optimizer_step.py::test_a_step_computes_with_shards_and_not_with_dtensors[tp]",
+    ),
+    Fault(
         "the norm counts a tensor once for each rank that holds it",
         "meshrl/train/optim.py::clip_gradients",
         "torch.nn.utils.get_total_norm(grads, foreach=True).square() / n => "
