@@ -17,6 +17,7 @@ from meshrl.config.values import show
 
 LONGEST_MISSPELT = 200  # characters; a longer key is no misspelt key, and comparing it with all keys would take minutes
 NAME = "NAME"  # the part of a dotted key that the user chooses, as in reward.terms.NAME.kind
+_ANY = TypeAdapter(Any)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +40,19 @@ class Key:
         return self.allowed.startswith("names")
 
 
+_KEYS: dict[tuple[type[Slice], str], dict[str, Key]] = {}
+
+
 def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
     """Every key of a slice by its dotted path, sections before their keys, in the order of the slices."""
-    keys: dict[str, Key] = {}
+    if (model, prefix) in _KEYS:
+        return _KEYS[model, prefix]
+    keys = _KEYS[model, prefix] = dict[str, Key]()
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         section, entries = _as_slice(info.annotation), _entry_slice(info.annotation)
         value = None if info.is_required() else info.get_default(call_default_factory=True)
-        default = TypeAdapter(Any).dump_python(value, mode="json", exclude_defaults=True)
+        default = _ANY.dump_python(value, mode="json", exclude_defaults=True)
         keys[path] = Key(
             path=path,
             allowed="a section" if section else _allowed(info),
