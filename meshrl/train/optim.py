@@ -49,6 +49,7 @@ def learning_rate(step: int, num_steps: int, peak: float, cfg: SchedulerConfig) 
     return peak * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * max(0.0, fall))
 
 
+@torch.no_grad()  # else DTensor makes an autograd node for each shard that it gives
 def clip_gradients(model: torch.nn.Module, max_norm: float, group: Any = None) -> float:
     """Scale all gradients so that their global norm is at most max_norm (0 = no clipping). Returns the norm before
     that, equal on every rank. group: the ranks of one replica of the model; several may hold the same shard."""
