@@ -61,6 +61,9 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         # qwen3, with norms of heads, is trained for 20 steps on each mesh
         "test_the_gradient_of_a_family_does_not_depend_on_the_mesh": "untied head|norms of heads|biases.*|parallel.*",
     },
+    "tests/dist/test_mesh_state.py": {
+        "test_state_moves_from_mesh_to_mesh_and_to_samplers": "adapters.*",
+    },
     "tests/dist/test_not_finite.py": {
         "test_a_state_that_is_not_finite_is_refused_by_every_rank_before_anything_is_changed": "1-model.|2-optimizer.*",
     },
@@ -109,6 +112,9 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     "tests/e2e/test_resume.py": {
         # an end at the end of an epoch is in the resume of a finished run, too
         "test_a_resumed_run_equals_one_that_was_not_interrupted": "epoch end|before the last",
+    },
+    "tests/unit/run/test_step_costs.py": {
+        "test_flops_are_those_of_the_rows_whatever_the_ranks_and_micro_batches": "two processes",
     },
     "tests/unit/model/test_attention_of_families.py": {
         "test_greedy_answers_are_those_of_generate": "(falcon|stablelm|llama) .*|bloom",

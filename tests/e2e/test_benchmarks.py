@@ -111,6 +111,14 @@ def test_engine_overhead(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_optimizer_step(tmp_path: Path) -> None:
+    line = smoke("optimizer_step", tmp_path)
+    assert bars(line) == {f"{step}_{mesh}" for step in ("first", "later") for mesh in ("dp_shard", "dp_shard_tp")}
+    assert line["figures"]["first_s_dp_shard_engine"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_mesh_loss(tmp_path: Path) -> None:
     line = smoke("mesh_loss", tmp_path)
     assert bars(line) == {"off_tp_2"} and all(bar["holds"] for bar in line["bars"])

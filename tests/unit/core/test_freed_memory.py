@@ -80,6 +80,7 @@ print(libc.mallinfo2().uordblks - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+@pytest.mark.slow
 def test_products_of_many_sizes_leave_little_in_the_heap():
     own = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # a run in this process has set them
     environment = {name: value for name, value in os.environ.items() if name not in own}
