@@ -125,10 +125,12 @@ class _RequestServer:
 
 def _search_in(folders: str) -> None:
     """Search modules where a new interpreter with this PYTHONPATH does, which differs from this process's."""
-    working_folder, *others = sys.path
+    own = 0 if sys.flags.safe_path else 1  # the working folder
     former = {*os.environ.get("PYTHONPATH", "").split(os.pathsep)}
-    installed = (path for path in others if path not in former or path.startswith((sys.prefix, sys.base_prefix)))
-    sys.path[:] = dict.fromkeys([working_folder, *folders.split(os.pathsep), *installed])
+    installed = [
+        path for path in sys.path[own:] if path not in former or path.startswith((sys.prefix, sys.base_prefix))
+    ]
+    sys.path[:] = dict.fromkeys([*sys.path[:own], *folders.split(os.pathsep), *installed])
     importlib.invalidate_caches()
 
 
