@@ -47,7 +47,7 @@ def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
     """Every key of a slice by its dotted path, sections before their keys, in the order of the slices."""
     if (model, prefix) in _KEYS:
         return _KEYS[model, prefix]
-    keys = _KEYS[model, prefix] = dict[str, Key]()
+    keys: dict[str, Key] = {}
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         section, entries = _as_slice(info.annotation), _entry_slice(info.annotation)
@@ -67,6 +67,7 @@ def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
             text = f"one entry of {prefix}{name}"
             keys[path] = Key(path=path, allowed="a section", default=None, text=text, is_section=True)
             keys |= all_keys(entries, f"{path}.")
+    _KEYS[model, prefix] = keys
     return keys
 
 

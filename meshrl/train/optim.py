@@ -28,8 +28,8 @@ def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim
 
 class _AdamW(torch.optim.AdamW):
     """Its step computes with this rank's shards, because each element is updated by itself. For lists of DTensors,
-    PyTorch would plan the placements of all in the first step: 6 s for 28 layers under TP. The states are DTensors, as
-    the parameters."""
+    PyTorch would plan the placements of all for seconds in the first step (benchmarks/optimizer_step.py). The states
+    are DTensors, as the parameters."""
 
     def _init_group(self, group: Any, *lists: list[torch.Tensor]) -> Any:
         has_complex = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]

@@ -143,8 +143,8 @@ def test_a_resume_of_a_finished_run_changes_nothing_or_continues_with_more_steps
     train_inline(config, "longer", f"loop.num_steps={PER_EPOCH}", "run.resume=auto")
     assert (folder / "metrics.jsonl").read_text() == before
     again, saved = read_facts(folder), read_controller(states(folder / "checkpoints")[-1][1])["wall_s"]
-    assert facts.started == pytest.approx(again.started, abs=60) and again.started < read_status(folder).started
-    assert 0 < saved < facts.seconds and saved < again.seconds, "the time of its steps is in the checkpoint"
+    assert facts.started <= again.started < read_status(folder).started
+    assert 0 < saved <= facts.seconds and saved < again.seconds, "the time of its steps is in the checkpoint"
     with pytest.raises(CheckpointError, match="after step 5, but this run ends at step 4"):
         train_inline(config, "longer", "loop.num_steps=4", "run.resume=auto")
     train_inline(config, "longer", "run.resume=auto")
