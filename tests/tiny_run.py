@@ -1,8 +1,12 @@
-"""A complete run of tiny size: a model with its tokenizer, prompts, a reward, and the config that names them."""
+"""A complete run of tiny size: a model with its tokenizer, prompts, a reward, and the config that names them.
+
+Each process that grades imports this file, so it imports little itself, and rewards of other tests are here, too.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,20 @@ def ascii_share(completion: str, answer: str) -> float:
 def no_reward(completion: str, answer: str) -> float:
     """A reward without a signal."""
     return 0.0
+
+
+def differs_for_some(completion: str, answer: str) -> float:
+    """Equal for the prompts whose answer is divisible by 4: half of them."""
+    return 0.0 if int(answer) % 4 == 0 else sum(c.isascii() for c in completion) + len(completion) / 100
+
+
+def slow_share(completion: str, answer: str) -> float:
+    time.sleep(0.1)
+    return ascii_share(completion, answer)
+
+
+def length(completion: str, answer: str) -> float:
+    return float(len(completion))
 
 
 def write_run(folder: Path) -> Path:

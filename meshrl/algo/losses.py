@@ -76,23 +76,73 @@ def ppo_clip(
     Ye et al. 2020 equation 4 for dual clip.
     """
     advantages = inputs.advantages
-    ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss, seen = _clipped_surrogate(inputs, _ratio(inputs.logprobs - inputs.old_logprobs), clip_low, clip_high)
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        seen["clip_fraction_dual"] = (loss > bound) & (advantages < 0)
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return loss, seen
+
+
+def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The clipped surrogate with one ratio s for each row: the geometric mean of the ratios of its tokens.
+
+    s = exp(row mean of (logprobs - old_logprobs)) at each token, where it has the gradient s of the token's own
+    log-probability. With aggregation seq_mean_token_mean and one advantage for each row, value and gradient are those
+    of the sequence's objective.
+
+    Source: Zheng et al. 2025 (GSPO) equations 5 to 7; equation 14 for the gradient of each token.
+    """
+    log_ratio = inputs.row_mean(inputs.logprobs - inputs.old_logprobs).detach()
+    return _clipped_surrogate(
+        inputs, _ratio(log_ratio + (inputs.logprobs - inputs.logprobs.detach())), clip_low, clip_high
+    )
+
+
+def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The log-probability times the clipped ratio: `-A clip(r, 1 - clip_low, 1 + clip_high) logprobs`. The ratio has no
+    gradient, so that a token outside the bounds has one, too, of limited size.
+
+    Source: MiniMax 2025 (MiniMax-M1) equations 4 and 5; Khatri et al. 2025 (ScaleRL) for the bounds [0, 5].
+    """
+    ratio = _ratio(inputs.logprobs - inputs.old_logprobs).detach()
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    loss = -inputs.advantages * ratio.clamp(low, high) * inputs.logprobs
+    return loss, {"clip_fraction_low": ratio < low, "clip_fraction_high": ratio > high, **_measured(inputs, ratio)}
+
+
+def sapo(inputs: LossInputs, *, tau_pos: float, tau_neg: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A sigmoid of the ratio in place of the clip: `-A (4 / tau) sigmoid(tau (r - 1))`, with tau_pos for A > 0, else
+    tau_neg. At r = 1 its gradient is that of -A r; it decreases smoothly with the distance from 1, the faster the
+    larger tau is.
+
+    Source: Gao et al. 2025 (SAPO, arXiv 2511.20347) equations 5 and 6.
+    """
+    ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
+    tau = torch.where(inputs.advantages > 0, tau_pos, tau_neg)
+    return -inputs.advantages * torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau), _measured(inputs, ratio)
+
+
+def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _clipped_surrogate(
+    inputs: LossInputs, ratio: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    advantages = inputs.advantages
     low, high = 1.0 - clip_low, 1.0 + clip_high
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     seen = {
         "clip_fraction_low": (ratio < low) & (advantages < 0),
         "clip_fraction_high": (ratio > high) & (advantages > 0),
     }
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        seen["clip_fraction_dual"] = (loss > bound) & (advantages < 0)
-        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-    seen |= {
-        "ratio_mean": ratio,
-        "ratio_max": ratio,
-        "approx_kl": kl_estimate(inputs.old_logprobs, inputs.logprobs, "k3"),
-    }
-    return loss, seen
+    return loss, {**seen, **_measured(inputs, ratio)}
+
+
+def _measured(inputs: LossInputs, ratio: torch.Tensor) -> dict[str, torch.Tensor]:
+    approx_kl = kl_estimate(inputs.old_logprobs, inputs.logprobs, "k3")
+    return {"ratio_mean": ratio, "ratio_max": ratio, "approx_kl": approx_kl}
 
 
 def policy_terms(cfg: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -241,5 +291,5 @@ _METRICS: dict[str, tuple[Reduce, str]] = {  # any other metric is a mean withou
     "loss/ratio_max": ("max", ""),
 }
 
-LOSSES: dict[str, PolicyLossFn] = {"ppo_clip": ppo_clip}
+LOSSES: dict[str, PolicyLossFn] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo, "sapo": sapo}
 """algo.loss.kind -> function of LossInputs and the other keys of algo.loss."""

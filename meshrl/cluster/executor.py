@@ -121,7 +121,7 @@ class Executor(Protocol):
     A MeshrlError raised in a rank is raised here unchanged. Any other failure is a RankFailure that names the rank that
     caused it, the phase (`phase_of(method)`) and the cause: an exception, a process that ended, or a command
     that was not answered within `spec.deadline_s(phase)`. A sampler has that time again after each token that it
-    computes for any request.
+    computes for any request, and a command of phase annotate or train after each micro-batch.
 
     A rank is lost when its process died, or missed a deadline and was killed. If a train rank is lost, all train ranks
     are lost, because their process group is broken: their running and later calls raise the same failure until

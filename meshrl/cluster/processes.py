@@ -41,7 +41,7 @@ from meshrl.process.spawn import SpawnedProcess
 
 _STOP_GRACE_S = 5.0
 _SETTLE_S = 1.5  # an exception may result from another rank's death, which is detected within this time
-_OF_SAMPLERS = ("rollout", "eval")  # phases whose deadline is extended while the rank's sampler computes tokens
+_WITH_PROGRESS = ("rollout", "eval", "annotate", "train")  # their deadline is extended while the rank reports progress
 _REAP_S = 2.0  # a channel closes shortly before its process has ended
 
 
@@ -66,7 +66,7 @@ class RankConnection:
     pending: dict[int, _Call] = field(default_factory=dict)
     outbox: list[tuple[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     computed_tokens: int = 0  # of its sampler, by its last report
-    progressed_at: float = -math.inf  # when that report arrived, on the event loop's clock
+    progressed_at: float = -math.inf  # when it last reported tokens or micro-batches, on the event loop's clock
     lost: RankFailure | None = None  # set until the rank is replaced
     recorder: str = ""  # the socket on its machine of its flight recorder, if it serves one
 
@@ -224,10 +224,11 @@ class ProcessExecutor:
         for call_id, ok, value in answers:
             if call_id is None:
                 counted, number = value
-                if counted == "micro-batches":
+                rank.progressed_at = self._loop.time()
+                if counted == "tokens":
+                    rank.computed_tokens = number
+                elif rank.index == 0:
                     self.on_batches(number)
-                else:
-                    rank.computed_tokens, rank.progressed_at = number, self._loop.time()
                 continue
             call = rank.pending.pop(call_id)
             if call.future.done():
@@ -250,7 +251,7 @@ class ProcessExecutor:
     def _silent(self, rank: RankConnection, call: _Call) -> None:
         spec, phase = self.specs[rank.index], call.phase
         left_s = rank.progressed_at + spec.deadline_s(phase) - self._loop.time()
-        if phase in _OF_SAMPLERS and left_s > 0:
+        if phase in _WITH_PROGRESS and left_s > 0:
             call.timer = self._loop.call_later(left_s, self._silent, rank, call)
             return
         key = f"cluster.deadlines.{phase}" if phase in spec.deadlines else "cluster.timeout_s"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationError, field_validator
+from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationError, field_validator, model_validator
 
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
@@ -34,23 +34,44 @@ class KlConfig(Slice):
     subtracted from its reward, before the group's mean and std (the same for all tokens, as in verl for GRPO)"""
 
 
+LOSS_ARGS: dict[str, dict[str, float | None]] = {
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+}
+"""algo.loss.kind -> the keys of algo.loss that this loss has, with their defaults, which are those of the papers."""
+
+
 class LossConfig(Slice):
     """The keys of a built-in loss."""
 
-    kind: Literal["ppo_clip"] = "ppo_clip"
-    """PPO's clipped surrogate loss; or a user-defined function as package.module:name, which gets the other keys of
-    this section as arguments (docs/add_an_algorithm.md)"""
+    kind: Literal["ppo_clip", "gspo", "cispo", "sapo"] = "ppo_clip"
+    """ppo_clip = PPO's clipped surrogate; gspo = the same with one ratio for each row, the geometric mean of its
+    tokens' ratios (use aggregation seq_mean_token_mean); cispo = the log-probability times the clipped ratio; sapo = a
+    sigmoid of the ratio in place of the clip; or a user-defined function as package.module:name, which gets the other
+    keys of this section as arguments (docs/add_an_algorithm.md)"""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """the ratio is clipped below at 1 - clip_low"""
+    """the ratio is clipped below at 1 - clip_low; the default of gspo is 3e-4, that of cispo is 1: no lower bound"""
     clip_high: float = Field(0.2, gt=0)
-    """the ratio is clipped above at 1 + clip_high; 0.28 is DAPO's clip-higher"""
+    """the ratio is clipped above at 1 + clip_high; 0.28 is DAPO's clip-higher; the default of gspo is 4e-4, that of
+    cispo is 4"""
     dual_clip: float | None = Field(None, gt=1)
-    """largest ratio by which a negative advantage may be multiplied (3.0 is usual); null = off"""
+    """largest ratio by which ppo_clip may multiply a negative advantage (3.0 is usual); null = off"""
+    tau_pos: float = Field(1.0, gt=0)
+    """of sapo, at positive advantages: how fast the gradient decreases with the distance of the ratio from 1"""
+    tau_neg: float = Field(1.05, gt=0)
+    """the same at negative advantages"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_its_kind(cls, given: Any) -> Any:
+        return {**LOSS_ARGS.get(given.get("kind", ""), {}), **given} if isinstance(given, dict) else given
 
     @property
     def args(self) -> dict[str, Any]:
         """The keyword arguments of the loss function."""
-        return self.model_dump(exclude={"kind"})
+        return {name: getattr(self, name) for name in LOSS_ARGS[self.kind]}
 
 
 class UserLossConfig(Slice):
@@ -112,7 +133,7 @@ class AlgoConfig(Slice):
     advantage_eps: float = Field(1e-6, gt=0)
     """added to the group's std; groups with a smaller std get advantage 0"""
     loss: SerializeAsAny[LossConfig] = LossConfig()
-    """the policy loss; a kind alone, such as `loss: ppo_clip`, is short for {kind: ppo_clip}"""
+    """the policy loss; a kind alone, such as `loss: gspo`, is short for {kind: gspo}"""
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"] = "token_mean"
     """how token losses become the loss of an optimizer step: token_mean = mean over all tokens; seq_mean_token_mean =
     mean over rows of each row's mean; seq_mean_token_sum = mean over rows of each row's sum; constant_length =

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.algo import ADVANTAGE_NAMES, LOSS_KIND, LossConfig, algorithm_problems, correction_of_auto
+from meshrl.config.algo import (
+    ADVANTAGE_NAMES,
+    LOSS_ARGS,
+    LOSS_KIND,
+    LossConfig,
+    algorithm_problems,
+    correction_of_auto,
+)
 from meshrl.config.case import Case, Problem
 from meshrl.config.cluster import NOT_IN_SFT, ONLY_OF_PROCESSES, machine_problems
 from meshrl.config.data import data_problems
@@ -148,6 +155,9 @@ def _unused_in_algo(config: RunConfig) -> Unused:
             yield "cluster.deadlines", "annotate", "algo.kl.coef is 0, one update per step", causes
     if algo.aggregation != "constant_length":
         yield "algo", "constant_length", f"algo.aggregation is {algo.aggregation}", "algo.aggregation"
+    if (kind := algo.loss.kind) in LOSS_ARGS:
+        others = {name for args in LOSS_ARGS.values() for name in args if name not in LOSS_ARGS[kind]}
+        yield "algo.loss", " ".join(sorted(others)), f"algo.loss.kind is {kind}", LOSS_KIND
     if algo.advantage != "grpo":
         without = "which does not divide by the group's std"
         yield "algo", "advantage_eps", f"algo.advantage is {algo.advantage}, {without}", "algo.advantage"
@@ -206,7 +216,7 @@ def _kinds(case: Case) -> Iterator[Problem]:
         yield Problem(weights, "all weights are 0, so every reward would be 0.")  # a user's agent may give rewards
     named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
     named.append(("agent", "agent.kind", config.agent.kind))
-    tables: dict[str, set[str]] = {**case.table_names, "advantage": set(ADVANTAGE_NAMES), "loss": {LossConfig().kind}}
+    tables: dict[str, set[str]] = {**case.table_names, "advantage": set(ADVANTAGE_NAMES), "loss": {*LOSS_ARGS}}
     if case.purpose == "train":
         named += [("advantage", "algo.advantage", config.algo.advantage), ("loss", LOSS_KIND, config.algo.loss.kind)]
     for table, key, kind in named:
@@ -273,10 +283,10 @@ def notices(case: Case) -> list[str]:
 
 def _clip_bounds(case: Case) -> Iterator[str]:
     """The notice of bounds of a ratio that is always 1."""
-    loss, default = case.rl.algo.loss, LossConfig()
+    loss = case.rl.algo.loss
     if case.rl.train.updates_per_step > 1 or not isinstance(loss, LossConfig):
         return
-    bounds = [f"algo.loss.{name}" for name, value in loss.args.items() if value != getattr(default, name)]
+    bounds = [f"algo.loss.{name}" for name, value in loss.args.items() if value != LOSS_ARGS[loss.kind][name]]
     if bounds:
         yield (
             f"{', '.join(_shown(case, key) for key in bounds)} {'have' if len(bounds) > 1 else 'has'} no effect: "

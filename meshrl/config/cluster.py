@@ -25,9 +25,9 @@ class Deadlines(Slice):
     reward: float | None = Field(None, gt=0)
     """seconds for all gradings of one step; reward.timeout_s also limits each grading"""
     annotate: float | None = Field(None, gt=0)
-    """seconds for one pass of the reference, or of the policy for old logprobs"""
+    """seconds for one pass of the reference, or of the policy for old logprobs, counted as for train"""
     train: float | None = Field(None, gt=0)
-    """seconds for forward and backward of one optimizer step"""
+    """seconds for forward and backward of one optimizer step; they begin again with each micro-batch"""
     optim: float | None = Field(None, gt=0)
     """seconds for the optimizer's update of the parameters"""
     sync: float | None = Field(None, gt=0)

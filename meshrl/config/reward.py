@@ -12,7 +12,7 @@ _MAX_WEIGHT = 1e6
 
 class RewardTerm(Slice):
     kind: str
-    """math_answer, format (docs/data.md has their args), or a function as package.module:name"""
+    """math_answer, format, overlong (docs/data.md has their args), or a function as package.module:name"""
     weight: float = Field(1.0, ge=-_MAX_WEIGHT, le=_MAX_WEIGHT)
     """factor in the weighted sum; below 0 is a penalty"""
     args: dict[str, Any] = Field({})

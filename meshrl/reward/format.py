@@ -1,4 +1,4 @@
-"""The reward for the form of a completion: 1.0 or 0.0, by a regular expression."""
+"""Rewards that do not depend on the answer: for the form of a completion, by a regular expression, and its length."""
 
 from __future__ import annotations
 
@@ -24,3 +24,20 @@ def format_match(completion: str, answer: Any, *, regex: str, where: str = "full
         raise ValueError(f"regex {regex!r} is not valid: {error}") from error
     text = completion.strip()
     return 1.0 if (pattern.fullmatch(text) if where == "full" else pattern.search(text)) else 0.0
+
+
+def overlong(completion: str, answer: Any, *, num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
+    """DAPO's soft punishment of long completions, -1.0 to 0.0: 0.0 up to max_tokens - buffer_tokens, then lower by
+    1 / buffer_tokens for each token, and -1.0 from max_tokens on.
+
+    num_tokens: of all turns of the trajectory. max_tokens: in most cases rollout.sampling.max_new_tokens.
+
+    Raises: ValueError unless 1 <= buffer_tokens <= max_tokens.
+    Source: Yu et al. 2025 (DAPO), equation 13.
+    """
+    for name, value in {"max_tokens": max_tokens, "buffer_tokens": buffer_tokens}.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+    if buffer_tokens > max_tokens:
+        raise ValueError(f"buffer_tokens is {buffer_tokens}; it must be at most max_tokens = {max_tokens}")
+    return -min(1.0, max(0.0, (num_tokens - max_tokens + buffer_tokens) / buffer_tokens))

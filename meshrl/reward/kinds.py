@@ -25,7 +25,7 @@ from typing import Any
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import did_you_mean, look_up
-from meshrl.reward.format import format_match
+from meshrl.reward.format import format_match, overlong
 from meshrl.reward.math_answer import check_args as check_math_answer
 from meshrl.reward.math_answer import math_answer
 
@@ -139,7 +139,7 @@ def _unpickled(term: str, kind: str, pickled: bytes) -> RewardFn:
         ) from error
 
 
-REWARDS: dict[str, RewardFn] = {"math_answer": math_answer, "format": format_match}
+REWARDS: dict[str, RewardFn] = {"math_answer": math_answer, "format": format_match, "overlong": overlong}
 """kind -> reward function."""
 
 NEEDS_ANSWER = frozenset({"math_answer", "meshrl.reward.math_answer:math_answer"})
@@ -148,6 +148,7 @@ NEEDS_ANSWER = frozenset({"math_answer", "meshrl.reward.math_answer:math_answer"
 CHECKS: dict[str, Callable[..., object]] = {
     "math_answer": check_math_answer,
     "format": functools.partial(format_match, "", None),
+    "overlong": functools.partial(overlong, "", None, num_tokens=0),
 }
 """kind -> function of the config's args. It raises ValueError for wrong ones, and imports the packages that grading
 needs, so that their import does not count in the time limit of a grading."""

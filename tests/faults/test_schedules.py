@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from killed_runs import killed
 from run_contents import assert_equal_tensors, prompt_counts, sampled_turns, state, weights
-from tiny_run import ascii_share, steps_of, train, write_run
+from tiny_run import steps_of, train, write_run
 
 from meshrl.agent.loop import SingleTurn
 from meshrl.core.errors import DeadlineError, SyncError
@@ -131,15 +130,10 @@ def test_a_stalled_agent_ends_the_run_at_the_deadline(kind, config, monkeypatch)
         train(config, f"stalled_{kind}", *KINDS[kind], "cluster.deadlines.rollout=4")
 
 
-def slow_share(completion: str, answer: str) -> float:
-    time.sleep(0.1)
-    return ascii_share(completion, answer)
-
-
 @pytest.mark.slow
 def test_a_slow_grader_does_not_let_the_samplers_run_ahead(config):
     """The limit counts groups that wait for a grade, too."""
-    slow = "reward.terms.ascii.kind=test_schedules:slow_share"
+    slow = "reward.terms.ascii.kind=tiny_run:slow_share"
     folder = train(config, "slow", *KINDS["fully_async"], slow, "reward.num_workers=1")
     assert_each_prompt_is_trained_once(folder)
     assert_no_sample_is_too_old(folder)

@@ -88,7 +88,7 @@ FAULTS = [
     ),
     Fault(
         "clip bounds are swapped",
-        "meshrl/algo/losses.py::ppo_clip",
+        "meshrl/algo/losses.py::_clipped_surrogate",
         "1.0 - clip_low, 1.0 + clip_high => 1.0 - clip_high, 1.0 + clip_low",
         _POLICY_LOSSES + "test_ppo_clip_golden_values",
     ),
@@ -103,6 +103,24 @@ FAULTS = [
         "meshrl/algo/losses.py::LossInputs.row_mean",
         "values.split(self.row_lengths) => values.split(len(values))",
         "tests/dist/test_own_losses_equal.py::test_a_loss_of_complete_rows_gives_the_unsharded_gradient[token_mean]",
+    ),
+    Fault(
+        "the ratio of a row is the product of those of its tokens",
+        "meshrl/algo/losses.py::gspo",
+        "inputs.row_mean => inputs.row_sum",
+        _POLICY_LOSSES + "test_gspo_equals_the_objective_of_the_paper_for_complete_answers",
+    ),
+    Fault(
+        "the clipped ratio of cispo has a gradient",
+        "meshrl/algo/losses.py::cispo",
+        "_ratio(inputs.logprobs - inputs.old_logprobs).detach() => _ratio(inputs.logprobs - inputs.old_logprobs)",
+        _POLICY_LOSSES + "test_cispo_golden_values",
+    ),
+    Fault(
+        "sapo has one temperature",
+        "meshrl/algo/losses.py::sapo",
+        "inputs.advantages > 0 => inputs.advantages != 0",
+        _POLICY_LOSSES + "test_sapo_golden_values",
     ),
     Fault(
         "masked answers reach a user-defined loss",

@@ -16,8 +16,14 @@ FAULTS = [
     Fault(
         "a long answer ends the run although its sampler computes tokens",
         "meshrl/cluster/processes.py::ProcessExecutor._silent",
-        "phase in _OF_SAMPLERS => False",
+        "phase in _WITH_PROGRESS => False",
         "tests/unit/cluster/test_process_executor.py::test_the_deadline_of_an_answer_begins_again_with_each_token",
+    ),
+    Fault(
+        "a rank whose micro-batches end misses its deadline",
+        "meshrl/cluster/processes.py::ProcessExecutor._silent",
+        'phase in _WITH_PROGRESS => phase in ("rollout", "eval")',
+        "tests/unit/cluster/test_process_executor.py::test_the_loss_of_a_rank_that_only_samples_ends_no_other_rank[sleep]",
     ),
     Fault(
         "a sampler that stands still reports progress",

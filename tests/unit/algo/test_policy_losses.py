@@ -5,13 +5,14 @@ import itertools
 import math
 import pickle
 
+import own_algorithms
 import pytest
 import torch
 from tiny_samples import trained_fields, with_trained_fields
 
 from meshrl.algo.advantages import ADVANTAGES
-from meshrl.algo.losses import LOSSES, make_policy_loss, sft_loss
-from meshrl.config.algo import ADVANTAGE_NAMES, AlgoConfig, KlConfig, LossConfig
+from meshrl.algo.losses import LOSSES, LossInputs, gspo, make_policy_loss, sft_loss
+from meshrl.config.algo import ADVANTAGE_NAMES, LOSS_ARGS, AlgoConfig, KlConfig, LossConfig
 from meshrl.core.batch import Batch, Outputs
 
 FULL = AlgoConfig(
@@ -87,6 +88,89 @@ def test_dual_clip_golden_values(advantage, ratio, value, gradient, clipped):
 def test_without_dual_clip_the_loss_is_unbounded_and_has_no_dual_clip_metric():
     got, _, metrics = one_token(-2.0, 5.0)
     assert got == pytest.approx(10.0, rel=1e-5) and "loss/clip_fraction_dual" not in metrics
+
+
+def test_gspo_equals_the_objective_of_the_paper_for_complete_answers():
+    """Value and gradient of equation 5, whose ratio has a gradient through the mean; some answers are clipped."""
+    g = torch.Generator().manual_seed(0)
+    lengths, log_ratios = [1, 3, 5, 2, 4], torch.tensor([0.3, 0.05, -0.05, -0.3, 0.3], dtype=torch.float64)
+    rows = torch.arange(5).repeat_interleave(torch.tensor(lengths))
+    old = -torch.rand(15, generator=g, dtype=torch.float64)
+    new = old + log_ratios[rows] + 0.01 * torch.randn(15, generator=g, dtype=torch.float64)
+    advantages = torch.tensor([1.0, -2.0, 0.5, -1.0, -1.0], dtype=torch.float64)[rows]
+    weight = 1 / (5 * torch.tensor(lengths, dtype=torch.float64)[rows])  # seq_mean_token_mean
+    results = []
+    for loss_of in (gspo, own_algorithms.gspo):
+        logprobs = new.clone().requires_grad_()
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=old,
+            rollout_logprobs=old,
+            advantages=advantages,
+            ref_logprobs=None,
+            entropy=None,
+            row_lengths=lengths,
+        )
+        loss, seen = loss_of(inputs, clip_low=0.2, clip_high=0.2)
+        (weight * loss).sum().backward()
+        results.append((loss.detach(), logprobs.grad, seen["ratio_mean"].detach()))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    assert {i for i in range(5) if (results[0][1][rows == i] == 0).all()} == {0, 3}, "outside the bounds, and better"
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "weight", "clipped"),
+    [  # clip_low 0.2, clip_high 0.28; log-probability -1
+        (2.0, 1.0, 1.0, ""),
+        (2.0, 1.5, 1.28, "high"),
+        (-2.0, 1.5, 1.28, "high"),
+        (2.0, 0.5, 0.8, "low"),
+        (-2.0, 0.9, 0.9, ""),
+    ],
+)
+def test_cispo_golden_values(advantage, ratio, weight, clipped):
+    loss = LossConfig(kind="cispo", clip_low=0.2, clip_high=0.28)
+    got, grad, metrics = one_token(advantage, ratio, loss)
+    assert got == pytest.approx(advantage * weight, rel=1e-5) and grad == pytest.approx(-advantage * weight, rel=1e-5)
+    assert metrics["loss/clip_fraction_low"].sum == (clipped == "low")
+    assert metrics["loss/clip_fraction_high"].sum == (clipped == "high")
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "value", "gradient"),
+    [  # tau_pos 1, tau_neg 2
+        (2.0, 1.0, -4.0, -2.0),  # -2 * 4 / 1 * sigmoid(0)
+        (2.0, 1.5, -4.979675, -2.820045),  # sigmoid(0.5) = 0.622459
+        (-2.0, 1.0, 2.0, 2.0),
+        (-2.0, 1.5, 2.924234, 2.359343),  # sigmoid(1) = 0.731059
+        (-2.0, 0.5, 1.075766, 0.786448),  # sigmoid(-1) = 0.268941
+    ],
+)
+def test_sapo_golden_values(advantage, ratio, value, gradient):
+    got, grad, metrics = one_token(advantage, ratio, LossConfig(kind="sapo", tau_neg=2.0))
+    assert (got, grad) == (pytest.approx(value, rel=1e-5), pytest.approx(gradient, rel=1e-5))
+    assert metrics["loss/ratio_mean"].sum == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_on_policy_every_loss_has_the_gradient_of_the_policy_gradient(kind):
+    """-A for each token, to the bit except for sapo's division by tau."""
+    new = torch.tensor([-0.3, -7.1, -0.011], requires_grad=True)
+    batch = make_batch(3, advantages=[1.5, -0.5, 0.25])
+    value, _ = make_policy_loss(AlgoConfig(loss=LossConfig(kind=kind)))(Outputs(logprobs=new), batch)
+    value.backward()
+    torch.testing.assert_close(new.grad, -batch.advantages, rtol=1e-6 if kind == "sapo" else 0, atol=0)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("log_ratio", [-200.0, 200.0])
+def test_at_an_extreme_ratio_value_and_gradient_are_finite(kind, log_ratio):
+    new = torch.tensor([-1.0, -1.0], requires_grad=True)
+    batch = make_batch(2, advantages=[1.0, -1.0], old_logprobs=[-1.0 - log_ratio] * 2)
+    value, metrics = make_policy_loss(AlgoConfig(loss=LossConfig(kind=kind)))(Outputs(logprobs=new), batch)
+    value.backward()
+    assert value.isfinite() and new.grad.isfinite().all() and all(math.isfinite(m.sum) for m in metrics)
 
 
 def test_an_extreme_ratio_stays_finite():
@@ -280,5 +364,5 @@ def test_losses_can_be_sent_to_a_rank():
 
 
 def test_every_configured_name_has_its_function():
-    assert set(LOSSES) == set(LossConfig.model_fields["kind"].annotation.__args__)
+    assert set(LOSSES) == set(LOSS_ARGS) == set(LossConfig.model_fields["kind"].annotation.__args__)
     assert set(ADVANTAGES) == set(ADVANTAGE_NAMES)

@@ -300,15 +300,25 @@ def test_a_rank_that_answers_during_the_diagnosis_is_not_lost(tmp_path):
     _with(_specs(3), body)
 
 
+@phase("train")
+def train_slowly(worker: RankWorker, num_batches: int) -> None:
+    """Pause before the end of each micro-batch."""
+    for _ in range(num_batches):
+        time.sleep(0.6)
+        worker._batch_ended()
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", "sleep"])
 def test_the_loss_of_a_rank_that_only_samples_ends_no_other_rank(how):
-    """The other rank's calls continue; calls of the lost rank raise until it is replaced."""
+    """The other rank's calls continue; calls of the lost rank raise until it is replaced. A rank is not lost while its
+    micro-batches end, although its command takes longer than its deadline."""
 
     async def body(executor: ProcessExecutor) -> None:
         other = asyncio.ensure_future(executor.call(0, meet, 1, 2))
         before = (await executor.call(1, echo, None))[1]
         if how == "sleep":
             executor.specs = [executor.specs[0], dataclasses.replace(executor.specs[1], timeout_s=2.0)]
+            await executor.call(1, train_slowly, 5)
         with pytest.raises(RankFailure, match="rank 1 failed in phase 'misbehave'") as failure:
             await executor.call(1, misbehave, how)
         with pytest.raises(RankFailure) as later:

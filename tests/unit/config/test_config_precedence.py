@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.config import load as config_load
+from meshrl.config.algo import LOSS_ARGS
 from meshrl.config.explain import explain, to_yaml
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig
@@ -208,6 +209,18 @@ def test_a_resolved_config_as_base_takes_another_loss_without_the_keys_of_its_ow
     assert back.config.algo.loss.clip_low == 0.2 and len(left_out(back)) == 2
     same = load_run_config(child, ["algo.loss.kind=own_algorithms:gspo", "algo.loss.clip_high=0.002"])
     assert same.config.algo.loss.args == {"clip_low": 0.001, "clip_high": 0.002}
+
+
+def test_each_kind_of_loss_has_its_own_defaults(write, good: Path):
+    for kind, args in LOSS_ARGS.items():
+        loaded = load_run_config(good, [f"algo.loss={kind}"])
+        assert loaded.config.algo.loss.args == args
+        again = load_run_config(write(to_yaml(loaded), f"{kind}.yaml"))
+        assert again.config.algo.loss == loaded.config.algo.loss and left_out(again) == []
+    assert load_run_config(good, ["algo.loss={kind: gspo, clip_low: 1e-3}"]).config.algo.loss.args == {
+        "clip_low": 1e-3,
+        "clip_high": 4e-4,
+    }
 
 
 @pytest.mark.parametrize("nothing", ["null", "{}"])

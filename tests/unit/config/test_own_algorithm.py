@@ -35,7 +35,11 @@ BAD: list[tuple[list[str], list[str]]] = [
     ([LOSS + "gsop"], ["algo.loss.kind", "own_algorithms.py has no 'gsop'; did you mean 'gspo'?"]),
     (["algo.loss=no_such_module:f"], ["algo.loss.kind = no_such_module:f", "no such module"]),
     (["algo.loss=own_algorithms.nothing:f"], ["importing 'own_algorithms.nothing' raised ModuleNotFoundError"]),
-    (["algo.loss=own:not a path"], ["must be one of ppo_clip, or a dotted path package.module:name"]),
+    (
+        ["algo.loss=own:not a path"],
+        ["must be one of cispo, gspo, ppo_clip, sapo, or a dotted path"],
+    ),
+    (["algo.loss=sapo", "algo.loss.clip_high=0.3"], ["algo.loss.clip_high = 0.3", "no effect: algo.loss.kind is sapo"]),
     (["algo.loss={clip_lo: 0.1}"], ["unknown key. Nearest: algo.loss.clip_low"]),
     (["algo.advantage=gpro"], ["algo.advantage = gpro", "must be one of dr_grpo, grpo, rloo", "Nearest: grpo"]),
     (["algo.advantage=own_algorithms:batch_scale"], ["did you mean 'batch_scaled'?"]),

@@ -2,7 +2,9 @@
 
 import pytest
 
-from meshrl.reward.format import format_match
+from meshrl.core.errors import ConfigError
+from meshrl.reward.format import format_match, overlong
+from meshrl.reward.kinds import make_grader
 from meshrl.reward.math_answer import math_answer
 
 
@@ -110,3 +112,24 @@ def test_a_reference_that_can_not_be_read_is_an_error_not_a_wrong_answer(rule, a
 )
 def test_format_match(completion, args, right):
     assert format_match(completion, None, **args) == right
+
+
+def test_overlong_falls_from_0_to_minus_1_over_the_last_tokens():
+    """100 tokens, of which the last 20 are the buffer."""
+    scores = {n: overlong("", None, num_tokens=n, max_tokens=100, buffer_tokens=20) for n in (0, 80, 81, 90, 100, 300)}
+    assert scores == {0: 0.0, 80: 0.0, 81: -0.05, 90: -0.5, 100: -1.0, 300: -1.0}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"max_tokens": 10, "buffer_tokens": 20}, "buffer_tokens is 20; it must be at most max_tokens = 10"),
+        ({"max_tokens": 10, "buffer_tokens": 0}, "buffer_tokens is 0; it must be an integer of at least 1"),
+        ({"max_tokens": 0.5, "buffer_tokens": 1}, "max_tokens is 0.5; it must be an integer of at least 1"),
+        ({"max_tokens": 10}, "missing a required argument: 'buffer_tokens'"),
+        ({"max_tokens": 10, "buffer": 1}, "no argument 'buffer'.*did you mean 'buffer_tokens'"),
+    ],
+)
+def test_wrong_arguments_of_overlong_are_refused_before_a_run(args, message):
+    with pytest.raises(ConfigError, match=message):
+        make_grader("long", "overlong", args)

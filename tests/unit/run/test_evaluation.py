@@ -23,10 +23,6 @@ from meshrl.monitor.sinks import read_metrics
 from meshrl.tools.report.page import write_report
 
 
-def length(completion: str, answer: str) -> float:
-    return float(len(completion))
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config with two terms, four held-out rows and their sampling, and runs/one: a run of two steps."""
@@ -35,7 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = json.loads(config.read_text())
     content["cluster"] = {"executor": "inline"}
     content["data"] |= {"eval_path": "rows.jsonl", "eval_limit": 4}
-    content["reward"]["terms"]["length"] = {"kind": f"{__name__}:length", "weight": 0}
+    content["reward"]["terms"]["length"] = {"kind": "tiny_run:length", "weight": 0}
     content["rollout"]["eval_sampling"] = {"temperature": 0.7, "top_k": 50, "max_new_tokens": 6}
     content["loop"] |= {"eval_every_steps": 1, "eval_samples": 2}
     config.write_text(json.dumps(content))
