@@ -244,7 +244,7 @@ def notices(case: Case) -> list[str]:
             ends = ", and is evaluated before the first and after the last" if key == "loop.eval_every_steps" else ""
             texts.append(f"{_shown(case, key)} is never reached: the run has {counted(num_steps, 'step')}{ends}.")
     if purpose == "train":
-        texts += _clip_bounds(case)
+        texts += _notices_of_the_loss(case)
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:
         texts.append(turns)
     if isinstance(config, RunConfig) and (missing := missing_server(config.rollout)) is not None:
@@ -281,9 +281,14 @@ def notices(case: Case) -> list[str]:
     return texts
 
 
-def _clip_bounds(case: Case) -> Iterator[str]:
-    """The notice of bounds of a ratio that is always 1."""
-    loss = case.rl.algo.loss
+def _notices_of_the_loss(case: Case) -> Iterator[str]:
+    """About weights that its paper does not have, and bounds of a ratio that is always 1."""
+    loss, aggregation = case.rl.algo.loss, case.rl.algo.aggregation
+    if loss.kind == "gspo" and aggregation != "seq_mean_token_mean":
+        yield (
+            f"algo.loss.kind is gspo, and algo.aggregation is {aggregation}: its paper weights all answers equally, as "
+            "seq_mean_token_mean does."
+        )
     if case.rl.train.updates_per_step > 1 or not isinstance(loss, LossConfig):
         return
     bounds = [f"algo.loss.{name}" for name, value in loss.args.items() if value != LOSS_ARGS[loss.kind][name]]

@@ -223,6 +223,12 @@ def test_each_kind_of_loss_has_its_own_defaults(write, good: Path):
     }
 
 
+def test_weights_of_answers_that_gspo_does_not_have_are_noted(good: Path):
+    for aggregation, is_noted in (("token_mean", True), ("seq_mean_token_mean", False)):
+        notices = load_run_config(good, ["algo.loss=gspo", f"algo.aggregation={aggregation}"]).notices
+        assert any("weights all answers equally" in notice for notice in notices) == is_noted
+
+
 @pytest.mark.parametrize("nothing", ["null", "{}"])
 def test_an_entry_of_a_file_or_base_is_removed_by_null_or_an_empty_section(write, good: Path, nothing: str):
     """Each of the two changed nothing."""
