@@ -28,6 +28,8 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     },
     "tests/contract/test_loops.py": {
         "test_each_prompt_is_trained_once_and_no_sample_is_too_old": "fully_async-1",
+        "test_a_run_that_ended_early_continues_with_the_next_prompts": "one_step_off",
+        "test_running_answers_meet_new_weights_in_each_mode": "restart",
         "test_a_sampler_with_old_weights_is_caught_within_its_step": ".*-all tensors",  # one tensor is harder to see
         "test_with_staleness_0_every_schedule_is_colocated_to_the_bit": "one_step_off-processes",
     },
@@ -58,8 +60,8 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     },
     "tests/dist/test_mesh_equal.py": {
         "test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh": "ulysses 2|tp 2|replicate 2 x ulysses 2",
-        # qwen3, with norms of heads, is trained for 20 steps on each mesh
-        "test_the_gradient_of_a_family_does_not_depend_on_the_mesh": "untied head|norms of heads|biases.*|parallel.*",
+        "test_the_gradient_of_a_family_does_not_depend_on_the_mesh": "untied head|biases.*|parallel.*|fused experts"
+        "|shared experts with a gate|attention that counts.*|norms of all features.*",
     },
     "tests/dist/test_mesh_state.py": {
         "test_state_moves_from_mesh_to_mesh_and_to_samplers": "adapters.*",
@@ -79,6 +81,9 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     "tests/dist/test_own_losses_equal.py": {
         "test_a_loss_of_complete_rows_gives_the_unsharded_gradient": "seq_mean_token_sum",
         "test_masked_truncated_answers_change_nothing": "seq_mean_token_mean|seq_mean_token_sum",
+    },
+    "tests/dist/test_reads_once.py": {
+        "test_a_start_reads_each_byte_once": "replicas|ulysses",
     },
     "tests/dist/test_routers.py": {
         "test_the_loss_that_balances_experts_does_not_depend_on_micro_batches_and_ranks": "(?!two).*-one by one",
@@ -112,6 +117,12 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     "tests/e2e/test_resume.py": {
         # an end at the end of an epoch is in the resume of a finished run, too
         "test_a_resumed_run_equals_one_that_was_not_interrupted": "epoch end|before the last",
+    },
+    "tests/unit/core/test_freed_memory.py": {
+        "test_much_freed_memory_is_returned_to_the_system_and_little_is_kept": "900-True",
+    },
+    "tests/unit/run/test_reward_trial.py": {
+        "test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step_and_at_its_end": "0",
     },
     "tests/unit/run/test_step_costs.py": {
         "test_flops_are_those_of_the_rows_whatever_the_ranks_and_micro_batches": "two processes",

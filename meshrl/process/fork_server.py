@@ -57,10 +57,10 @@ class _RequestServer:
         if not message:
             self.close(self.requests)
             return
-        module, name, environment = json.loads(message)
+        module, name, environment, folder = json.loads(message)
         pid = os.fork()
         if pid == 0:
-            self.run_child(module, name, environment, descriptors)
+            self.run_child(module, name, environment, folder, descriptors)
         channel, stacks, status_descriptor, out, err = descriptors
         for descriptor in (channel, stacks, out, err):
             os.close(descriptor)
@@ -92,8 +92,10 @@ class _RequestServer:
         self.selector.unregister(sock)
         sock.close()
 
-    def run_child(self, module: str, name: str, environment: dict[str, str], descriptors: Sequence[int]) -> NoReturn:
-        """In the child: close the server's descriptors, and run the module as `python -m` would."""
+    def run_child(
+        self, module: str, name: str, environment: dict[str, str], folder: str, descriptors: Sequence[int]
+    ) -> NoReturn:
+        """In the child: close the server's descriptors, and run the module as `python -m` would in this folder."""
         try:
             for key in self.selector.get_map().values():
                 os.close(key.fd)  # the socket objects with these descriptors live until this process ends
@@ -102,8 +104,8 @@ class _RequestServer:
             os.dup2(err, 2)
             for descriptor in (status, out, err):
                 os.close(descriptor)
-            if "PYTHONPATH" in environment:
-                _search_in(environment["PYTHONPATH"])
+            os.chdir(folder)
+            _search_in(folder, environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
             os.environ.update(environment)
             words = command(module, channel, stacks, self.pid, name)
             if not self.may_fork:
@@ -123,14 +125,15 @@ class _RequestServer:
             os._exit(1)
 
 
-def _search_in(folders: str) -> None:
-    """Search modules where a new interpreter with this PYTHONPATH does, which differs from this process's."""
-    own = 0 if sys.flags.safe_path else 1  # the working folder
+def _search_in(working: str, folders: str) -> None:
+    """Search modules where a new interpreter with this working folder and PYTHONPATH does, which may differ from this
+    process's."""
+    own = [] if sys.flags.safe_path else [working]
     former = {*os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     installed = [
-        path for path in sys.path[own:] if path not in former or path.startswith((sys.prefix, sys.base_prefix))
+        path for path in sys.path[len(own) :] if path not in former or path.startswith((sys.prefix, sys.base_prefix))
     ]
-    sys.path[:] = dict.fromkeys([*sys.path[:own], *folders.split(os.pathsep), *installed])
+    sys.path[:] = dict.fromkeys([*own, *filter(None, folders.split(os.pathsep)), *installed])
     importlib.invalidate_caches()
 
 

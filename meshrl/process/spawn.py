@@ -1,9 +1,9 @@
 """Child processes that run a Python module of meshrl: forked from a fork server, or new interpreters without one.
 
 A process that spawns has one fork server (fork_server.py). It starts with the first child, or before by `prepare`, and
-serves later ones. The fork server inherits environment variables, working directory, CPU affinity, umask and resource
-limits when it starts; when one of them has changed in this process, a new fork server replaces it, except for
-variables that no import reads.
+serves later ones. The fork server inherits environment variables, CPU affinity, umask and resource limits when it
+starts; when one of them has changed in this process, a new fork server replaces it, except for variables that no import
+reads. Each child gets the present working folder.
 
 The module's `main` calls `inherited_channel()` first. This module does not import torch.
 """
@@ -213,7 +213,8 @@ def fork(program: Program, name: str, environment: Mapping[str, str], channel: i
             server = _server_with(program.preload, environment)
             own = {key: value for key, value in environment.items() if server.environment.get(key) != value}
             try:
-                socket.send_fds(server.requests, [json.dumps([program.module, name, own]).encode()], descriptors)
+                request = json.dumps([program.module, name, own, os.getcwd()])
+                socket.send_fds(server.requests, [request.encode()], descriptors)
                 break
             except (BrokenPipeError, ConnectionResetError):  # it has died since `_server_with` checked it
                 if last:
@@ -229,7 +230,6 @@ def _server_with(preload: tuple[str, ...], environment: Mapping[str, str]) -> _F
     inherited = (
         preload,
         {key: value for key, value in common.items() if key not in _SET_AFTER_START},
-        os.getcwd(),
         os.sched_getaffinity(0),
         Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask can only read by writing
         [resource.getrlimit(number) for number in _LIMITS],

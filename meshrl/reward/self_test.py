@@ -158,6 +158,16 @@ async def _try_format(scorer: Scorer, name: str, term: RewardTerm, note: Note) -
         )
 
 
+async def _try_overlong(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
+    short, long = await _scores(scorer, name, term, [(text, None) for text in ("", " " * term.args["max_tokens"])])
+    if not long < short:
+        raise ConfigError(
+            f"reward.terms.{name} of kind {term.kind!r} with args {term.args} failed its self-test: it scored a "
+            f"completion of 1 token {short:g}, and one of max_tokens {long:g}, which must be lower. Raise max_tokens, "
+            "and remove num_tokens from args: it is counted"
+        )
+
+
 async def _scores(scorer: Scorer, name: str, term: RewardTerm, cases: Sequence[tuple[str, Any]]) -> list[float]:
     """Scores of (completion, answer). Raises: ConfigError for one that can't be graded."""
     attempts = [_attempt(Prompt(id="self-test", ordinal=0, messages=[], answer=answer), text) for text, answer in cases]
@@ -189,5 +199,6 @@ def _attempt(prompt: Prompt, text: str) -> Trajectory:
 SELF_TESTS: dict[str, Callable[[Scorer, str, RewardTerm, Note], Awaitable[None]]] = {
     "math_answer": _try_math_answer,
     "format": _try_format,
+    "overlong": _try_overlong,
 }
 """kind -> its self-test."""

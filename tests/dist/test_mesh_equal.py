@@ -128,6 +128,7 @@ def _curve(rank: int, world: int, train: dict[str, Any]) -> list[float]:
     return norms
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_the_same_on_every_mesh(pool: Any):
     (want,) = pool.run(_curve, 1, mesh())
     assert want[-1] < 0.9 * want[0]

@@ -326,6 +326,7 @@ def _growth_of_sampler(rank: int, world: int, folder: Path, warm_up: Path) -> tu
     return growth, sum(p.nbytes for p in model.parameters()), block * torch.float32.itemsize
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures through /proc")
 def test_loading_takes_host_memory_for_the_shard_and_one_bucket(tmp_path):
     """The peak of a load by two ranks of a model with tensors of several buckets; a full load takes more. An embedded

@@ -56,6 +56,7 @@ def test_a_learning_rate_that_makes_weights_infinite_ends_the_run_with_the_step(
     assert [path.name for path in (tmp_path / "runs" / "run").rglob("*") if path.name in ("state", "model")] == []
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_not_finite_in_one_rank_ends_the_run_and_a_poisoned_state_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

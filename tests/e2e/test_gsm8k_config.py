@@ -150,6 +150,7 @@ def run_7b(folder: Path, *arguments: str, **environment: str) -> subprocess.Comp
     return subprocess.run([str(script), *arguments, "--explain"], cwd=folder, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_7b_run_is_explained_from_any_folder_without_its_model_and_data(tmp_path: Path) -> None:
     done = run_7b(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -172,6 +173,7 @@ def test_the_7b_script_uses_its_environment_variables_and_overrides(tmp_path: Pa
     assert "of 32 rows" in done.stdout
 
 
+@pytest.mark.slow
 def test_with_several_nodes_the_7b_script_uses_a_ray_cluster(tmp_path: Path) -> None:
     done = run_7b(tmp_path, NNODES="4")
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ LAYOUTS = {
 }
 
 
-SLOW = ("two ranks", "split", "split, broadcast")
+SLOW = ("two ranks", "split", "split, delta", "split, broadcast")
 
 
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS])

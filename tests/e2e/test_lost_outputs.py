@@ -60,6 +60,7 @@ def require_complete(folder: Path) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_continues_without_the_reader_of_its_output_and_without_its_rollouts(config: Path):
     """As `meshrl train ... | head -1`."""

@@ -109,6 +109,7 @@ def assert_same_run(folder: Path, other: Path, num_steps: int = NUM_STEPS, evals
     assert result["reward_curve"] == expected["reward_curve"] and len(result["reward_curve"]) == num_steps
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_to_the_bit_and_one_rank_resumes_from_their_checkpoint(config):
     """With the same world size everything is equal; with another one the state is equal, the rest to rounding."""
     two = ("cluster.executor=processes", "cluster.num_train_ranks=2", "loop.eval_every_steps=0")
@@ -330,14 +331,9 @@ def test_thirty_kills_change_nothing(config, executor):
 # ---- Ctrl-C
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGINT, id="Ctrl-C"),
-        # Quick tests of signals to a run with ranks, and to these: tests/e2e/test_stop_command.py
-        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
-    ],
-)
+# Quick tests of signals: tests/e2e/test_stop_command.py (a run with ranks), tests/e2e/test_python_api.py
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_no_children(config, undisturbed, number):
     """The exit code is not zero. Under both executors with one rank, a resume from there is bit-identical.
     Schedulers send SIGTERM to all processes of a run; the ranks ignore it, and the controller ends them."""

@@ -123,7 +123,7 @@ FAULTS = {
 EVERYWHERE = ("raise", "kill", "stop")
 ALSO = {"exit": ("start", "rollout", "sync", "end"), "sleep": ("rollout", "train", "sync", "checkpoint")}
 ALSO |= {"memory": ("load", "train", "export"), "hog": ("load", "train", "rollout-split")}
-FAST = {"rollout-raise", "train-kill", "sync-stop", "rollout-split-kill"}
+FAST = {"rollout-raise", "train-kill", "rollout-split-kill"}
 
 
 def cases() -> list[Case]:

@@ -109,6 +109,7 @@ def test_a_sampler_that_is_lost_in_a_sync_is_replaced_with_every_transport(trans
     assert step["rollout/ranks_replaced"] == 1 and step["sync/proven_read_back"] == 1
 
 
+@pytest.mark.slow
 def test_a_lost_sampler_beyond_max_restarts_ends_the_run(config, planted, capfd):
     """cluster.max_restarts is the limit."""
     (case,) = [case for case in CASES if case.id == "rollout-split-kill"]

@@ -158,10 +158,10 @@ CASES = {
     "colocated, dead in the middle of a gradient": ("colocated", THIRD_STEP, "train"),
     "colocated, dead while it samples": ("colocated", {**THIRD_STEP, "method": "generate", "call": 5}, "rollout"),
 }
-FAST = ("split, dead in the middle of a gradient",)
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one(case, config, undisturbed, planted, capfd):
     """Samplers in their own ranks and reward workers are the same processes during the complete run."""
     layout, fault, phase = CASES[case]

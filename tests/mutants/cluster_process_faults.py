@@ -162,7 +162,7 @@ FAULTS = [
         "a forked rank finds modules of the run that started its fork server",
         "meshrl/process/fork_server.py::_search_in",
         "path not in former or path.startswith((sys.prefix, sys.base_prefix)) => True",
-        _FORK_SERVER + "test_children_of_one_fork_server_search_modules_in_their_own_pythonpath",
+        _FORK_SERVER + "test_children_of_one_fork_server_have_their_own_working_folder_and_pythonpath",
     ),
     Fault(
         "a fork server with several threads forks",

@@ -208,6 +208,7 @@ def test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_th
     assert {each.pid: each.name for each in family(os.getpid())}[server] == "fork_server"
 
 
+@pytest.mark.slow
 def test_a_run_has_one_fork_server_that_imports_before_the_run_itself_has_imported_torch(tmp_path):
     script = """
         import sys
@@ -273,30 +274,35 @@ def test_a_variable_that_an_import_sets_reaches_the_children_of_the_same_fork_se
     assert ran.stdout == "1 None None\n1 1 1\n1 1 1\n[0, 0, 2, 2]\n", ran.stderr
 
 
-def test_children_of_one_fork_server_search_modules_in_their_own_pythonpath(tmp_path):
-    """In the folders that a new interpreter searches, and in this order: a notebook runs configs of several folders."""
+def test_children_of_one_fork_server_have_their_own_working_folder_and_pythonpath(tmp_path):
+    """They search modules in the folders that a new interpreter searches, and in this order: a notebook runs configs of
+    several folders."""
     (tmp_path / "printer.py").write_text(
-        "import json, sys\ndef main():\n    import mine\n    print(json.dumps([mine.NAME, sys.path]), flush=True)\n"
+        "import json, os, sys\ndef main():\n    import mine, here\n"
+        "    print(json.dumps([mine.NAME + here.NAME, os.getcwd(), sys.path]), flush=True)\n"
+        "if __name__ == '__main__':\n    main()\n"
     )
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.py").write_text(f"NAME = '{name}'")
+        for folder, module in ((tmp_path / name, "mine"), (tmp_path / name / "work", "here")):
+            folder.mkdir()
+            (folder / f"{module}.py").write_text(f"NAME = '{name}'")
     script = WITHOUT_TORCH.partition("environment = ")[0] + textwrap.dedent("""
         import subprocess
         program, servers = Program("printer", ("json",)), set()
         for folder in "ab":
             paths = [f"{sys.argv[1]}/{folder}", sys.argv[1], *filter(None, sys.path)]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            os.chdir(f"{sys.argv[1]}/{folder}/work")
             fork(program, "rank_0", environment, theirs.fileno(), theirs.fileno()).wait(60)
             servers.add(spawn._server.process.pid)
-            subprocess.run([sys.executable, "-c", "import printer; printer.main()"], env=environment)
+            subprocess.run([sys.executable, "-m", "printer"], env=environment)
         print(len(servers))
     """)
     ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
     *found, num_servers = map(json.loads, ran.stdout.splitlines())
-    assert [name for name, _ in found] == ["a", "a", "b", "b"] and num_servers == 1, ran.stderr
-    folders = [[path for path in paths if path not in ("", os.getcwd())] for _, paths in found]  # -c: ""
-    assert folders[0] == folders[1] and folders[2] == folders[3]
+    assert [names for names, *_ in found] == ["aa", "aa", "bb", "bb"] and num_servers == 1, ran.stderr
+    assert found[0] == found[1] and found[2] == found[3]
+    assert found[0][1] == str(tmp_path / "a" / "work")
 
 
 def test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another():

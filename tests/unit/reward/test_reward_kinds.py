@@ -18,7 +18,11 @@ def test_names_and_dotted_paths_resolve_to_functions():
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [
-        ("math_anser", {}, "allowed: math_answer, format, or a dotted path package.module:name; did you mean"),
+        (
+            "math_anser",
+            {},
+            "allowed: math_answer, format, overlong, or a dotted path package.module:name; did you mean",
+        ),
         ("no_such_module:score", {}, "importing 'no_such_module' raised ModuleNotFoundError"),
         ("sandbox_graders:behav", {}, "has no 'behav'; did you mean 'behave'"),
         ("sandbox_graders:no_function", {}, "7 is not a callable object"),

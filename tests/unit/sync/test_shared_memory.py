@@ -45,6 +45,7 @@ def serve(pipe: Any, layout_message: str) -> None:
             pipe.send(error)
 
 
+@pytest.mark.slow
 def test_weights_reach_other_processes_through_one_segment():
     """A flipped bit in the segment is refused. Only digests and numbers go through the pipe, as JSON, and no
     segment is left."""
