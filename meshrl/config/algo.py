@@ -66,7 +66,8 @@ class LossConfig(Slice):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_its_kind(cls, given: Any) -> Any:
-        return {**LOSS_ARGS.get(given.get("kind", ""), {}), **given} if isinstance(given, dict) else given
+        kind = given.get("kind") if isinstance(given, dict) else None
+        return {**LOSS_ARGS.get(kind, {}), **given} if isinstance(kind, str) else given
 
     @property
     def args(self) -> dict[str, Any]:

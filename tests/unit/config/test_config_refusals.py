@@ -61,6 +61,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("algo.truncated=maks", ["algo.truncated = maks", "must be train or mask. Nearest: mask."]),
     ("algo.truncated=1", ["must be train or mask."]),
     ("algo.loss.kind=gsppo", ["must be ppo_clip, gspo, cispo or sapo, or a dotted path", "Nearest: gspo."]),
+    ("algo.loss.kind=[gspo]", ["algo.loss.kind = ", "must be ppo_clip, gspo, cispo or sapo"]),
     ("algo.loss.tau_pos=2", ["algo.loss.tau_pos = 2", "no effect: algo.loss.kind is ppo_clip"]),
     ("algo.loss.tau_neg=2", ["algo.loss.tau_neg = 2", "no effect: algo.loss.kind is ppo_clip"]),
     ("train.activation_checkpointing=3", ["true | false"]),
