@@ -5,7 +5,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +47,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """Exempt also what the tests of a file have imported and cached: each run in this process ends with a collection,
     which took a second at the end of the suite."""
-    yield
+    ran = yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+    return ran
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -28,7 +28,7 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     },
     "tests/contract/test_loops.py": {
         "test_each_prompt_is_trained_once_and_no_sample_is_too_old": "fully_async-1",
-        "test_a_run_that_ended_early_continues_with_the_next_prompts": "one_step_off",
+        "test_a_run_that_ended_early_continues_with_the_next_prompts": "fully_async",
         "test_running_answers_meet_new_weights_in_each_mode": "restart",
         "test_a_sampler_with_old_weights_is_caught_within_its_step": ".*-all tensors",  # one tensor is harder to see
         "test_with_staleness_0_every_schedule_is_colocated_to_the_bit": "one_step_off-processes",

@@ -113,8 +113,8 @@ def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[tor
 
 def sapo(inputs: LossInputs, *, tau_pos: float, tau_neg: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A sigmoid of the ratio in place of the clip: `-A (4 / tau) sigmoid(tau (r - 1))`, with tau_pos for A > 0, else
-    tau_neg. At r = 1 its gradient is that of -A r; it decreases smoothly with the distance from 1, the faster the
-    larger tau is.
+    tau_neg. Its gradient is that of -A r times 4 s (1 - s), where s is the sigmoid: a factor of 1 at r = 1, which is
+    smaller the farther r is from 1, and the larger tau is.
 
     Source: Gao et al. 2025 (SAPO, arXiv 2511.20347) equations 5 and 6.
     """

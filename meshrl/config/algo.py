@@ -40,7 +40,7 @@ LOSS_ARGS: dict[str, dict[str, float | None]] = {
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
 }
-"""algo.loss.kind -> the keys of algo.loss that this loss has, with their defaults, which are those of the papers."""
+"""algo.loss.kind -> the keys of algo.loss that this loss has, with their defaults (docs/add_an_algorithm.md)."""
 
 
 class LossConfig(Slice):
@@ -59,15 +59,19 @@ class LossConfig(Slice):
     dual_clip: float | None = Field(None, gt=1)
     """largest ratio by which ppo_clip may multiply a negative advantage (3.0 is usual); null = off"""
     tau_pos: float = Field(1.0, gt=0)
-    """of sapo, at positive advantages: how fast the gradient decreases with the distance of the ratio from 1"""
+    """of sapo, at positive advantages: how fast the gradient's factor decreases with the ratio's distance from 1"""
     tau_neg: float = Field(1.05, gt=0)
     """the same at negative advantages"""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _defaults_of_its_kind(cls, given: Any) -> Any:
+    def _defaults_of_its_kind(cls, given: Any, validate: Callable[[Any], LossConfig]) -> LossConfig:
         kind = given.get("kind") if isinstance(given, dict) else None
-        return {**LOSS_ARGS.get(kind, {}), **given} if isinstance(kind, str) else given
+        if not isinstance(kind, str):
+            return validate(given)
+        made = validate({**LOSS_ARGS.get(kind, {}), **given})
+        made.model_fields_set.intersection_update(given)  # the defaults were not given
+        return made
 
     @property
     def args(self) -> dict[str, Any]:

@@ -282,12 +282,12 @@ def notices(case: Case) -> list[str]:
 
 
 def _notices_of_the_loss(case: Case) -> Iterator[str]:
-    """About weights that its paper does not have, and bounds of a ratio that is always 1."""
+    """About weights that the paper of the loss does not have, and bounds of a ratio that is always 1."""
     loss, aggregation = case.rl.algo.loss, case.rl.algo.aggregation
-    if loss.kind == "gspo" and aggregation != "seq_mean_token_mean":
+    if loss.kind in ("gspo", "sapo") and aggregation != "seq_mean_token_mean":
         yield (
-            f"algo.loss.kind is gspo, and algo.aggregation is {aggregation}: its paper weights all answers equally, as "
-            "seq_mean_token_mean does."
+            f"algo.loss.kind is {loss.kind}, and algo.aggregation is {aggregation}: the paper of {loss.kind.upper()} "
+            "weights all answers equally, as seq_mean_token_mean does."
         )
     if case.rl.train.updates_per_step > 1 or not isinstance(loss, LossConfig):
         return

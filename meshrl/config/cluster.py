@@ -27,7 +27,8 @@ class Deadlines(Slice):
     annotate: float | None = Field(None, gt=0)
     """seconds for one pass of the reference, or of the policy for old logprobs, counted as for train"""
     train: float | None = Field(None, gt=0)
-    """seconds for forward and backward of one optimizer step; they begin again with each micro-batch"""
+    """seconds for forward and backward of one optimizer step; they begin again with each micro-batch, except where
+    executor is inline"""
     optim: float | None = Field(None, gt=0)
     """seconds for the optimizer's update of the parameters"""
     sync: float | None = Field(None, gt=0)

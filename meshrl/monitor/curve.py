@@ -55,7 +55,7 @@ def save_curve(path: Path, rewards: Sequence[float], evals: Sequence[tuple[int, 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=120)
-    axes = figure.add_axes((0.11, 0.13, 0.86, 0.78))  # a layout that fits the labels would double the time
+    axes = figure.add_axes((0.14, 0.13, 0.83, 0.78))  # a layout that fits the labels would double the time
     steps = range(1, len(rewards) + 1)
     axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1, label="training, each step")
     axes.plot(steps, moving_average(rewards), color="tab:blue", linewidth=2, label="training, moving average")

@@ -104,8 +104,8 @@ class _RequestServer:
             os.dup2(err, 2)
             for descriptor in (status, out, err):
                 os.close(descriptor)
-            os.chdir(folder)
             _search_in(folder, environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
+            os.chdir(folder)
             os.environ.update(environment)
             words = command(module, channel, stacks, self.pid, name)
             if not self.may_fork:
@@ -129,11 +129,12 @@ def _search_in(working: str, folders: str) -> None:
     """Search modules where a new interpreter with this working folder and PYTHONPATH does, which may differ from this
     process's."""
     own = [] if sys.flags.safe_path else [working]
-    former = {*os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    former = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    entries = [os.path.normpath(os.path.join(working, path)) for path in folders.split(os.pathsep) if path]
     installed = [
         path for path in sys.path[len(own) :] if path not in former or path.startswith((sys.prefix, sys.base_prefix))
     ]
-    sys.path[:] = dict.fromkeys([*own, *filter(None, folders.split(os.pathsep)), *installed])
+    sys.path[:] = dict.fromkeys([*own, *entries, *installed])
     importlib.invalidate_caches()
 
 

@@ -40,4 +40,4 @@ def overlong(completion: str, answer: Any, *, num_tokens: int, max_tokens: int, 
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     if buffer_tokens > max_tokens:
         raise ValueError(f"buffer_tokens is {buffer_tokens}; it must be at most max_tokens = {max_tokens}")
-    return -min(1.0, max(0.0, (num_tokens - max_tokens + buffer_tokens) / buffer_tokens))
+    return max(-1.0, min(0.0, (max_tokens - buffer_tokens - num_tokens) / buffer_tokens))

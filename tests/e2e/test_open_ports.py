@@ -40,7 +40,7 @@ LAYOUTS = {
     "torchrun": ("cluster.num_train_ranks=2",),
     "ray": (*SPLIT, "cluster.executor=ray", "cluster.address=local"),
 }
-SLOW = ("inline", "processes, broadcast", "ray")
+SLOW = ("processes, broadcast", "ray")
 ON_ACCELERATORS = {"processes, colocated on GPUs"}  # its all-gather needs a device for each rank
 
 

@@ -166,8 +166,9 @@ A failed run first prints which rank failed, in which phase, and why:
 
 Below this line are the traceback of the exception and the stacks of the other ranks; `stacks.txt` in the run's folder
 has all threads of all ranks. The deadline of a phase is `cluster.deadlines.<phase>`, else `cluster.timeout_s`. Each
-token that a sampler computes extends the deadline of its requests, so that a long answer has no limit. If a
-rank does not answer, another rank that only waits for it may miss its deadline first. The error still names the rank
+token that a sampler computes extends the deadline of its requests, so that a long answer has no limit, and each
+micro-batch that ends extends the deadline of the rank's command to train or to score. If a rank does not answer,
+another rank that only waits for it may miss its deadline first. The error still names the rank
 that is the cause: a rank with a stopped process, else a rank that is not in a collective of torch.distributed, because
 the others wait for it there. On accelerators the stack of a rank does not show whether it waits for others, unless it
 waits on the CPU: then the error states that the cause can't be determined, and has the last collective of each rank,

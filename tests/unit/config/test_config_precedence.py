@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.config import load as config_load
-from meshrl.config.algo import LOSS_ARGS
+from meshrl.config.algo import LOSS_ARGS, LossConfig
 from meshrl.config.explain import explain, to_yaml
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig
@@ -212,6 +212,7 @@ def test_a_resolved_config_as_base_takes_another_loss_without_the_keys_of_its_ow
 
 
 def test_each_kind_of_loss_has_its_own_defaults(write, good: Path):
+    assert LossConfig(kind="gspo").model_fields_set == {"kind"}
     for kind, args in LOSS_ARGS.items():
         loaded = load_run_config(good, [f"algo.loss={kind}"])
         assert loaded.config.algo.loss.args == args
@@ -223,9 +224,10 @@ def test_each_kind_of_loss_has_its_own_defaults(write, good: Path):
     }
 
 
-def test_weights_of_answers_that_gspo_does_not_have_are_noted(good: Path):
+@pytest.mark.parametrize("kind", ["gspo", "sapo"])
+def test_weights_of_answers_that_the_paper_of_a_loss_does_not_have_are_noted(good: Path, kind: str):
     for aggregation, is_noted in (("token_mean", True), ("seq_mean_token_mean", False)):
-        notices = load_run_config(good, ["algo.loss=gspo", f"algo.aggregation={aggregation}"]).notices
+        notices = load_run_config(good, [f"algo.loss={kind}", f"algo.aggregation={aggregation}"]).notices
         assert any("weights all answers equally" in notice for notice in notices) == is_noted
 
 

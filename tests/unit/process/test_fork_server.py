@@ -290,7 +290,7 @@ def test_children_of_one_fork_server_have_their_own_working_folder_and_pythonpat
         import subprocess
         program, servers = Program("printer", ("json",)), set()
         for folder in "ab":
-            paths = [f"{sys.argv[1]}/{folder}", sys.argv[1], *filter(None, sys.path)]
+            paths = [f"{sys.argv[1]}/{folder}", sys.argv[1], "../../c", *filter(None, sys.path)]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
             os.chdir(f"{sys.argv[1]}/{folder}/work")
             fork(program, "rank_0", environment, theirs.fileno(), theirs.fileno()).wait(60)

@@ -61,7 +61,7 @@ def test_built_in_kinds_pass_with_all_their_rules_without_a_note():
 
 def test_a_penalty_for_long_answers_that_is_the_same_for_all_lengths_ends_the_run():
     args = {"max_tokens": 64, "buffer_tokens": 16, "num_tokens": 1}
-    with pytest.raises(ConfigError, match=r"1 token -?0, and one of max_tokens -?0, which must be lower"):
+    with pytest.raises(ConfigError, match="1 token 0, and one of max_tokens 0, which must be lower"):
         try_terms({"length": RewardTerm(kind="overlong", args=args)})
 
 
