@@ -159,6 +159,12 @@ FAULTS = [
         _FORK_SERVER + "test_a_variable_that_an_import_sets_reaches_the_children_of_the_same_fork_server",
     ),
     Fault(
+        "a forked rank has the working folder of the run that started its fork server",
+        "meshrl/process/fork_server.py::_RequestServer.run_child",
+        "os.chdir(folder) => pass",
+        _FORK_SERVER + "test_children_of_one_fork_server_have_their_own_working_folder_and_pythonpath",
+    ),
+    Fault(
         "a forked rank finds modules of the run that started its fork server",
         "meshrl/process/fork_server.py::_search_in",
         "path not in former or path.startswith((sys.prefix, sys.base_prefix)) => True",
