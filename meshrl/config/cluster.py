@@ -28,7 +28,7 @@ class Deadlines(Slice):
     """seconds for one pass of the reference, or of the policy for old logprobs, counted as for train"""
     train: float | None = Field(None, gt=0)
     """seconds for forward and backward of one optimizer step; they begin again with each micro-batch, except where
-    executor is inline"""
+    executor is inline, and in the extra pass for train.router_aux_loss_coef"""
     optim: float | None = Field(None, gt=0)
     """seconds for the optimizer's update of the parameters"""
     sync: float | None = Field(None, gt=0)

@@ -129,7 +129,7 @@ def _search_in(working: str, folders: str) -> None:
     """Search modules where a new interpreter with this working folder and PYTHONPATH does, which may differ from this
     process's."""
     own = [] if sys.flags.safe_path else [working]
-    former = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    former = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
     entries = [os.path.normpath(os.path.join(working, path)) for path in folders.split(os.pathsep) if path]
     installed = [
         path for path in sys.path[len(own) :] if path not in former or path.startswith((sys.prefix, sys.base_prefix))

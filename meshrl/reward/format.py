@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+MAX_TOKENS = 1 << 20  # a completion of max_tokens is made at the start, to test the penalty
+
 
 def format_match(completion: str, answer: Any, *, regex: str, where: str = "full") -> float:
     """1.0 when the stripped completion matches `regex`, else 0.0. The reference answer is not used.
@@ -32,12 +34,12 @@ def overlong(completion: str, answer: Any, *, num_tokens: int, max_tokens: int, 
 
     num_tokens: of all turns of the trajectory. max_tokens: in most cases rollout.sampling.max_new_tokens.
 
-    Raises: ValueError unless 1 <= buffer_tokens <= max_tokens.
+    Raises: ValueError unless 1 <= buffer_tokens <= max_tokens <= MAX_TOKENS.
     Source: Yu et al. 2025 (DAPO), equation 13.
     """
     for name, value in {"max_tokens": max_tokens, "buffer_tokens": buffer_tokens}.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+            raise ValueError(f"{name} is {value!r}; it must be an integer from 1 to {MAX_TOKENS}")
     if buffer_tokens > max_tokens:
         raise ValueError(f"buffer_tokens is {buffer_tokens}; it must be at most max_tokens = {max_tokens}")
     return max(-1.0, min(0.0, (max_tokens - buffer_tokens - num_tokens) / buffer_tokens))

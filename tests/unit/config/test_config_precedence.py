@@ -213,6 +213,8 @@ def test_a_resolved_config_as_base_takes_another_loss_without_the_keys_of_its_ow
 
 def test_each_kind_of_loss_has_its_own_defaults(write, good: Path):
     assert LossConfig(kind="gspo").model_fields_set == {"kind"}
+    listed = LOSS_ARGS["ppo_clip"] | LOSS_ARGS["sapo"]
+    assert {name: LossConfig.model_fields[name].default for name in listed} == listed
     for kind, args in LOSS_ARGS.items():
         loaded = load_run_config(good, [f"algo.loss={kind}"])
         assert loaded.config.algo.loss.args == args

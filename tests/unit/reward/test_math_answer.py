@@ -124,8 +124,9 @@ def test_overlong_falls_from_0_to_minus_1_over_the_last_tokens():
     ("args", "message"),
     [
         ({"max_tokens": 10, "buffer_tokens": 20}, "buffer_tokens is 20; it must be at most max_tokens = 10"),
-        ({"max_tokens": 10, "buffer_tokens": 0}, "buffer_tokens is 0; it must be an integer of at least 1"),
-        ({"max_tokens": 0.5, "buffer_tokens": 1}, "max_tokens is 0.5; it must be an integer of at least 1"),
+        ({"max_tokens": 10, "buffer_tokens": 0}, "buffer_tokens is 0; it must be an integer from 1 to 1048576"),
+        ({"max_tokens": 0.5, "buffer_tokens": 1}, "max_tokens is 0.5; it must be an integer from 1 to 1048576"),
+        ({"max_tokens": 1 << 40, "buffer_tokens": 1}, "max_tokens is 1099511627776; it must be an integer from 1 to"),
         ({"max_tokens": 10}, "missing a required argument: 'buffer_tokens'"),
         ({"max_tokens": 10, "buffer": 1}, "no argument 'buffer'.*did you mean 'buffer_tokens'"),
     ],
