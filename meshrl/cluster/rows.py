@@ -60,6 +60,11 @@ class PlannedRows:
     samples: list[Sample]
     batch_plan: BatchPlan
 
+    def num_scored_rows(self) -> int:
+        """The number of rows without a gradient."""
+        plan = self.batch_plan
+        return sum(len(micro) for of_rank in plan.micro_batches for micro in of_rank[: plan.num_scored])
+
     def message(self, data_index: int) -> RowsMessage:
         """The message to the ranks with this data index."""
         own = self.batch_plan.rows(data_index)

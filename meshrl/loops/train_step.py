@@ -59,9 +59,14 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Seq
             if job.rollouts.releases_memory:  # of colocated samplers, until the next sync
                 size = await job.rollouts.release_memory()
                 metrics.append(Metric(name="memory/released_bytes", sum=float(size), reduce="sum", unit="bytes"))
+            algo = job.cfg.algo
+            needs_logprobs = algo.kl.coef > 0 and algo.kl.place == "reward"
+            if not needs_logprobs:
+                metrics += assign_advantages(samples, algo)
             updates = split_updates(job, samples, job.cfg.train.updates_per_step)
             metrics += await annotate(job, updates)
-            metrics += assign_advantages(samples, job.cfg.algo)
+            if needs_logprobs:
+                metrics += assign_advantages(samples, algo)
             metrics += await update(job, updates)
             job.probed = rows_to_probe(job, samples) if job.cfg.loop.staleness else None
     if rewards := [t.reward for t in replaced if t.reward is not None]:  # the mean is that of all answers
@@ -76,14 +81,24 @@ def _staleness(samples: Sequence[Sample], version: int) -> Metric:
 
 
 def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list[PlannedRows]:
-    """Divide the samples into num_updates optimizer steps with equally many groups; groups are not split."""
+    """Divide the samples into num_updates optimizer steps with equally many groups; groups are not split. The loss
+    weights are assigned, and the rows without a gradient, as far as this is known by now, have micro-batches of their
+    own. Old logprobs and gradient share this plan: in bf16 a row's logprobs depend on the rows packed with it, by more
+    than GSPO's clip range."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
     parts: list[list[Sample]] = [[] for _ in range(num_updates)]
     for i, members in enumerate(groups.values()):
         parts[i * num_updates // len(groups)].extend(members)
-    return [job.trainer.plan_rows(part) for part in parts if part]
+    return [_plan(job, part) for part in parts if part]
+
+
+def _plan(job: Job, samples: list[Sample]) -> PlannedRows:
+    cfg = job.cfg
+    assign_loss_weights(samples, cfg.algo, cfg.rollout.sampling.max_new_tokens)
+    balances = cfg.train.router_aux_loss_coef > 0  # a loss of all tokens
+    return job.trainer.plan_rows(samples, set() if balances else rows_without_gradient(cfg.algo, samples))
 
 
 async def annotate(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
@@ -110,7 +125,7 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
     loss = make_policy_loss(cfg.algo)
     total = cfg.loop.num_steps * cfg.train.updates_per_step
     for part in updates:
-        if not assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens):
+        if not any(sample.loss_weight is not None and sample.loss_weight.any() for sample in part.samples):
             cut = sum(sample.truncated for sample in part.samples)
             reason = f"none of {len(part.samples)} rows has a sampled token"
             if cut:
@@ -121,12 +136,9 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
                 )
             job.run.note(f"step {job.step + 1}: {reason}; this optimizer step is skipped")
             continue
-        balances = cfg.train.router_aux_loss_coef > 0  # a loss of all tokens
-        scored = set[int]() if balances else rows_without_gradient(cfg.algo, part.samples)
-        rows = job.trainer.plan_rows(part.samples, scored) if scored else part
-        report = await job.trainer.forward_backward(rows, "policy", loss, job.token_values is not None)
-        share = Metric(name="train/no_gradient_fraction", sum=len(scored), weight=len(part.samples), unit="fraction")
-        metrics.append(share)
+        report = await job.trainer.forward_backward(part, "policy", loss, job.token_values is not None)
+        scored, num_rows = part.num_scored_rows(), len(part.samples)
+        metrics.append(Metric(name="train/no_gradient_fraction", sum=scored, weight=num_rows, unit="fraction"))
         if job.token_values is not None:
             job.token_values.add(part.samples, report.values)
         metrics += report.metrics

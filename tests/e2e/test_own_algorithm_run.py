@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_run import steps_of, train, write_run
 
+from meshrl.cluster.groups import TrainGroup
+from meshrl.cluster.rows import PlannedRows
 from meshrl.core.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)
@@ -85,3 +87,25 @@ def test_steps_with_only_truncated_answers_do_not_change_the_model(tmp_path: Pat
         assert [name in step for step in steps] == trained
     assert [step.get("sync/changed_tensors", 0.0) for step in steps] == trained  # without an update there is no sync
     assert not any(math.isnan(value) for step in steps for value in step.values())
+
+
+def test_an_update_has_the_batch_plan_of_the_logprobs_that_its_ratio_compares_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In bf16 the logprobs of a row depend on the rows packed with it. Rows without a gradient are packed apart, for
+    the old logprobs, too: so without a change of the weights all ratios are exactly 1."""
+    planned: dict[str, list[PlannedRows]] = {"forward": [], "forward_backward": []}
+    for name, rows_of in planned.items():
+        original = getattr(TrainGroup, name)
+
+        def recorded(self, rows, *args, _rows_of=rows_of, _original=original):
+            _rows_of.append(rows)
+            return _original(self, rows, *args)
+
+        monkeypatch.setattr(TrainGroup, name, recorded)
+    rows = ("reward.terms.ascii.kind=tiny_run:differs_for_some", "loop.num_steps=1")
+    still = ("model.dtype=bfloat16", "train.optimizer.lr=1e-30", "train.updates_per_step=2", "algo.loss=gspo")
+    (step,) = steps_of(train(write_run(tmp_path), "still", "cluster.executor=inline", *rows, *still))
+    assert step["loss/ratio_max"] == 1 and step["loss/approx_kl"] == 0
+    assert 0 < step["train/no_gradient_fraction"] < 1
+    assert [*map(id, planned["forward"])] == [*map(id, planned["forward_backward"])]
