@@ -88,15 +88,14 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[torc
     """The clipped surrogate with one ratio s for each row: the geometric mean of the ratios of its tokens.
 
     s = exp(row mean of (logprobs - old_logprobs)) at each token, where it has the gradient s of the token's own
-    log-probability. With aggregation seq_mean_token_mean and one advantage for each row, value and gradient are those
-    of the sequence's objective.
+    log-probability. With aggregation seq_mean_token_mean, one advantage for each row, and algo.correction off or at
+    level sequence, value and gradient are those of the sequence's objective.
 
     Source: Zheng et al. 2025 (GSPO) equations 5 to 7; equation 14 for the gradient of each token.
     """
     log_ratio = inputs.row_mean(inputs.logprobs - inputs.old_logprobs).detach()
-    return _clipped_surrogate(
-        inputs, _ratio(log_ratio + (inputs.logprobs - inputs.logprobs.detach())), clip_low, clip_high
-    )
+    own = (inputs.logprobs - inputs.logprobs.detach()).nan_to_num()  # 0, with a gradient of 1 where it is finite
+    return _clipped_surrogate(inputs, _ratio(log_ratio + own), clip_low, clip_high)
 
 
 def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -107,7 +106,7 @@ def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[tor
     """
     ratio = _ratio(inputs.logprobs - inputs.old_logprobs).detach()
     low, high = 1.0 - clip_low, 1.0 + clip_high
-    loss = -inputs.advantages * ratio.clamp(low, high) * inputs.logprobs
+    loss = -inputs.advantages * ratio.clamp(low, high) * inputs.logprobs.nan_to_num(neginf=0.0)
     return loss, {"clip_fraction_low": ratio < low, "clip_fraction_high": ratio > high, **_measured(inputs, ratio)}
 
 

@@ -62,8 +62,8 @@ class PlannedRows:
 
     def num_scored_rows(self) -> int:
         """The number of rows without a gradient."""
-        plan = self.batch_plan
-        return sum(len(micro) for of_rank in plan.micro_batches for micro in of_rank[: plan.num_scored])
+        scored = (of_rank[: self.batch_plan.num_scored] for of_rank in self.batch_plan.micro_batches)
+        return sum(len(micro) for of_rank in scored for micro in of_rank)
 
     def message(self, data_index: int) -> RowsMessage:
         """The message to the ranks with this data index."""

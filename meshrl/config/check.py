@@ -292,11 +292,13 @@ def _notices_of_the_loss(case: Case) -> Iterator[str]:
     if case.rl.train.updates_per_step > 1 or not isinstance(loss, LossConfig):
         return
     bounds = [f"algo.loss.{name}" for name, value in loss.args.items() if value != LOSS_ARGS[loss.kind][name]]
-    if bounds:
+    unused = [f"algo.loss.kind = {loss.kind}"] * (loss.kind != "ppo_clip") + [_shown(case, key) for key in bounds]
+    if unused:
         yield (
-            f"{', '.join(_shown(case, key) for key in bounds)} {'have' if len(bounds) > 1 else 'has'} no effect: "
-            "train.updates_per_step is 1, so the ratio to the policy at the start of the step is exactly 1, also for "
-            "samples of older weights, whose importance weights algo.correction bounds (docs/correction.md)."
+            f"{', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect: train.updates_per_step is 1, so "
+            "the ratio to the policy at the start of the step is exactly 1, where all built-in losses have the same "
+            "gradient, also for samples of older weights, whose importance weights algo.correction bounds "
+            "(docs/correction.md)."
         )
 
 

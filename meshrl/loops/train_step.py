@@ -91,10 +91,10 @@ def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list
     parts: list[list[Sample]] = [[] for _ in range(num_updates)]
     for i, members in enumerate(groups.values()):
         parts[i * num_updates // len(groups)].extend(members)
-    return [_plan(job, part) for part in parts if part]
+    return [_planned(job, part) for part in parts if part]
 
 
-def _plan(job: Job, samples: list[Sample]) -> PlannedRows:
+def _planned(job: Job, samples: list[Sample]) -> PlannedRows:
     cfg = job.cfg
     assign_loss_weights(samples, cfg.algo, cfg.rollout.sampling.max_new_tokens)
     balances = cfg.train.router_aux_loss_coef > 0  # a loss of all tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> 
     Quantised weights are dequantised; the precision that the quantisation removed is not restored.
 
     Needs host memory for the model in float32, twice.
-    Raises: ConfigError without the package gguf, and for a file that Transformers can't read; OutputError when `out`
-    can't be written.
+    Raises: ConfigError without the package gguf, and for a file that Transformers can't read, or that lacks tensors;
+    OutputError when `out` can't be written.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"{path} is a GGUF file, and the package gguf is not installed: pip install 'meshrl[gguf]'")
@@ -37,12 +38,20 @@ def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> 
     folder, name = str(path.parent), path.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-        quantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=name, dtype=torch.float32, output_loading_info=True
+        )
     except Exception as cause:  # Transformers and gguf raise whatever a damaged file or an unknown architecture causes
         raise ConfigError(
             f"{path} could not be read by Transformers' GGUF reader: {type(cause).__name__}: {cause!s:.400}. Copy "
             "the file again, or get the model as a folder with safetensors"
         ) from cause
+    quantised, loaded = result
+    if wrong := sorted(map(str, {*loaded["missing_keys"], *loaded["mismatched_keys"]})):  # Transformers draws them
+        raise ConfigError(
+            f"{path} lacks {len(wrong)} of the model's tensors, or has other shapes, such as {', '.join(wrong[:3])}. "
+            "Give a complete file; the parts of a split one can be merged by llama.cpp's gguf-split --merge"
+        )
     config = quantised.config
     del config.quantization_config  # save_pretrained refuses a model that is still marked as quantised
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A user-defined loss gives the unsharded model's gradient for every aggregation and partition, and masked
+"""A loss of complete rows gives the unsharded model's gradient for every aggregation and partition, and masked
 truncated answers change nothing."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from harness import partitioned, random_partition, unsharded, worst
 from tiny_models import tiny_qwen2
 from tiny_samples import random_groups
 
-from meshrl.algo.losses import make_policy_loss
+from meshrl.algo.losses import LOSSES, make_policy_loss
 from meshrl.algo.reduce import AGGREGATIONS, assign_loss_weights
-from meshrl.config.algo import AlgoConfig, KlConfig, UserLossConfig
+from meshrl.config.algo import AlgoConfig, KlConfig, LossConfig, UserLossConfig
 from meshrl.core.batch import Batch, Outputs
 from meshrl.core.types import Metric, Sample
 
@@ -61,6 +61,18 @@ def test_a_loss_of_complete_rows_gives_the_unsharded_gradient(pool, aggregation:
         for rank in pool.run(partitioned, world, *args):
             distance, name = worst(rank["grads"], want)
             assert distance < 1e-10, f"{name} is {distance:.2e} of its norm off on {world} ranks"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOSSES if kind != "ppo_clip"])
+def test_a_built_in_loss_gives_the_gradient_of_rows_alone(pool, kind: str):
+    """Groups with shared prompts in two micro-batches on two ranks, against the unsharded model and one row at a
+    time."""
+    samples, loss = _samples("seq_mean_token_mean"), make_policy_loss(AlgoConfig(loss=LossConfig(kind=kind)))
+    want = unsharded(tiny_qwen2(torch.float64), samples, loss)["grads"]
+    partition = random_partition(np.random.default_rng(len(kind)), len(samples), 2, 2)
+    for rank in pool.run(partitioned, 2, tiny_qwen2, {"dtype": torch.float64}, samples, partition, loss, {}):
+        distance, name = worst(rank["grads"], want)
+        assert distance < 1e-10, f"{name} is {distance:.2e} of its norm off"
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -18,7 +18,7 @@ _RUN_RECORD = "tests/unit/run/test_run_record.py::"
 FAULTS = [
     Fault(
         "rows with advantage 0 have no part in the loss that balances experts",
-        "meshrl/loops/train_step.py::_plan",
+        "meshrl/loops/train_step.py::_planned",
         "balances = cfg.train.router_aux_loss_coef > 0 => balances = False",
         "tests/e2e/test_mixture_run.py::"
         "test_a_run_replays_and_balances_its_routers_and_samples_from_the_trainers_weights",

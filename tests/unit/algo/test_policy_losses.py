@@ -173,6 +173,16 @@ def test_at_an_extreme_ratio_value_and_gradient_are_finite(kind, log_ratio):
     assert value.isfinite() and new.grad.isfinite().all() and all(math.isfinite(m.sum) for m in metrics)
 
 
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_token_without_probability_leaves_the_loss_finite(kind, advantage):
+    new = torch.tensor([-math.inf, -1.0], requires_grad=True)
+    batch = make_batch(2, advantages=[advantage, 1.0], old_logprobs=[-1.0, -1.0])
+    value, _ = make_policy_loss(AlgoConfig(loss=LossConfig(kind=kind)))(Outputs(logprobs=new), batch)
+    value.backward()
+    assert value.isfinite() and new.grad.isfinite().all()
+
+
 def test_an_extreme_ratio_stays_finite():
     """The log-ratio of 200 would be inf in float32; cut at 20 it is finite and gives no gradient."""
     new = torch.tensor([-1.0], requires_grad=True)

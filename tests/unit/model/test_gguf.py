@@ -32,7 +32,7 @@ PARTS = {  # of a block, GGUF's name -> Transformers' name
 }
 
 
-def write_gguf(path: Path, lm: torch.nn.Module, tokenizer) -> None:
+def write_gguf(path: Path, lm: torch.nn.Module, tokenizer, without: str = "nothing") -> None:
     config = lm.config
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(config.num_hidden_layers)
@@ -58,7 +58,7 @@ def write_gguf(path: Path, lm: torch.nn.Module, tokenizer) -> None:
     state = lm.state_dict()
     for short, long in names.items():
         for kind in ("weight", "bias"):
-            if f"{long}.{kind}" in state:
+            if f"{long}.{kind}" in state and without not in short:
                 writer.add_tensor(f"{short}.{kind}", state[f"{long}.{kind}"].numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -88,6 +88,15 @@ def test_a_damaged_gguf_file_is_refused_by_name(tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(data[: len(data) // 2])
     with pytest.raises(ConfigError, match=r"tiny\.gguf could not be read by Transformers' GGUF reader"):
         convert(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_file_without_some_tensors_is_refused(tmp_path):
+    """Such as the first part of a split file. Transformers would fill them with random numbers."""
+    tokenizer = tiny_tokenizer()
+    write_gguf(tmp_path / "part.gguf", tiny_qwen2(vocab_size=len(tokenizer)), tokenizer, without="blk.1.ffn_")
+    with pytest.raises(ConfigError, match=r"part\.gguf lacks 4 of the model's tensors.*model\.layers\.1\.mlp"):
+        convert(tmp_path / "part.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
