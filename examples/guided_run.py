@@ -261,8 +261,9 @@ def write_result(
     (place / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(f"page about the run     {grpo / 'report.html'}")
     print(f"these numbers          {place / 'report.json'}")
-    print(f"talk to the model      meshrl chat {grpo}")
-    print(f"train it further       meshrl init my --model {grpo}")
+    command = "meshrl" if shutil.which("meshrl") else Path(sys.executable).with_name("meshrl")
+    print(f"talk to the model      {command} chat {grpo}")
+    print(f"train it further       {command} init further --model {grpo}")
     return float(report["eval_after"])
 
 

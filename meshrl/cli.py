@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.errors import ConfigError, DataError, MeshrlError
 from meshrl.core.lookup import did_you_mean
 from meshrl.core.terminal import drop_unwritten_output, open_standard_streams, print_message, print_output, printable
 
@@ -251,6 +251,7 @@ def _add_chat_options(talk: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="QUESTION|key=value",
         nargs="*",
+        default=[],  # otherwise argparse calls it required
         help="one question in quotes (default: ask for questions), and settings: temperature=0.7 max_new_tokens=512 "
         "top_p=1 top_k=0 min_p=0 repetition_penalty=1 seed=0 dtype=bfloat16",
     )
@@ -433,14 +434,20 @@ def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
     print_output(explain(loaded, count_rows(loaded.config)), end="")
     print_output(f"\n{_if_here('memory', partial(_memory, loaded.config))}")  # last, because of imports of seconds
     if not isinstance(loaded.config, SftRunConfig):
-        print_output(_if_here("first prompt", partial(_first_prompt, loaded.config)))
+        data = loaded.config.data
+        paths = [loaded.config.model.path, data.path, data.eval_path, *(s.path for s in data.sources.values())]
+        complete = all(path is None or Path(path).exists() for path in paths)
+        print_output(_if_here("first prompt", partial(_first_prompt, loaded.config), complete))
 
 
-def _if_here(what: str, text: Callable[[], str]) -> str:
-    """A text for which files of the model are read, or why there is none: the config is explained in any case."""
+def _if_here(what: str, text: Callable[[], str], complete: bool = False) -> str:
+    """A text for which files of the model or of the data are read, or why there is none: a config is explained, too,
+    where they are missing. complete: whether all are here; then what is wrong with them is an error."""
     try:
         return text()
     except (MeshrlError, ImportError) as error:
+        if complete and isinstance(error, DataError):
+            raise
         return f"# {what}: can't be shown from what is on this machine: {error}"
 
 

@@ -225,7 +225,10 @@ def _kinds(case: Case) -> Iterator[Problem]:
             continue
         if DOTTED_PATH.fullmatch(kind):
             if not can_be_imported(kind):
-                yield Problem((key,), f"no such module, neither installed nor in the working folder {Path.cwd()}.")
+                yield Problem(
+                    (key,),
+                    f"no such module: neither installed, nor next to the config, nor in PYTHONPATH or {Path.cwd()}.",
+                )
         elif names or not kind.isidentifier():
             close = similar_names(kind, names)
             meant = f" Nearest: {', '.join(close)}." if close else ""
@@ -245,6 +248,7 @@ def notices(case: Case) -> list[str]:
             texts.append(f"{_shown(case, key)} is never reached: the run has {counted(num_steps, 'step')}{ends}.")
     if purpose == "train":
         texts += _notices_of_the_loss(case)
+        texts += _notices_of_the_reward(case.rl)
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:
         texts.append(turns)
     if isinstance(config, RunConfig) and (missing := missing_server(config.rollout)) is not None:
@@ -300,6 +304,18 @@ def _notices_of_the_loss(case: Case) -> Iterator[str]:
             "gradient, also for samples of older weights, whose importance weights algo.correction bounds "
             "(docs/correction.md)."
         )
+
+
+def _notices_of_the_reward(config: RunConfig) -> Iterator[str]:
+    """About a term that the length of answers never reaches."""
+    longest = config.rollout.sampling.max_new_tokens
+    for name, term in config.reward.terms.items() if config.agent.kind == "single_turn" else ():
+        most, buffer = term.args.get("max_tokens"), term.args.get("buffer_tokens")
+        if term.kind == "overlong" and isinstance(most, int) and isinstance(buffer, int) and longest <= most - buffer:
+            yield (
+                f"reward.terms.{name} is always 0: it lowers the reward of answers of more than max_tokens - "
+                f"buffer_tokens = {most - buffer} tokens, and rollout.sampling.max_new_tokens is {longest}."
+            )
 
 
 def _not_in_evaluation(case: Case) -> Iterator[str]:

@@ -93,7 +93,10 @@ def data_problems(case: Case) -> Iterator[Problem]:
         if function is not None and not DOTTED_PATH.fullmatch(function):
             yield Problem((key,), "must be a function as package.module:name; it gets a row and returns a prompt.")
         elif function is not None and not can_be_imported(function):
-            yield Problem((key,), "no such module, neither installed nor in the working folder.")
+            yield Problem(
+                (key,),
+                "no such module: neither installed, nor next to the config, nor in PYTHONPATH or the working folder.",
+            )
     yield from _answers(case)
 
 

@@ -145,7 +145,10 @@ def _chat_template(case: Case, section: str, template: str | None, variables: di
     path, places = (None, []) if is_template_text(template) else case.find(key)
     if places and path is None:
         looked = " and ".join(str(place) for place in places)
-        yield Problem((key,), f"no such file; looked for {looked}. The text of a template has {{{{ or {{% in it.")
+        yield Problem(
+            (key,),
+            f"no such file; looked for {looked}. The text of a template has {{{{ or {{% in it; chatml is built in.",
+        )
         return
     try:
         reads = variables_read_by(template_text(path or template))

@@ -219,7 +219,10 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
             there = ", ".join(column_names(row)[:50]) or "none"  # columns in an error
-            raise DataError(f"{where}: no column {name!r} (columns: {there}); set {key} to one of them")
+            raise DataError(
+                f"{where}: no column {name!r} (columns: {there}); add it to this row, or set {key} to a column of all "
+                "rows"
+            )
         value = value[part]
     return value
 

@@ -95,10 +95,11 @@ def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | Non
         verl = tuple(p for p in VERL if is_verl and p not in args and (open_ended or p in signature.parameters))
         first, lists = [*signature.parameters][:2], [name for name in signature.parameters if name in _LISTS]
         if not is_verl and lists and first[0] != "completion":
+            answers = ", answer=[answer]" if "answer" in signature.parameters else ""
             raise TypeError(
                 f"the function takes {', '.join(lists)} as the lists of a batch, but a call here has one completion. "
                 "For a function of TRL write `def score(completion, answer, prompt): return trl_function(prompts=["
-                "prompt['messages']], completions=[[{'role': 'assistant', 'content': completion}]])[0]`"
+                f"prompt['messages']], completions=[[{{'role': 'assistant', 'content': completion}}]]{answers})[0]`"
             )
         if not is_verl and first[:1] != ["completion"] and ("completion" in first or set(first) & set(OFFERED)):
             raise TypeError(

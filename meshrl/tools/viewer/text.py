@@ -31,10 +31,14 @@ _ANY_WIDTH = 1 << 20  # of lines in a pipe or a file
 
 def browse(run: Path) -> None:
     """Show the steps of a run in the terminal until its user quits. Raises: MeshrlError as `require_rollouts`;
-    ConfigError when textual is not installed."""
+    ConfigError when textual is not installed, or without a terminal."""
     require_rollouts(run)
     if importlib.util.find_spec("textual") is None:
         raise ConfigError("--terminal needs textual, which is not installed: pip install 'meshrl[view]'")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError(
+            "--terminal needs a terminal for its input and its output; --step N prints the answers of a step"
+        )
     from meshrl.tools.viewer.terminal import RolloutViewer
 
     RolloutViewer(run).run()

@@ -1,6 +1,9 @@
 import sys
 from pathlib import Path
 
+from tiny_run import write_run
+
+from meshrl.cli import main
 from meshrl.config.case import Purpose
 from meshrl.config.docs import every_key, list_keys
 from meshrl.config.explain import explain
@@ -130,3 +133,17 @@ def test_letters_inside_a_word_of_the_description_do_not_match():
 def test_every_key_has_a_description():
     for path, key in every_key().items():
         assert key.text and not key.text.endswith("."), path
+
+
+def test_what_is_wrong_with_files_that_are_here_is_an_error(tmp_path: Path, monkeypatch, capsys):
+    """Damaged rows end the command with an error; a model that is elsewhere does not."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = write_run(tmp_path)
+    command = ["train", str(config), "--explain"]
+    assert main(command) == 0 and "# first prompt: " in capsys.readouterr().out
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write('{"question": "1+1", "answer": \n')
+    assert main([*command, "model.path=of/another-machine"]) == 0
+    assert "# first prompt: can't be shown from what is on this machine" in capsys.readouterr().out
+    assert main(command) == 1
+    assert "rows.jsonl:21: not JSON" in capsys.readouterr().err

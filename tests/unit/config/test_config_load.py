@@ -235,3 +235,18 @@ def test_rows_longer_than_the_positions_are_refused_by_either_name_of_their_numb
     with pytest.raises(ConfigError, match="positions for 64") as error:
         load_run_config(good)
     assert "longrope" not in str(error.value)
+
+
+def test_a_loss_or_a_reward_that_changes_nothing_gives_a_notice(good: Path):
+    def notes(*overrides: str) -> list[str]:
+        return [n for n in load_run_config(good, [*overrides]).notices if "no effect" in n or "always 0" in n]
+
+    averaged = "algo.aggregation=seq_mean_token_mean"
+    (note,) = notes("algo.loss=gspo", averaged)
+    assert note.startswith("algo.loss.kind = gspo has no effect: train.updates_per_step is 1")
+    assert notes("algo.loss=gspo", averaged, "train.updates_per_step=2") == notes() == []
+    term = "reward.terms.long={{kind: overlong, args: {{max_tokens: {}, buffer_tokens: 4}}}}"
+    reached = "rollout.sampling.max_new_tokens=16"
+    (note,) = notes(term.format(20), reached)
+    assert note.startswith("reward.terms.long is always 0: ") and "= 16 tokens" in note
+    assert notes(term.format(19), reached) == []

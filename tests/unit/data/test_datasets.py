@@ -80,7 +80,10 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
         ('{"question": "1+1=", "answer"', "not JSON"),
         ('{"question": "1", "answer": NaN}', "not JSON"),
         ("[1, 2]", "a JSON list"),
-        ('{"prompt": "1", "answer": "2"}', r"no column 'question' \(columns: prompt, answer\); set data\.prompt"),
+        (
+            '{"prompt": "1", "answer": "2"}',
+            r"no column 'question' \(columns: prompt, answer\); add it to this row, or set data\.prompt",
+        ),
         ('{"question": "1"}', r"no column 'answer'.*set data\.answer"),
         ('{"question": "1", "answer": null}', "column 'answer' is null"),
         ('{"question": 7, "answer": "2"}', "column 'question' is int 7; it should be a list"),

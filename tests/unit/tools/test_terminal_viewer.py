@@ -189,3 +189,8 @@ def test_tokens_are_coloured_by_a_chosen_value_if_they_have_one(run):
     drive(run, not_coloured)
     tokens_file(path).unlink()
     drive(run, not_coloured)
+
+
+def test_without_a_terminal_the_viewer_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["view", str(run), "--terminal"]) == 2
+    assert "--terminal needs a terminal" in capsys.readouterr().err
