@@ -331,10 +331,6 @@ class RankWorker:
         return await self._sampler().generate(request)
 
     @phase("rollout")
-    async def score(self, ids: np.ndarray) -> np.ndarray:
-        return await self._sampler().score(ids)
-
-    @phase("rollout")
     async def abort(self, ids: list[str] | None = None) -> int:
         return await self._sampler().abort(ids)
 

@@ -269,9 +269,10 @@ class RolloutGroup:
         finally:
             self._may_generate.set()
 
-    async def score(self, ids: np.ndarray) -> dict[int, np.ndarray]:
-        """Logprobs of these ids at temperature 1, float32[T], by sampler. Samplers that are lost have no entry."""
-        return await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.score, ids))
+    async def probe(self, requests: Sequence[Request]) -> list[Turn]:
+        """The answers of every sampler to these requests, which are no load of `routes`."""
+        turns = (self._generate(rank, request) for rank in self.routes.ranks for request in requests)
+        return [*await asyncio.gather(*turns)]
 
     async def release_memory(self) -> int:
         """Free the memory of colocated samplers until the next sync; returns bytes. No request may be running."""

@@ -97,7 +97,8 @@ class Request:
     continues; the returned Turn has only the tokens after them. max_new_tokens counts the complete output with the
     prefix, so a continuation repeats the same number. seed: see `turn_seed`; the sampler draws by (seed, output
     position). min_version: the engine refuses or waits below this weight version. session: requests of one session go
-    to one engine. want: extras to return, from {"entropy", "topk:N"}.
+    to one engine. want: extras to return, from {"entropy", "topk:N"}. is_urgent: it does not wait for other requests,
+    as far as the engine has memory for it.
     """
 
     id: str
@@ -112,6 +113,7 @@ class Request:
     session: str = ""
     adapter: str | None = None
     want: tuple[str, ...] = ()
+    is_urgent: bool = False
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from meshrl.agent.loop import Task
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.config.run import RunConfig
-from meshrl.core.types import Metric, Prompt, Sample, Trajectory
+from meshrl.core.types import Metric, Prompt, Trajectory
 from meshrl.data.order import PromptFeed
 from meshrl.loops.proof import SamplerProof
 from meshrl.monitor.failed_writes import FailedWrites
@@ -114,7 +116,7 @@ class Job:
     num_refused_steps: int = 0  # in succession, in which the engine refused every answer
     noted: set[str] = field(default_factory=set)  # notes of this start that are written once
     step_started_at: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
-    probed: list[Sample] | None = None  # rows that the next sync scores on both sides; None = no row
+    probed: list[np.ndarray] | None = None  # contexts of requests that prove the next sync; None = there are none
     probe: asyncio.Task[list[Metric]] | None = None  # of the last sync
     token_values: TrainerValues | None = None  # of the current step, if its rollouts are logged
     scored: list[ScoredGroup] = field(default_factory=list)  # not trained yet when the train ranks were lost
@@ -152,7 +154,7 @@ class Job:
     async def restore(self, step: int, saved: dict[str, Any], state: Path | None) -> None:
         if self.probe is not None:
             self.probe.cancel()
-        self.probe, self.probed = None, None
+        self.probe = None  # self.probed stays: the next sync sends these weights again
         self.feed.load_state(saved["data"])
         await self.trainer.load(state, saved["version"])
         self.step, self.num_updates, self.cursor = step, saved["num_updates"], saved["data"]

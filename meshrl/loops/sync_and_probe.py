@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
+from meshrl.agent.flatten import flatten
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.core.errors import SamplerMismatchError
-from meshrl.core.types import Metric, Sample
+from meshrl.core.types import Metric, Prompt, Request, Sample, SamplingParams, Trajectory, turn_seed
 from meshrl.loops.job import Job
 from meshrl.sync.layout import Ack
 
@@ -23,6 +26,7 @@ async def first_sync(job: Job) -> list[Metric]:
     drops them: it has reported them before, and its metrics must equal those of an uninterrupted run."""
     started_at = time.perf_counter()
     metrics = await _sync(job)
+    _start_probe(job)  # of ranks that return to a checkpoint
     job.step_started_at = time.perf_counter()
     job.rollouts.routes.take_busy_s()
     metrics.append(Metric(name="sync/latency_s", sum=job.step_started_at - started_at, reduce="sum", unit="s"))
@@ -36,11 +40,15 @@ async def sync(job: Job) -> list[Metric]:
         return []
     with job.run.spans("sync"):
         metrics = await probe_result(job) + await _sync(job)
+    _start_probe(job)
+    return metrics
+
+
+def _start_probe(job: Job) -> None:
     if job.probed is not None:
         job.probe = asyncio.create_task(_probe(job, job.probed))
         # Marks the exception as retrieved, for a run that ends before it waits for the probe.
         job.probe.add_done_callback(lambda task: task.cancelled() or task.exception())
-    return metrics
 
 
 async def _sync(job: Job) -> list[Metric]:
@@ -81,39 +89,57 @@ def _changes(job: Job, ack: Ack) -> list[Metric]:
     return metrics
 
 
-_PROBED_TOKENS = 2048
+NUM_PROBES = 4  # requests of a probe to each sampler: two to each of two contexts, so that they share a prefill
+PROBED_TOKENS = 8  # sampled by each request, so that most of them are decoded with its cache
+_CONTEXT_TOKENS = 512  # at most, of each request
 
 
-async def _probe(job: Job, rows: Sequence[Sample]) -> list[Metric]:
-    """Score these rows of the last step with the new weights, in the trainer and in every sampler, and compare.
-    Samples that are older than the trainer's weights prove nothing when they are re-scored.
+async def _probe(job: Job, contexts: Sequence[np.ndarray]) -> list[Metric]:
+    """Every sampler answers requests like those of an agent, with the new weights; the trainer, which still has these
+    weights, scores the sampled tokens, and the proof compares them. So each cache and each copy of a weight that an
+    answer uses is compared. The samples of the last step are older, and prove nothing when they are re-scored.
 
-    The trainer scores at once; the answers of busy samplers may come later. Raises: SamplerMismatchError, also when no
-    token of an answer was compared.
+    Waits for the samplers, which need nothing from the trainer. Raises: SamplerMismatchError, also when no token of an
+    answer was compared.
     """
     version, trainer = job.trainer.version, job.trainer
-    ours, theirs = await asyncio.gather(
-        trainer.forward(trainer.plan_rows(rows), "policy"),
-        asyncio.gather(*(job.rollouts.score(row.tokens) for row in rows)),
-    )
-    mismatch, answers = dict[int, np.ndarray](), list[Sample]()
-    for row, logprobs, of_samplers in zip(rows, ours, theirs, strict=True):
-        for rank, sampled in of_samplers.items():
-            versions = np.full(len(row), version, np.int32)
-            answer = replace(row, rollout_logprobs=sampled, versions=versions, engine_id=f"rank {rank}")
-            mismatch[len(answers)] = row_mismatch(answer, logprobs, version)
-            answers.append(answer)
-    if rows and not answers:  # all samplers were lost meanwhile
-        return []
-    num_compared = sum(row[1] > 0 for row in mismatch.values())
-    if not answers or num_compared < len(answers):
-        raise SamplerMismatchError(
-            f"at weight version {version} the probe of the sync compared tokens in {num_compared} of {len(answers)} "
-            f"answers of samplers to {len(rows)} rows; it must compare a token in every answer, or these weights are "
-            "not proven. The cause is an error in meshrl or in the engine, not in the config. Continue from the last "
-            "checkpoint with run.resume=auto, and report the error"
+    sampling = SamplingParams(temperature=job.cfg.rollout.sampling.temperature, ignore_eos=True)
+    prompts = [
+        Prompt(id=f"probe {i % len(contexts)}", ordinal=version, ids=contexts[i % len(contexts)])
+        for i in range(NUM_PROBES)
+    ]
+    requests = [
+        Request(
+            id=f"probe-{version}-{i}",
+            context_ids=cast(np.ndarray, prompt.ids),
+            sampling=sampling,
+            seed=turn_seed(job.cfg.run.seed, version, i, 0),
+            max_new_tokens=PROBED_TOKENS,
+            min_version=version,
+            is_urgent=True,
         )
-    job.proof.check(mismatch, answers, job.cfg.model.dtype, version, job.run.note)
+        for i, prompt in enumerate(prompts)
+    ]
+    turns = await job.rollouts.probe(requests)
+    samples, _ = flatten(
+        [
+            Trajectory(prompt=prompt, group_id=prompt.id, index=i, turns=[turn], reward=0.0)
+            for i, (prompt, turn) in enumerate(zip(itertools.cycle(prompts), turns))
+        ]
+    )
+    logprobs = await trainer.forward(trainer.plan_rows(samples), "policy")
+    mismatch = {
+        i: row_mismatch(sample, row, version) for i, (sample, row) in enumerate(zip(samples, logprobs, strict=True))
+    }
+    num_compared = sum(row[1] > 0 for row in mismatch.values())
+    if not turns or num_compared < len(turns):
+        raise SamplerMismatchError(
+            f"at weight version {version} the probe of the sync compared tokens in {num_compared} of {len(turns)} "
+            "answers of samplers; it must compare a token in every answer, or these weights are not proven. The cause "
+            "is an error in meshrl or in the engine, not in the config. Continue from the last checkpoint with "
+            "run.resume=auto, and report the error"
+        )
+    job.proof.check(mismatch, samples, job.cfg.model.dtype, version, job.run.note)
     largest = max(float(row[2] / row[1]) for row in mismatch.values())
     return [Metric(name="proof/probe_diff_mean", sum=largest, reduce="max", unit="nats")]
 
@@ -124,23 +150,12 @@ async def probe_result(job: Job) -> list[Metric]:
     return [] if probe is None else await probe
 
 
-def rows_to_probe(job: Job, samples: Sequence[Sample]) -> list[Sample] | None:
-    """The shortest rows with trained tokens: as many as fit into _PROBED_TOKENS, at least one, at most 4. A row that
-    fills the context is cut, because servers score only with room for one more token. Samplers score at temperature 1,
-    so the trainer does too. None if no row has a trained token in that room."""
-    room = job.task.max_context_tokens - 1
-    rows = sorted((s for s in samples if s.mask[:room].any()), key=len)[:4]
-    if not rows:
-        return None
-    ends = np.cumsum([len(s) for s in rows])
-    picked = [s for s, end in zip(rows, ends) if end <= _PROBED_TOKENS or s is rows[0]]
-    return [replace(s if len(s) <= room else _first_tokens(s, room), temperature=1.0) for s in picked]
-
-
-def _first_tokens(sample: Sample, count: int) -> Sample:
-    cut = replace(sample, token_extras={name: array[:count] for name, array in sample.token_extras.items()})
-    for f in fields(cut):
-        value = getattr(cut, f.name)
-        if isinstance(value, np.ndarray):
-            setattr(cut, f.name, value[:count])
-    return cut
+def contexts_to_probe(samples: Sequence[Sample]) -> list[np.ndarray] | None:
+    """What precedes the sampled tokens in the two shortest rows of different groups: contexts of real requests, cut to
+    _CONTEXT_TOKENS. None if no row has a sampled token."""
+    contexts: dict[str, np.ndarray] = {}
+    for sample in samples:
+        context = sample.tokens[: sample.mask.argmax()]
+        if sample.mask.any() and len(context) < len(contexts.get(sample.group_id, sample.tokens)):
+            contexts[sample.group_id] = context
+    return [context[:_CONTEXT_TOKENS] for context in sorted(contexts.values(), key=len)[: NUM_PROBES // 2]] or None

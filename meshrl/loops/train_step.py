@@ -20,7 +20,7 @@ from meshrl.loops.collect import check_failures
 from meshrl.loops.finish_step import rollout_metrics
 from meshrl.loops.job import Job
 from meshrl.loops.shared_step import optimizer_step
-from meshrl.loops.sync_and_probe import probe_result, rows_to_probe
+from meshrl.loops.sync_and_probe import contexts_to_probe, probe_result
 from meshrl.monitor.metrics import histogram
 from meshrl.monitor.token_log import TrainerValues
 from meshrl.train.optim import learning_rate
@@ -68,7 +68,7 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Seq
             if needs_logprobs:
                 metrics += assign_advantages(samples, algo)
             metrics += await update(job, updates)
-            job.probed = rows_to_probe(job, samples) if job.cfg.loop.staleness else None
+            job.probed = contexts_to_probe(samples) if job.cfg.loop.staleness else None
     if rewards := [t.reward for t in replaced if t.reward is not None]:  # the mean is that of all answers
         metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
     return metrics + rollout_metrics(job, answers, samples)

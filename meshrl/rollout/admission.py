@@ -4,7 +4,7 @@ extras), so that no step can fail because of them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,13 +36,6 @@ def check_admission(request: Request, engine_id: str, version: int, closed: bool
     if closed or request.id in unfinished:
         reason = "this engine is closed" if closed else "a request with that id is not finished; ids must be unique"
         raise RequestError(f"request {request.id}: {reason}")
-
-
-def check_scorable(engine_id: str, version: int, released: Collection[str]) -> None:
-    """released: the released parts of the engine's memory. Raises: StaleWeightsError."""
-    if version < 0 or released:
-        need = f"restore {', '.join(sorted(released))}" if released else "sync weights"
-        raise StaleWeightsError(f"{engine_id} has no usable weights or cache to score with; {need} first")
 
 
 def check_supported(

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Request, Turn
 from meshrl.sync.transaction import WeightReceiver
@@ -24,7 +22,6 @@ class Capabilities:
 
     release: bool = False  # it can release its memory
     in_flight: bool = False  # weights may change while requests run
-    score: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,11 +59,6 @@ class RolloutEngine(WeightReceiver, Protocol):
     async def generate(self, request: Request) -> Turn:
         """Sample one turn. Waits while a sync is open and while memory is released. An aborted request returns its
         tokens so far, stop_reason "abort"."""
-        ...
-
-    async def score(self, ids: np.ndarray) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0. The probe after
-        a sync compares them with the trainer's."""
         ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:

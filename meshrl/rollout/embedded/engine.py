@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import empty_cache, fetched, return_freed_memory
-from meshrl.core.errors import MeshrlError
+from meshrl.core.errors import MeshrlError, SyncError
 from meshrl.core.types import Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
 from meshrl.model.facts import ModelFacts
@@ -29,7 +29,7 @@ from meshrl.model.limits import limits_of
 from meshrl.model.lora import init_adapters, randomize_adapters
 from meshrl.model.recipe import DTYPES, Recipe, build_model
 from meshrl.model.verify import require_replay
-from meshrl.rollout.admission import bounds_of, check_admission, check_scorable, check_supported, topk_of
+from meshrl.rollout.admission import bounds_of, check_admission, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, check_parts
 from meshrl.rollout.embedded.runner import Runner
 from meshrl.rollout.embedded.sampler import RowSampling, draw
@@ -118,7 +118,7 @@ class EmbeddedEngine:
     ):
         if fast is not None:
             fast.fuse()
-        self.capabilities = Capabilities(release=True, in_flight=True, score=True)
+        self.capabilities = Capabilities(release=True, in_flight=True)
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
         self._stop_strings = stop_strings or StopStrings()
@@ -324,12 +324,6 @@ class EmbeddedEngine:
             if future is not None and not future.done():
                 future.set_result(turn)
 
-    async def score(self, ids: np.ndarray) -> np.ndarray:
-        """Raises: RequestError for ids that the model has no row for, or too many; StaleWeightsError."""
-        check_scorable(self.engine_id, self._state.version, self._released)
-        bounds_of(Request(id="score", context_ids=ids), (), self.max_context_tokens + 1, self._vocab_size)
-        return self._runner.score(ids)
-
     # ---- weights
 
     def trust_loaded_weights(self, version: int = 0) -> None:
@@ -354,9 +348,18 @@ class EmbeddedEngine:
 
     async def commit(self) -> Ack:
         """Read every parameter back, make the version visible, and resume."""
-        ack = self._weights.commit(self._weights.read_back)
+        ack = self._weights.commit(self._read_back)
         self._start_steps()
         return ack
+
+    def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Raises: SyncError also if a request would continue with keys and values of the old weights."""
+        if self._scheduler.running or self._scheduler.prompts:
+            raise SyncError(
+                f"{self.engine_id}: {len(self._scheduler.running)} requests and {len(self._scheduler.prompts)} shared "
+                "prompts have keys and values of the old weights; they must be computed again after a sync"
+            )
+        return self._weights.read_back()
 
     async def cancel(self) -> None:
         """All requests are aborted, and new ones are refused until the next full sync."""

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from meshrl.core.device import has_triton, upload
-from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder
-from meshrl.model.logprob import Head, token_logprobs
+from meshrl.model.logprob import Head
 from meshrl.model.memory import token_bytes
 from meshrl.model.routing import Routing
 from meshrl.rollout.embedded.cache_bound import CacheBound
@@ -216,16 +215,6 @@ class Runner:
         into.update()
         (sent,) = upload([torch.from_numpy(table)], self.device)
         copy_rows(source.tables, into.tables, into.widths, sent, int(table[2].max()), num_heads, size)
-
-    @torch.inference_mode()
-    def score(self, ids: np.ndarray) -> np.ndarray:
-        """Logprobs of ids[1:] given all earlier ids, at temperature 1, without a cache; float32[T], index 0 is 0."""
-        tokens = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
-        positions = torch.arange(len(ids), device=self.device)
-        hidden = self._hidden(tokens, positions, PackedAttention([0, len(ids)], self.device))
-        ones = torch.ones(len(ids) - 1, device=self.device)
-        logprobs, _ = token_logprobs(hidden[:-1], self.model.head(), tokens[1:], ones)
-        return np.concatenate([np.zeros(1, np.float32), logprobs.float().cpu().numpy()])
 
     @property
     def num_bytes(self) -> int:

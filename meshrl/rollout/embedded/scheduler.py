@@ -90,8 +90,9 @@ class Admission:
 
 
 class Scheduler:
-    """max_running: rows decoded together. prefill_tokens: context tokens computed in one step, so that many long
-    prompts do not delay running requests; a single longer context is still admitted, alone. bound: of the KV cache."""
+    """max_running: rows decoded together; urgent requests join in any case. prefill_tokens: context tokens computed in
+    one step, so that many long prompts do not delay running requests; a single longer context is still admitted, alone.
+    bound: of the KV cache."""
 
     def __init__(self, max_running: int, prefill_tokens: int, bound: CacheBound):
         self.max_running, self.prefill_tokens, self.bound = max_running, prefill_tokens, bound
@@ -103,7 +104,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         self._enqueue(sequence)
-        self.waiting.append(sequence)
+        (self.waiting.appendleft if sequence.request.is_urgent else self.waiting.append)(sequence)
 
     def admit(self) -> Admission:
         """Admit requests from the head of the queue while there are rows, prefill budget, and memory for all that they
@@ -114,7 +115,7 @@ class Scheduler:
         """
         admission, budget = Admission(), self.prefill_tokens
         longest = max((s.max_cached for s in self.running), default=0) if self.waiting else 0
-        while self.waiting and len(self.running) < self.max_running:
+        while self.waiting and (len(self.running) < self.max_running or self.waiting[0].request.is_urgent):
             sequence = self.waiting[0]
             prompt = self._prompt_of_key.get(sequence.key)
             ids = sequence.ids()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from meshrl.config.model import ModelConfig
@@ -90,10 +89,6 @@ class Dialect:
 
     async def end_update(self, label: str) -> None:
         """The new weights are in place."""
-
-    async def score(self, ids: list[int]) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T]. Raises: CapabilityError."""
-        raise CapabilityError(f"{self.http.name} can't score: its server only samples (capabilities.score)")
 
     async def release(self, parts: set[str]) -> int:
         """Free the memory of weights or kv_cache; returns bytes. The server is paused. (capabilities.release)"""

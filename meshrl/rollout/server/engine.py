@@ -14,11 +14,9 @@ import secrets
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 
-import numpy as np
-
 from meshrl.core.errors import CapabilityError, EngineEnded
 from meshrl.core.types import Request, Turn
-from meshrl.rollout.admission import bounds_of, check_admission, check_scorable
+from meshrl.rollout.admission import bounds_of, check_admission
 from meshrl.rollout.base import EngineStats, check_parts
 from meshrl.rollout.server.answer import Labels, ServerAnswer
 from meshrl.rollout.server.dialect import Dialect
@@ -84,14 +82,6 @@ class ServerEngine:
             turn = answer.turn(self.engine_id)
         self._totals.prefill_tokens += len(request.context_ids) - turn.times.cached_tokens
         return turn
-
-    async def score(self, ids: np.ndarray) -> np.ndarray:
-        """Servers need room for one more token, so a row can have at most max_context_tokens - 1 ids."""
-        if self.capabilities.score:
-            check_scorable(self.engine_id, self._state.version, self._released)
-        row = np.asarray(ids)
-        bounds_of(Request(id="score", context_ids=row), (), self.max_context_tokens, self._vocab_size)
-        return await self._dialect.score(row.tolist())
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
         return await self._gate.abort(ids)

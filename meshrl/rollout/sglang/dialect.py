@@ -19,13 +19,11 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, SyncError
 from meshrl.core.types import Request
-from meshrl.model.limits import text_config
 from meshrl.process.leases import LeasedFolder
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.base import Capabilities
@@ -54,13 +52,11 @@ class SglangDialect(Dialect):
         http: HttpClient,
         info: dict[str, Any],
         loaded_label: str,
-        vocab_size: int,
         server: ServerProcess | None = None,
     ):
         """info: the server's answer to /server_info. server: None = another process started it."""
         super().__init__(http, server)
-        self._last_id = vocab_size - 1
-        self.capabilities = Capabilities(release=bool(info.get("enable_memory_saver")), in_flight=True, score=True)
+        self.capabilities = Capabilities(release=bool(info.get("enable_memory_saver")), in_flight=True)
         self.loaded_label = loaded_label
         self._is_deterministic = bool(info.get("enable_deterministic_inference"))
         self._tp_size = int(info["tp_size"])
@@ -98,22 +94,6 @@ class SglangDialect(Dialect):
             await self.http.post("/abort_request", {"abort_all": True})
         else:
             await asyncio.gather(*(self.http.post("/abort_request", {"rid": rid}) for rid in rids))
-
-    async def score(self, ids: list[int]) -> np.ndarray:
-        """A request for no new token and the logprobs of the full prompt, which SGLang computes without its prefix
-        cache."""
-        body = {
-            "input_ids": ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        answer = await self.http.post("/generate", body)
-        pairs = answer["meta_info"].get("input_token_logprobs") or []
-        # SGLang reports the vocabulary's last id as 0, with its own logprob.
-        if [pair[1] for pair in pairs] not in (ids, [0 if token == self._last_id else token for token in ids]):
-            raise EngineFailure(f"SGLang scored {len(pairs)} ids, which are not the {len(ids)} ids that it was sent")
-        return np.minimum(np.array([0.0, *(pair[0] for pair in pairs[1:])], np.float32), 0)
 
     # ---- commands
 
@@ -266,7 +246,7 @@ def connect_sglang(spec: ServerSpec) -> SglangDialect:
     require_fit(info, spec.name, cfg.deterministic, spec.max_context_tokens, spec.model.dtype)
     label = str(fetch("/model_info", url, headers)["weight_version"])
     http = HttpClient(spec.name, url, headers=headers, server=server)
-    return SglangDialect(http, info, label, text_config(spec.model.path).vocab_size, server)
+    return SglangDialect(http, info, label, server)
 
 
 def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_context_tokens: int, dtype: str) -> None:

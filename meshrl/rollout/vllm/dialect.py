@@ -12,8 +12,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, EngineFailure, SyncError
 from meshrl.core.types import Request
@@ -56,7 +54,7 @@ class VllmDialect(Dialect):
 
     def __init__(self, http: HttpClient, server: ServerProcess | None, can_release: bool):
         super().__init__(http, server)
-        self.capabilities = Capabilities(release=can_release, in_flight=True, score=True)
+        self.capabilities = Capabilities(release=can_release, in_flight=True)
 
     # ---- requests
 
@@ -77,15 +75,6 @@ class VllmDialect(Dialect):
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self.http.post("/abort_requests", {"request_ids": [_ID_PREFIX + name for name in ids]})
-
-    async def score(self, ids: list[int]) -> np.ndarray:
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = await self.http.post(_GENERATE, {"token_ids": ids, "sampling_params": sampling})
-        scores = np.zeros(len(ids), np.float32)
-        for position, entry in enumerate(answer["prompt_logprobs"]):
-            if entry is not None:
-                scores[position] = min(entry[str(ids[position])]["logprob"], 0.0)
-        return scores
 
     # ---- commands
 
