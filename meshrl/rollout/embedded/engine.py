@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -128,6 +128,7 @@ class EmbeddedEngine:
             model, device, fast, max_context_tokens, kv_cache_bytes, model.routing if records_routes else None
         )
         self._scheduler = Scheduler(max_running, prefill_tokens_per_step, self._runner.bound)
+        self._cached_version = -1  # of the keys and values of running rows
         self._sampling: RowSampling | None = None  # None when the rows have changed
         self._totals = EngineStats()
         self._ids: set[str] = set()
@@ -162,6 +163,12 @@ class EmbeddedEngine:
         """Admit requests that fit, sample one token for every running request, and return the finished ones."""
         if not self._may_step:
             return []
+        if self._cached_version != self._state.version and (self._scheduler.running or self._scheduler.prompts):
+            raise SyncError(
+                f"{self.engine_id}: keys and values of weight version {self._cached_version} would be used with version "
+                f"{self._state.version}; a sync must drop them. The cause is an error in meshrl"
+            )
+        self._cached_version = self._state.version
         admission = self._scheduler.admit()
         rows = self._scheduler.running
         if self._sampling is None or admission.joined:
@@ -348,18 +355,9 @@ class EmbeddedEngine:
 
     async def commit(self) -> Ack:
         """Read every parameter back, make the version visible, and resume."""
-        ack = self._weights.commit(self._read_back)
+        ack = self._weights.commit(self._weights.read_back)
         self._start_steps()
         return ack
-
-    def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Raises: SyncError also if a request would continue with keys and values of the old weights."""
-        if self._scheduler.running or self._scheduler.prompts:
-            raise SyncError(
-                f"{self.engine_id}: {len(self._scheduler.running)} requests and {len(self._scheduler.prompts)} shared "
-                "prompts have keys and values of the old weights; they must be computed again after a sync"
-            )
-        return self._weights.read_back()
 
     async def cancel(self) -> None:
         """All requests are aborted, and new ones are refused until the next full sync."""
