@@ -115,7 +115,7 @@ FACTS: dict[str, Any] = {"stop_token_ids": (2,), "max_context_tokens": MAX_CONTE
 def sglang_client(url: str, **changes: Any) -> ServerEngine:
     """An engine that uses a shared server, for one event loop; closing it does not end the server."""
     info, label = fetch("/server_info", url, HEADERS), fetch("/model_info", url, HEADERS)["weight_version"]
-    dialect = SglangDialect(HttpClient("sglang-0", url, headers=HEADERS), info, label, FACTS["vocab_size"])
+    dialect = SglangDialect(HttpClient("sglang-0", url, headers=HEADERS), info, label)
     return ServerEngine(dialect, **{**FACTS, **changes})
 
 

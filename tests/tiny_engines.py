@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from meshrl.core.types import Request, SamplingParams, Turn
+from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import fast_decoder
 from meshrl.model.hub_names import HubNames
@@ -58,6 +59,17 @@ def plain(lm: torch.nn.Module) -> torch.nn.Module:
     model = type(lm)._from_config(config, attn_implementation="eager").eval()
     model.load_state_dict(lm.state_dict())
     return model
+
+
+def scores(lm: torch.nn.Module, ids: Iterable[int]) -> np.ndarray:
+    """Teacher-forced logprobs at temperature 1, as a trainer computes them: float32[T], index 0 is 0."""
+    model = lm if isinstance(lm, CausalModel) else CausalModel(copy.deepcopy(lm).eval())
+    tokens = torch.tensor([int(i) for i in ids], device=model.head().weight.device)
+    places, ones = torch.arange(len(tokens), device=tokens.device), torch.ones(len(tokens) - 1, device=tokens.device)
+    context = PackedAttention([0, len(tokens)], tokens.device)
+    with torch.no_grad():
+        logprobs, _ = model(tokens, places, context, places[1:], places[:-1], ones, None, False, {})
+    return np.concatenate([np.zeros(1, np.float32), logprobs.float().cpu().numpy()])
 
 
 def layout_of(lm: torch.nn.Module, transfer_bytes: int = 4096) -> Layout:

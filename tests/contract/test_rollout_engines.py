@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from sglang_servers import endpoint_client, sglang_client
-from tiny_engines import ask, layout_of, sync, tiny_engine
+from tiny_engines import ask, layout_of, scores, sync, tiny_engine
 from tiny_tokenizers import numbered_tokenizer
 from vllm_servers import client_of, tiny_vllm_lm
 
@@ -125,17 +125,14 @@ def test_equal_requests_get_equal_answers_and_another_seed_another_answer(make):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_logprobs_agree_with_score(make, temperature):
-    """score() is teacher-forced and uses no cache; logprobs at temperatures 0 and 1 have the same distribution."""
+def test_logprobs_agree_with_a_forward_without_a_cache(make, lm, temperature):
+    """Those at temperatures 0 and 1 have the same distribution."""
 
     async def main():
         engine = await make()
-        if not engine.capabilities.score:
-            return
         turn = await engine.generate(ask("a", CONTEXT, temperature=temperature, seed=1, ignore_eos=True))
-        scores = await engine.score(np.concatenate([turn.context_ids, turn.output_ids]))
-        assert scores.shape == (len(CONTEXT) + 16,) and scores.dtype == np.float32 and scores[0] == 0
-        close = np.allclose(turn.logprobs, scores[len(CONTEXT) :], atol=1e-5)
+        expected = scores(lm, [*turn.context_ids, *turn.output_ids])[len(CONTEXT) :]
+        close = np.allclose(turn.logprobs, expected, atol=1e-4)
         assert close == (temperature != 0.7)
 
     go(main)
@@ -170,7 +167,7 @@ def test_a_turn_ends_with_a_stop_token_id(make):
     go(main)
 
 
-def test_abort_and_continuation_make_one_turn(make, name):
+def test_abort_and_continuation_make_one_turn(make, name, lm):
     async def main():
         engine = await make()
         same = {"seed": 3, "max_new_tokens": LONG, "ignore_eos": True}
@@ -192,10 +189,8 @@ def test_abort_and_continuation_make_one_turn(make, name):
             assert joined != full.output_ids.tolist()
         elif name != "vllm":  # its random numbers start again with the continuation
             assert joined == full.output_ids.tolist()
-        if engine.capabilities.score:  # the logprobs of the continuation are those of the full sequence
-            scores = await engine.score(np.concatenate([CONTEXT, joined])[:-1])
-            first = len(CONTEXT) + len(part.output_ids)
-            np.testing.assert_allclose(rest.logprobs[:-1], scores[first:], atol=0.1)
+        expected = scores(lm, [*CONTEXT, *joined])[len(CONTEXT) + len(part.output_ids) :]
+        np.testing.assert_allclose(rest.logprobs, expected, atol=0.1)  # those of the full sequence
 
     go(main)
 
@@ -272,9 +267,8 @@ def test_a_sync_replaces_the_weights_and_the_version(make, name, lm):
         assert ack.wire and ack.read_back == (None if name == "endpoint" else True)
         after = await engine.generate(ask("a", CONTEXT, seed=1, ignore_eos=True, min_version=1))
         assert set(after.versions) == {1} and after.output_ids.tolist() != before.output_ids.tolist()
-        if engine.capabilities.score:
-            scores = await engine.score(np.concatenate([after.context_ids, after.output_ids]))
-            np.testing.assert_allclose(after.logprobs, scores[len(CONTEXT) :], atol=0.1)
+        expected = scores(other, [*after.context_ids, *after.output_ids])[len(CONTEXT) :]
+        np.testing.assert_allclose(after.logprobs, expected, atol=0.1)
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("b", CONTEXT, min_version=2))
         with pytest.raises(SyncError):
@@ -310,10 +304,9 @@ def test_running_requests_survive_new_weights_where_declared(make, lm):
                 break
         assert len(turn.versions) == LONG and (np.diff(turn.versions) >= 0).all()
         assert set(turn.versions) == {version - 1, version}
-        if engine.capabilities.score:  # the new weights have computed the cache again
-            scores = (await engine.score(np.concatenate([CONTEXT, turn.output_ids])[:-1]))[len(CONTEXT) :]
-            new = turn.versions[:-1] == version
-            np.testing.assert_allclose(turn.logprobs[:-1][new], scores[new], atol=1e-4)
+        expected = scores(models[version % 2], [*CONTEXT, *turn.output_ids])[len(CONTEXT) :]
+        new = turn.versions == version
+        np.testing.assert_allclose(turn.logprobs[new], expected[new], atol=1e-4)  # the cache was computed again
 
     go(main)
 

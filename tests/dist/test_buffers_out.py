@@ -13,7 +13,7 @@ import torch
 from harness import LORA, engine_over
 from synced_ranks import SyncedRank
 from test_checkpoint_reshard import save
-from tiny_engines import tiny_engine
+from tiny_engines import scores, tiny_engine
 from tiny_models import tiny_lm
 from tiny_samples import random_samples
 
@@ -49,7 +49,7 @@ def _synced(rank: int, world: int, family: str, lora: bool) -> dict[str, Any]:
         "num_tensors": ack.num_tensors,
         "names": {t.name: t.dtype for t in synced.layout.tensors if t.name in own},
         "equal": own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own),
-        "nats": float(np.abs(asyncio.run(sampler.score(row.tokens)) - scored).max()),
+        "nats": float(np.abs(scores(sampler._runner.model, row.tokens) - scored).max()),
     }
     theirs[BIAS][3] += 0.5
     try:

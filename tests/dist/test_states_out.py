@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import engine_over
 from synced_ranks import SyncedRank
-from tiny_engines import tiny_engine
+from tiny_engines import scores, tiny_engine
 from tiny_models import tiny_lm
 from tiny_samples import random_samples, weigh
 
@@ -44,7 +44,7 @@ def _synced(rank: int, world: int, family: str) -> dict[str, Any]:
     untrained = dict(tiny_lm(family).named_parameters())
     found = {
         "read_back": ack.read_back,
-        "nats": float(np.abs(asyncio.run(sampler.score(row.tokens)) - scored).max()),
+        "nats": float(np.abs(scores(sampler._runner.model, row.tokens) - scored).max()),
         "trained": [name in untrained and not torch.equal(theirs[name], untrained[name]) for name in OF_STATES[family]],
         "errors": [],
     }

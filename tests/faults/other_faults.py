@@ -185,7 +185,7 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (
             "the probe after a sync compares no token of a sampler's answer",
             "the run ends before the next optimizer step (`SamplerMismatchError`)",
-            "tests/unit/loops/test_probed_rows.py::test_a_probe_that_compares_nothing_is_an_error",
+            "tests/unit/loops/test_sync_probe.py::test_a_probe_that_compares_nothing_is_an_error",
         ),
     ),
     "Other users of the machine": (

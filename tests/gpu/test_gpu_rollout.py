@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_engines import ask, layout_of, plain, run, sync
+from tiny_engines import ask, layout_of, plain, run, scores, sync
 from tiny_models import tiny_qwen2
 
 from meshrl.algo.losses import make_policy_loss
@@ -74,7 +74,7 @@ def test_its_logprobs_are_those_of_a_full_forward(accelerator, dtype, nats, fast
     engine = _engine(accelerator, dtype, fast=fast)
     for turn in run(engine, _requests()).values():
         ids = np.concatenate([turn.context_ids, turn.output_ids])
-        scored = asyncio.run(engine.score(ids))[len(turn.context_ids) :]
+        scored = scores(engine._runner.model, ids)[len(turn.context_ids) :]
         assert np.abs(turn.logprobs - scored).max() < nats
         assert np.abs(turn.logprobs - scored).mean() < nats / 5
 
@@ -93,7 +93,7 @@ def test_graphs_follow_weights_and_memory_that_change(accelerator):
             await sync(tiny_qwen2(seed=version, **SHAPE).bfloat16(), engine, version)
             request = ask(f"{version}", PROMPTS[2], seed=version, max_new_tokens=30)
             turn = await engine.generate(request)
-            scored = await engine.score(np.concatenate([turn.context_ids, turn.output_ids]))
+            scored = scores(engine._runner.model, [*turn.context_ids, *turn.output_ids])
             off.append(float(np.abs(turn.logprobs - scored[len(turn.context_ids) :]).mean()))
         return off
 

@@ -9,7 +9,7 @@ _REPLACED = "tests/unit/loops/test_replaced_groups.py::"
 _BUFFER = "tests/unit/loops/test_buffer.py::"
 _EVALUATED_PROMPTS = "tests/unit/loops/test_evaluated_prompts.py::"
 _JOB_STATE = "tests/unit/loops/test_job_state.py::"
-_PROBED_ROWS = "tests/unit/loops/test_probed_rows.py::"
+_PROBE = "tests/unit/loops/test_sync_probe.py::"
 _RESUMED_GROUPS = "tests/unit/loops/test_resumed_groups.py::"
 _SAMPLER_PROOF = "tests/unit/loops/test_sampler_proof.py::"
 _STEP_METRICS = "tests/unit/loops/test_step_metrics.py::"
@@ -188,10 +188,10 @@ FAULTS = [
         "tests/e2e/test_own_algorithm_run.py::test_steps_with_only_truncated_answers_do_not_change_the_model",
     ),
     Fault(
-        "a probe compares the rows of a later step",
+        "a probe asks only for the first token, in which no cache has a part",
         "meshrl/loops/sync_and_probe.py::_probe",
-        "zip(rows, ours, theirs, strict=True) => zip(job.probed, ours, theirs, strict=True)",
-        _PROBED_ROWS + "test_a_probe_compares_its_own_rows_when_a_later_step_has_chosen_others",
+        "max_new_tokens=PROBED_TOKENS => max_new_tokens=1",
+        _PROBE + "test_a_probe_is_a_request_of_the_run_and_urgent",
     ),
     Fault(
         "a run whose engine refuses every answer ends as a success",
@@ -201,21 +201,21 @@ FAULTS = [
     ),
     Fault(
         "no probe after a sync",
-        "meshrl/loops/sync_and_probe.py::sync",
+        "meshrl/loops/sync_and_probe.py::_start_probe",
         "job.probed is not None => False",
         _LOOPS + "test_a_sampler_with_old_weights_is_caught_within_its_step",
     ),
     Fault(
-        "a step whose shortest row is long has no row to probe",
-        "meshrl/loops/sync_and_probe.py::rows_to_probe",
-        "s is rows[0] => False",
-        _PROBED_ROWS + "test_the_shortest_rows_with_trained_tokens_are_picked",
+        "the probe has the contexts of one group",
+        "meshrl/loops/sync_and_probe.py::contexts_to_probe",
+        "NUM_PROBES // 2 => 1",
+        _PROBE + "test_the_shortest_contexts_of_different_groups_are_probed",
     ),
     Fault(
         "a probe that compares nothing counts as a proof",
         "meshrl/loops/sync_and_probe.py::_probe",
-        "not answers or num_compared < len(answers) => False",
-        _PROBED_ROWS + "test_a_probe_that_compares_nothing_is_an_error",
+        "not turns or num_compared < len(turns) => False",
+        _PROBE + "test_a_probe_that_compares_nothing_is_an_error",
     ),
     Fault(
         "a sync that changes no element reports no fraction",

@@ -165,8 +165,8 @@ class EmbeddedEngine:
             return []
         if self._cached_version != self._state.version and (self._scheduler.running or self._scheduler.prompts):
             raise SyncError(
-                f"{self.engine_id}: keys and values of weight version {self._cached_version} would be used with version "
-                f"{self._state.version}; a sync must drop them. The cause is an error in meshrl"
+                f"{self.engine_id}: keys and values of weight version {self._cached_version} would be used with "
+                f"version {self._state.version}; a sync must drop them. The cause is an error in meshrl"
             )
         self._cached_version = self._state.version
         admission = self._scheduler.admit()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
-from tiny_engines import ask, run, tiny_engine
+from tiny_engines import ask, run, scores, tiny_engine
 from tiny_models import tiny_lm, tiny_qwen2
 
 from meshrl.core.types import Turn
@@ -50,7 +48,7 @@ def test_a_large_score_that_all_keys_share_does_not_separate_sampler_and_trainer
     off = []
     for turn in turns.values():
         ids = np.concatenate([turn.context_ids, turn.output_ids])
-        off.append(np.abs(turn.logprobs - asyncio.run(engine.score(ids))[len(turn.context_ids) :]))
+        off.append(np.abs(turn.logprobs - scores(engine._runner.model, ids)[len(turn.context_ids) :]))
     assert np.concatenate(off).mean() < 0.02
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 import tiny_engines
 import torch
 import triton_interpreter  # skips this file where the interpreter can't run
-from tiny_engines import ask, run, tiny_engine
+from tiny_engines import ask, run, scores, tiny_engine
 from tiny_models import tiny_lm
 
 from meshrl.model import decoder_kernels, fast_decoder
@@ -153,7 +151,7 @@ def test_weights_of_sampling_and_their_sums_are_those_of_torch():
 def _off(engine, requests) -> np.ndarray:
     """How far the reported logprobs are from those of a forward without a cache."""
     turns = run(engine, requests).values()
-    scored = [asyncio.run(engine.score(np.append(turn.context_ids, turn.output_ids))) for turn in turns]
+    scored = [scores(engine._runner.model, [*turn.context_ids, *turn.output_ids]) for turn in turns]
     return np.abs(np.concatenate([x[len(t.context_ids) :] - t.logprobs for x, t in zip(scored, turns, strict=True)]))
 
 

@@ -1,6 +1,5 @@
 """The embedded engine's tokens and logprobs against Transformers' generate and the trainer's forward."""
 
-import asyncio
 import random
 
 import numpy as np
@@ -314,11 +313,12 @@ def test_an_engine_from_a_folder(tmp_path, lm):
         build_embedded_engine(model, too_long, torch.device("cpu"), "e-0", ())
 
 
-def test_a_row_of_all_positions_can_be_scored_and_a_longer_one_is_refused(lm):
+def test_all_positions_can_be_used_and_a_longer_context_is_refused(lm):
     """Beyond the model's positions there is no rotation; on an accelerator the lookup would end the process."""
     engine = tiny_engine(lm, max_context_tokens=256)
-    assert asyncio.run(engine.score(np.arange(256) % 60)).shape == (256,)
-    with pytest.raises(RequestError, match="257 context"):
-        asyncio.run(engine.score(np.arange(257) % 60))
+    turn = run(engine, [ask("a", np.arange(255) % 60)])["a"]
+    assert (len(turn.output_ids), turn.stop_reason) == (1, "context")
+    with pytest.raises(RequestError, match="256 context"):
+        engine.submit(ask("b", np.arange(256) % 60))
     with pytest.raises(RequestError, match="ids from"):
-        asyncio.run(engine.score(np.array([1, 10_000])))
+        engine.submit(ask("c", [1, 10_000]))

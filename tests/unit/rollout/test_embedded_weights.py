@@ -6,7 +6,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tiny_engines import ask, deliveries, layout_of, run, sync, tiny_engine
+from tiny_engines import ask, deliveries, layout_of, run, scores, sync, tiny_engine
 from tiny_models import tiny_lm
 from tiny_specs import worker_spec
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -40,9 +40,8 @@ def new():
 
 
 def logprobs_on(lm, turn, at):
-    """A new engine's logprobs of a turn's tokens at the positions `at`."""
-    scored = tiny_engine(lm)._runner.score(np.concatenate([turn.context_ids, turn.output_ids]))
-    return scored[len(turn.context_ids) :][at]
+    """The model's logprobs of a turn's tokens at the positions `at`."""
+    return scores(lm, [*turn.context_ids, *turn.output_ids])[len(turn.context_ids) :][at]
 
 
 def test_after_a_sync_the_engine_equals_a_new_engine_with_the_new_weights(old, new):
@@ -61,8 +60,6 @@ def test_after_a_sync_the_engine_equals_a_new_engine_with_the_new_weights(old, n
             assert turn.output_ids.tolist() == cold[str(g)].output_ids.tolist() != before[g].output_ids.tolist()
             assert set(turn.versions) == {3} and set(before[g].versions) == {0}
             np.testing.assert_allclose(turn.logprobs, cold[str(g)].logprobs, atol=1e-6)
-        ids = np.array(CONTEXT)
-        np.testing.assert_array_equal(await engine.score(ids), await tiny_engine(new).score(ids))
 
     asyncio.run(main())
 
@@ -209,8 +206,6 @@ def test_no_generation_without_a_version(old):
         engine = tiny_engine(old, trusted=False)
         with pytest.raises(StaleWeightsError, match="version -1"):
             await engine.generate(ask("a", CONTEXT, min_version=-1))
-        with pytest.raises(StaleWeightsError):
-            await engine.score(np.array(CONTEXT))
         with pytest.raises(SyncError, match="reconcile"):
             await sync(old, engine, 0)
         await engine.reconcile(layout_of(old))
@@ -316,8 +311,6 @@ def test_released_memory_is_really_free_and_can_be_restored(old, new):
         assert cache > 0 and await engine.release({"weights", "kv_cache"}) == cache + weights
         assert sum(p.untyped_storage().nbytes() for p in held) == 0 == engine._runner.num_bytes
         assert await engine.release({"weights", "kv_cache"}) == 0
-        with pytest.raises(StaleWeightsError):
-            await engine.score(np.array(CONTEXT))
         with pytest.raises(StaleWeightsError, match="no longer has"):
             engine.trust_loaded_weights()
         assert await engine.restore({"weights"}) == weights and await engine.restore({"weights"}) == 0

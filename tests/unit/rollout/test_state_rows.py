@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from tiny_engines import ask, layout_of, run, sync, tiny_engine
+from tiny_engines import ask, layout_of, run, scores, sync, tiny_engine
 from tiny_models import tiny_lm
 
 FAMILIES = ["qwen3_next", "lfm2", "minimax", "mamba2"]  # states of both kinds, a convolution alone, a matrix alone
@@ -47,7 +47,7 @@ def test_no_state_survives_a_sync(family: str):
             after = turn.versions == 1
             assert after.any() and not after.all()
             ids = np.concatenate([turn.context_ids, turn.output_ids])
-            want = (await tiny_engine(new).score(ids))[len(turn.context_ids) :]
+            want = scores(new, ids)[len(turn.context_ids) :]
             np.testing.assert_allclose(turn.logprobs[after], want[after], atol=1e-4)
 
     asyncio.run(main())

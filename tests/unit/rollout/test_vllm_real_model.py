@@ -1,4 +1,4 @@
-"""vLLM with a real model, SmolLM2-135M-Instruct: its scores, a run's proofs, and greedy answers of the export."""
+"""vLLM with a real model, SmolLM2-135M-Instruct: its logprobs, a run's proofs, and greedy answers of the export."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 from real_model import prompts, real_model
-from tiny_engines import ask
+from tiny_engines import ask, scores
 from tiny_engines import run as answers_of
 from tiny_run import train
 from vllm_servers import MISSING
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
+from meshrl.core.types import Turn
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.loops.proof import FLOOR_NATS
-from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import load_causal_lm
 from meshrl.rollout.embedded.engine import build_embedded_engine
@@ -91,29 +91,19 @@ def greedy_answers(model: str, contexts: list[np.ndarray]) -> list[list[int]]:
     return [turns[str(i)].output_ids.tolist() for i in range(len(contexts))]
 
 
-def trainer_logprobs(lm: CausalModel, row: np.ndarray) -> np.ndarray:
-    """Those of all tokens but the first, as a train rank computes them."""
-    tokens, n = torch.from_numpy(row.astype(np.int64)), len(row)
-    context = PackedAttention([0, n], torch.device("cpu"))
-    places = torch.arange(n)
-    with torch.no_grad():
-        logprobs, _ = lm(tokens, places, context, places[1:], places[:-1], torch.ones(n - 1), None, False, {})
-    return logprobs.numpy()
-
-
-def test_scores_in_bf16_differ_from_the_trainers_by_the_rounding_of_logits(model: str):
+def test_logprobs_in_bf16_differ_from_the_trainers_by_the_rounding_of_logits(model: str):
     contexts = prompts(model, 16)
-    rows = [np.concatenate([ids, out]) for ids, out in zip(contexts, greedy_answers(model, contexts), strict=True)]
+    requests = [ask(str(i), ids, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS) for i, ids in enumerate(contexts)]
     lm = CausalModel(load_causal_lm(model, dtype=torch.bfloat16))
 
-    async def scores(engine: ServerEngine) -> list[np.ndarray]:
-        return [await engine.score(row) for row in rows]
+    async def answers(engine: ServerEngine) -> list[Turn]:
+        return [await engine.generate(request) for request in requests]
 
     with served(model, "bfloat16") as engine:
-        found = asyncio.run(scores(engine))
+        turns = asyncio.run(answers(engine))
     differences = []
-    for context, row, mine in zip(contexts, rows, found, strict=True):
-        differences.append(np.abs(mine[1:] - trainer_logprobs(lm, row))[len(context) - 1 :])
+    for context, turn in zip(contexts, turns, strict=True):
+        differences.append(np.abs(scores(lm, [*context, *turn.output_ids])[len(context) :] - turn.logprobs))
     mean = float(np.concatenate(differences).mean())
     assert 0 < mean < ROUNDING_NATS["bfloat16"], f"{mean:.3g} nats per token"
 
