@@ -132,8 +132,8 @@ def loop_problems(case: Case) -> Iterator[Problem]:
     if loop.staleness and config.rollout.engine == "endpoint":
         yield Problem(
             ("loop.kind", "rollout.engine"),
-            "an endpoint can't score given tokens, so its weights can't be verified when samples are older than the "
-            "trainer's weights. Use kind: colocated, or engine: vllm.",
+            "an endpoint gives no read-back of its weights, so only its samples prove them, and those that are older "
+            "than the trainer's weights prove nothing. Use kind: colocated, or engine: vllm.",
         )
     if config.data.eval_path is None and (loop.eval_every_steps or case.purpose == "eval"):
         every = ("loop.eval_every_steps",) if loop.eval_every_steps else ()

@@ -183,6 +183,11 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "test_a_reply_that_user_code_writes_breaks_the_worker_and_is_no_reward",
         ),
         (
+            "a sync leaves a stale copy of a weight in a sampler: prepacked, fused, tied, of an adapter or of experts",
+            "the run ends before the next optimizer step (`SamplerMismatchError`, `SyncError`), under each schedule",
+            "tests/faults/test_stale_copies.py::test_a_stale_copy_ends_the_run_before_the_next_update",
+        ),
+        (
             "the probe after a sync compares no token of a sampler's answer",
             "the run ends before the next optimizer step (`SamplerMismatchError`)",
             "tests/unit/loops/test_sync_probe.py::test_a_probe_that_compares_nothing_is_an_error",

@@ -74,12 +74,11 @@ def measured(folder: Path) -> Inputs:
     groups = [group for _, trajectories in steps for group in _groups(trajectories)]
     costs = _costs(folder, run.lines, steps[1:], ranks)  # the first step is slower
     truncated = float(np.mean([t.status == "truncated" for _, trajectories in steps for t in trajectories]))
-    # The proof after a sync: a forward pass of some short rows in the trainer, and one of each row in the samplers.
-    # Without tokens, the trainer's pass costs as much as that of a sampler.
+    # The proof after a sync: a forward pass of some short rows in the trainer. Without tokens, it costs as much as that
+    # of a sampler.
     lengths = sorted(answer.trained for group in groups for answer in group)
     tokens = PROBED_ROWS * lengths[len(lengths) // 20]
     probe_s = costs.prefill_step_s + FORWARD_SHARE * costs.train_token_s * tokens / ranks
-    probe_s += PROBED_ROWS * costs.decode_step_s + costs.prefill_token_s * tokens
     return Inputs(
         replace(costs, probe_s=probe_s),
         groups,

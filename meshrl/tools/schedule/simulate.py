@@ -26,7 +26,7 @@ from meshrl.tools.schedule.setup import Setup
 Wait = float | None
 """Seconds; None: until another group is scored."""
 STEPS_PER_MESSAGE = 2
-PROBED_ROWS = 4  # of each sync of stale samples, one after another: loops/sync_and_probe.py
+PROBED_ROWS = 4  # of each sync of stale samples: loops/sync_and_probe.py
 FIRST_STEPS = 3  # not counted in a prediction, because samplers and trainer do not yet overlap as later
 
 
@@ -190,8 +190,7 @@ class Simulation:
             if sampler.waiting:
                 self._continue(sampler)
         if self.loop.staleness:
-            first_s = max(sampler.delay_s for sampler in self.samplers)  # a message waits for it, too
-            yield first_s + self.costs.probe_s + PROBED_ROWS * self._message_s
+            yield self.costs.probe_s  # samplers answer it while the trainer trains
         self.spans.append(SimulatedSpan("sync", self.step, started_at, self.now))
 
     @property

@@ -322,3 +322,20 @@ def test_all_positions_can_be_used_and_a_longer_context_is_refused(lm):
         engine.submit(ask("b", np.arange(256) % 60))
     with pytest.raises(RequestError, match="ids from"):
         engine.submit(ask("c", [1, 10_000]))
+
+
+def test_an_urgent_request_waits_for_no_other_and_the_others_keep_their_rows(lm):
+    """A probe of new weights must not wait for long answers, and must not let in more of them."""
+    engine = tiny_engine(lm, max_running=2)
+    for i in range(4):
+        engine.submit(ask(f"{i}", [3 + i, 5], max_new_tokens=30, ignore_eos=True))
+    engine.step()
+    urgent = [ask(f"urgent {i}", [7, 8], seed=i, max_new_tokens=4, ignore_eos=True, is_urgent=True) for i in range(2)]
+    for request in urgent:
+        engine.submit(request)
+    *before, last = (engine.step() for _ in range(4))
+    assert not any(before) and {name for name, _ in last} == {"urgent 0", "urgent 1"}
+    assert (engine.stats().running, engine.stats().waiting) == (2, 2)
+    alone = run(tiny_engine(lm), urgent)
+    for name, turn in last:
+        np.testing.assert_array_equal(turn.output_ids, alone[name].output_ids)
