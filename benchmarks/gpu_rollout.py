@@ -93,7 +93,9 @@ def load_plain(folder: Path, device: torch.device) -> Any:
     """The model, loaded by plain Transformers."""
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    lm = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
+    )
     return lm.to(device).eval()
 
 
@@ -174,7 +176,7 @@ def measure_decode(report: Report, args: Any, device: torch.device, shape: str, 
     """Steps in which no row joins or ends. Groups of 8 share their prompts, so that few are computed."""
     contexts, num_rows, num_steps = ([16], 16, 8) if args.smoke else (args.contexts, MAX_RUNNING, 48)
     folder = model_folder(None, shape, device)
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = shape_of(config)
     for context in contexts:
         engine = build_engine(folder, device, context + 2 * num_steps)

@@ -165,7 +165,8 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
         "sync_bytes": layout.num_bytes,
         "trainer_bytes": held,
     }
-    config, roofline = AutoConfig.from_pretrained(folder), roofline_of(report, args.peak_tflops)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    roofline = roofline_of(report, args.peak_tflops)
     rate = measure_copy(report, device, 1 << 20 if args.smoke else 1 << 31) / 2
     report.bar("sync_over_copy", layout.num_bytes / median(syncs) / rate, at_least=0.6)
     report_figures(report, steps[1:], peaks, layout.num_bytes, syncs)

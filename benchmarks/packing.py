@@ -48,7 +48,9 @@ def load_plain(folder: Any, dtype: str) -> Any:
     """The model, loaded by plain Transformers."""
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").train()
+    lm = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], attn_implementation="sdpa", trust_remote_code=False
+    ).train()
     lm.config.use_cache = False
     return lm
 

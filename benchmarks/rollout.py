@@ -86,7 +86,9 @@ def load_plain(folder: Path, dtype: str) -> Any:
     """The model, loaded by plain Transformers."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], attn_implementation="sdpa", trust_remote_code=False
+    ).eval()
 
 
 def generate(lm: Any, specs: Sequence[RequestSpec], rows: int) -> int:

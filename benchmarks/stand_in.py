@@ -35,7 +35,7 @@ def model_that_ends(smoke: bool) -> Path:
 
     folder = Path(tempfile.mkdtemp(prefix="stand-in-"))
     build(DATA.parent, folder, **(dict(hidden_size=32, num_hidden_layers=1, intermediate_size=48) if smoke else {}))
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     set_end_probability(lm)
     lm.save_pretrained(folder)
     return folder

@@ -193,7 +193,8 @@ def print_greedy_answers(folder: str, pairs: list[Pair], max_new_tokens: int) ->
     """Print greedy answers by plain Transformers: the saved model does not need meshrl."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     print(f"  {type(model).__name__}, {model.num_parameters():,} parameters; answers by model.generate:")
     for _, new in pairs:
         inputs = tokenizer.apply_chat_template(

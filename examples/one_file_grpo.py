@@ -261,8 +261,8 @@ def main():
         task.build_tokenizer(folder)
         task.build_model(folder, args.seed)
         task.make_data(folder, args.seed)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         demonstrations, problems, heldout = (read_rows(folder / f"{n}.jsonl") for n in ("warmup", "train", "heldout"))
     torch.manual_seed(args.seed)
 

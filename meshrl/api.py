@@ -102,8 +102,9 @@ def evaluate(
     from meshrl.run.subject import subject_of
 
     objects = objects_of(rewards, agent, {"data.eval_path": eval_data}, quiet=quiet)
-    config, subject = subject_of(config, model)
-    loaded = load_run(config, subject.overrides(overrides), "eval", objects)
+    file, subject = subject_of(config, model)
+    of_run = None if file is config else file.parent
+    loaded = load_run(file, subject.overrides(overrides), "eval", objects, of_run=of_run)
     begin(loaded, quiet)
     from meshrl.run import start
     from meshrl.tools.convert import convert

@@ -66,7 +66,7 @@ def build_model(folder, seed):
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -22,6 +22,7 @@ from meshrl.process import frames, spawn
 from meshrl.process.connect import LOST_AFTER_S, connect, interface_of
 from meshrl.process.diagnosis import Snapshot
 from meshrl.process.leases import sweep
+from meshrl.process.private_caches import use_private_caches
 from meshrl.process.spawn import Program, SpawnedProcess
 
 
@@ -54,6 +55,7 @@ class NodeAgent:
         Raises: ConnectionError when the controller can't be reached.
         """
         sweep()
+        use_private_caches()
         self.control = self.connect("control")
         try:
             while self.exit_code is None:

@@ -68,6 +68,7 @@ class RankConnection:
     computed_tokens: int = 0  # of its sampler, by its last report
     progressed_at: float = -math.inf  # when it last reported tokens or micro-batches, on the event loop's clock
     lost: RankFailure | None = None  # set until the rank is replaced
+    replaces: RankFailure | None = None  # of this rank's former process, until this one has started
     recorder: str = ""  # the socket on its machine of its flight recorder, if it serves one
 
     @property
@@ -114,7 +115,7 @@ class ProcessExecutor:
         await self._start_ranks(range(len(self.specs)))
 
     def failure_of(self, rank: int) -> RankFailure | None:
-        return self._ranks[rank].lost
+        return self._ranks[rank].lost or self._ranks[rank].replaces
 
     def computed_tokens(self, rank: int) -> int:
         return self._ranks[rank].computed_tokens
@@ -142,11 +143,15 @@ class ProcessExecutor:
         for rank in ranks:
             if self._closing:
                 raise self._ranks[rank].lost or RankFailure(rank, "start", "the run has ended meanwhile")
+            failure = self.failure_of(rank) if rank in self._ranks else None
             self._ranks[rank] = await self._spawn(self.specs[rank])
+            self._ranks[rank].replaces = failure
         recorders = await asyncio.gather(*(self.call(rank, serve_recorder) for rank in ranks))
         for rank, recorder in zip(ranks, recorders, strict=True):
             self._ranks[rank].recorder = recorder
         await asyncio.gather(*(self.call(rank, RankWorker.start) for rank in ranks))
+        for rank in ranks:
+            self._ranks[rank].replaces = None
 
     async def _spawn(self, spec: WorkerSpec) -> RankConnection:
         """Start the process of a rank and open its channel."""
@@ -171,8 +176,9 @@ class ProcessExecutor:
 
     async def call(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self._ranks[rank]
-        if state.lost is not None:
-            raise state.lost
+        failure = state.lost if method in (serve_recorder, RankWorker.start) else self.failure_of(rank)
+        if failure is not None:
+            raise failure
         occupies = not inspect.iscoroutinefunction(method)
         call_id, call = next(self._ids), _Call(phase_of(method), self._loop.create_future(), occupies)
         # The caller may have been cancelled, or have raised another failure: mark the exception as retrieved.

@@ -8,6 +8,7 @@ import sys
 
 from meshrl.config.cluster import ClusterConfig
 from meshrl.core.terminal import open_standard_streams
+from meshrl.process.private_caches import use_private_caches
 from meshrl.process.spawn import Program, prepare
 
 RANK = Program(
@@ -25,6 +26,7 @@ def prepare_ranks(cluster: ClusterConfig) -> None:
     """Let modules of the working folder be found, and start the imports of this machine's ranks. Under torchrun they
     start later, with environment variables that the controller sends. Safe to call again."""
     open_standard_streams()  # ranks inherit them
+    use_private_caches()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder
     if cluster.executor == "processes" and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():

@@ -21,6 +21,7 @@ from meshrl.config import check as checks
 from meshrl.config.algo import LOSS_KIND
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Check, Problem, Purpose, Value
+from meshrl.config.of_run import code_of_the_run, trusted_folder
 from meshrl.config.other_frameworks import meanings, misspelt_meanings
 from meshrl.config.precedence import DEFAULT, Layers, cut, value_and_origin
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -97,15 +98,16 @@ def load_run_config(
     in_memory: InMemory = NOTHING_IN_MEMORY,
     further: Sequence[Check] = (),
     starts: bool = True,
+    of_run: Path | None = None,
 ) -> Loaded[RunConfig]:
     """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, where top_p and other filters are allowed.
 
     source: a file, a dict with the content of a file, or a config. table_names, starts: as in Case. further: checks of
-    higher packages, made together with those of the config.
+    higher packages, made together with those of the config. of_run: the folder of the run whose config.yaml this is.
 
     Raises: ConfigError that lists all problems at once, each with key, value, origin and what to do.
     """
-    return _load(RunConfig, source, overrides, table_names or {}, purpose, in_memory, further, starts)
+    return _load(RunConfig, source, overrides, table_names or {}, purpose, in_memory, further, starts, of_run)
 
 
 def load_sft_config(
@@ -132,6 +134,7 @@ def _load(
     in_memory: InMemory,
     further: Sequence[Check],
     starts: bool = True,
+    of_run: Path | None = None,
 ) -> Loaded[C]:
     if isinstance(overrides, str | Mapping):
         raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of strings: ['train.optimizer.lr=1e-6']")
@@ -145,7 +148,9 @@ def _load(
     layers.add([reader.override(text) for text in overrides])
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
     written = given_in(layers.tree)
-    modules = _module_folder(written, reader.folder)
+    modules = _module_folder(written, reader.folder, of_run)
+    if of_run is not None and (refused := [*code_of_the_run(written, of_run)]):
+        raise ConfigError(_report(path, refused, written, {}))
     twice = _given_twice(given_in(objects) | dict.fromkeys(in_memory.unused), written)
     layers.add_objects(objects, len(trees))
     rows = in_memory.rows
@@ -171,13 +176,13 @@ def _load(
     return Loaded(config=config, origins=origins, path=path, notices=notices)
 
 
-def _module_folder(values: Mapping[str, Value], folder_of_config: Path) -> str:
+def _module_folder(values: Mapping[str, Value], folder_of_config: Path, of_run: Path | None) -> str:
     """The absolute path of run.module_folder, which is added to Python's path, here and by that in all processes that
     this one starts."""
     value, folder = values.get("run.module_folder"), folder_of_config
     if value is not None and isinstance(value.value, str):
         folder = value.folder / Path(value.value).expanduser()
-    path = str(folder.resolve())
+    path = str((folder if of_run is None else trusted_folder(value, folder, of_run)).resolve())
     if path not in sys.path:
         sys.path.append(path)  # last, so that no file next to a config replaces an installed package
     return path

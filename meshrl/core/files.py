@@ -58,6 +58,15 @@ def is_there(path: Path) -> bool:
     return True
 
 
+def is_private(path: Path) -> bool:
+    """Whether this user or root owns it, and others than its group can't write there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & stat.S_IWOTH
+
+
 def open_plain(path: Path) -> BinaryIO:
     """A regular file, opened to read its bytes. Raises: Unreadable."""
     size_of(path)

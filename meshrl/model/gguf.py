@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> 
     """Write the model, the tokenizer and the chat template of the GGUF file `path` to the new folder `out`, in `dtype`.
     Quantised weights are dequantised; the precision that the quantisation removed is not restored.
 
-    Needs host memory for the model in float32, twice.
+    Other files of its folder are not read, and no code is run. Needs host memory for the model in float32, twice.
     Raises: ConfigError without the package gguf, and for a file that Transformers can't read, or that lacks tensors;
     OutputError when `out` can't be written.
     """
@@ -35,12 +36,14 @@ def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> 
         raise ConfigError(f"{path} is a GGUF file, and the package gguf is not installed: pip install 'meshrl[gguf]'")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, name = str(path.parent), path.name
+    name = path.name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=torch.float32, output_loading_info=True
-        )
+        with tempfile.TemporaryDirectory() as folder:  # Transformers also reads a tokenizer_config.json next to it
+            Path(folder, name).symlink_to(path.absolute())
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
+            result: Any = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
     except Exception as cause:  # Transformers and gguf raise whatever a damaged file or an unknown architecture causes
         raise ConfigError(
             f"{path} could not be read by Transformers' GGUF reader: {type(cause).__name__}: {cause!s:.400}. Copy "
@@ -54,7 +57,7 @@ def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> 
         )
     config = quantised.config
     del config.quantization_config  # save_pretrained refuses a model that is still marked as quantised
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.load_state_dict(quantised.state_dict())
     with output_errors(out, "Make room, or give another folder"), replacing(out) as aside:
         save_pretrained(model, dtype, aside)

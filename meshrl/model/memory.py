@@ -44,7 +44,7 @@ def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> 
     text, compute, masters = text_config(cfg.path), DTYPES[cfg.dtype], DTYPES[train.master_dtype]
     name = "eager" if text.model_type in attention.OWN_CODE else attention.NAME
     with as_config_error(cfg.path, ImportError), torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(text, attn_implementation=name, dtype=compute)
+        lm = AutoModelForCausalLM.from_config(text, attn_implementation=name, dtype=compute, trust_remote_code=False)
     model = CausalModel(lm)
     _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
     num_shards *= num_ulysses

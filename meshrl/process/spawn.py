@@ -32,6 +32,7 @@ from typing import Any
 from meshrl.process.diagnosis import Snapshot, how_it_ended, oom_kills, snapshot
 from meshrl.process.guard import OF_A_RANK, end_with_parent
 from meshrl.process.leases import sweep
+from meshrl.process.private_caches import CACHES
 
 _OWN_VARIABLES = {
     *OF_A_RANK,
@@ -39,7 +40,7 @@ _OWN_VARIABLES = {
 }  # no library reads them when it is imported: each child gets its own values after the fork
 # The fork server has these, too, but children may have others. PyTorch and scikit-learn set three of them when they are
 # imported; modules that a child imports are searched in its own PYTHONPATH.
-_SET_AFTER_START = {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTHONPATH"}
+_SET_AFTER_START = {*CACHES, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTHONPATH"}
 _LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
 _TITLE_ROOM = " " * 64  # an argument of the fork server that reserves room for the command line of a child
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -128,16 +129,19 @@ def load_run(
     purpose: Literal["train", "eval"] = "train",
     objects: Objects = NO_OBJECTS,
     starts: bool = True,
+    of_run: Path | None = None,
 ) -> Loaded[RunConfig]:
     """The checked config. The check constructs rewards and built-in agents from their args, but not a user's agent.
-    starts: False where the run starts later, or elsewhere. Raises: ConfigError that lists all problems at once."""
+    starts: False where the run starts later, or elsewhere. of_run: as in load_run_config.
+
+    Raises: ConfigError that lists all problems at once."""
     names = {
         "reward": {*REWARDS, *(_name_of(function) for function in objects.rewards.values())},
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
         "needs_answer": set(NEEDS_ANSWER),
     }
     checks: list[Check] = [check_data, partial(check_graders, objects.rewards)]
-    loaded = load_run_config(source, overrides, names, purpose, objects.in_memory(), checks, starts)
+    loaded = load_run_config(source, overrides, names, purpose, objects.in_memory(), checks, starts, of_run)
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)
     return loaded

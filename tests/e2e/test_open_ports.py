@@ -25,6 +25,8 @@ from run_contents import assert_equal_tensors, sampled_turns, weights
 from tiny_run import steps_of, train, write_run
 from torchrun_runs import PYTHONPATH
 
+from meshrl.process.private_caches import CACHES
+
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm"),
@@ -88,7 +90,7 @@ def _run(layout: str, folder: Path) -> Observed:
     config = write_run(folder)
     arguments = [str(TESTS / "gated_run.py"), str(config), str(gate), "run.name=run", *LAYOUTS[layout]]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if layout == "torchrun" else []
-    environment = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME",)}
+    environment = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", *CACHES)}
     seen = Observed(folder=folder / "runs", mark=gate / "touched")
     with open(folder / "output.txt", "w+") as output:
         run = subprocess.Popen(

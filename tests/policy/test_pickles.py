@@ -38,8 +38,27 @@ def faults_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.attr
             elif owner == "torch" and node.attr == "load":
                 yield node.lineno, "torch.load"
+        elif isinstance(node, ast.Call) and _may_run_code_of_a_model(node):
+            yield node.lineno, "a call of Transformers without trust_remote_code=False, which asks the user"
         elif isinstance(node, ast.keyword) and node.arg in CODE_SWITCHES and ast.unparse(node.value) != "False":
             yield node.value.lineno, node.arg
+
+
+def _may_run_code_of_a_model(call: ast.Call) -> bool:
+    name, _, method = ast.unparse(call.func).rpartition(".")
+    is_auto = name.rpartition(".")[2].startswith("Auto") and method in ("from_pretrained", "from_config")
+    keywords = {keyword.arg for keyword in call.keywords}
+    return (is_auto or (method == "pipeline" and not name)) and "trust_remote_code" not in keywords
+
+
+def test_no_call_of_transformers_can_ask_whether_to_run_code_of_a_model():
+    faults = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in python_files("meshrl", "examples", "benchmarks", "scripts")
+        for node in ast.walk(syntax(path))
+        if isinstance(node, ast.Call) and _may_run_code_of_a_model(node)
+    ]
+    assert faults == [], "pass trust_remote_code=False"
 
 
 def test_pickles_are_read_only_where_their_sender_is_trusted():
@@ -71,6 +90,9 @@ def test_no_exception_outlives_its_reason():
         "torch.load(path, weights_only=True)",
         "np.load(path, allow_pickle=True)",
         "AutoConfig.from_pretrained(path, trust_remote_code=trust)",
+        "AutoConfig.from_pretrained(path)",
+        "transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)",
+        "pipeline('text-generation', path)",
     ],
 )
 def test_the_rule_finds_each_way_to_read_a_pickle(code: str):

@@ -47,7 +47,7 @@ class ServerProcess:
             "meshrl.process.guard",
             [str(self.folder), *command(self.folder)],
             output=self._log,
-            environment=environment,
+            environment={"TMPDIR": str(self.folder), **environment},
             pass_fds=[self._folder_lease.fd],  # the guard has the lease, too, until it removes the folder
         )
 

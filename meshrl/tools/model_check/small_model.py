@@ -32,7 +32,7 @@ def write_first_layers(model: str, folder: Path) -> str:
         num_layers, first = _first_layers(config, config.get_text_config().vocab_size if has_weights else None)
         if has_weights:
             values = model_facts(model).weights
-            lm: Any = AutoModelForCausalLM.from_config(first, attn_implementation="eager", dtype=torch.float32)
+            lm = _eager(first)
             values.fill(lm)
             lm.save_pretrained(folder)
         else:
@@ -70,7 +70,7 @@ def write_random_model(config: Any, folder: Path, seed: int = 0) -> None:
     so small that layers hardly matter."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for the initial values of parameters such as decays, to which noise is added
-        lm: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        lm = _eager(config)
     draw = torch.Generator().manual_seed(seed)
     for p in lm.parameters():
         if p.ndim > 1:
@@ -81,3 +81,9 @@ def write_random_model(config: Any, folder: Path, seed: int = 0) -> None:
         if buffer.is_floating_point() and buffer.ndim == 1:  # a router's correction; others are tables, such as decays
             buffer.uniform_(0.5, 0.8, generator=draw)
     lm.save_pretrained(folder)
+
+
+def _eager(config: Any) -> Any:
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
+    )

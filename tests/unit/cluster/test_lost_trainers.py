@@ -269,6 +269,35 @@ def test_a_sampler_that_dies_while_it_is_idle_is_replaced_at_once(tmp_path):
     _run(body)
 
 
+def test_a_new_process_gets_no_command_before_it_has_started_also_after_an_interrupted_restart(tmp_path):
+    """Such as the abort of a request to its former process: it has no sampler yet."""
+
+    async def body() -> None:
+        async with running(tmp_path, num_train_ranks=1) as groups:
+            executor = groups.executor
+            executor.on_lost = lambda failure: None  # no replacement but the ones below
+            os.kill((await _pids(groups))[1], signal.SIGKILL)
+            with pytest.raises(RankFailure, match="killed by SIGKILL"):
+                await executor.call(1, RankWorker.abort, [])
+            former = executor._ranks[1]
+            for interrupted in (True, False):
+                restart = asyncio.create_task(executor.restart([1]))
+                while executor._ranks[1] is former:
+                    await asyncio.sleep(0.01)
+                former = executor._ranks[1]
+                with pytest.raises(RankFailure, match="killed by SIGKILL"):
+                    await executor.call(1, RankWorker.abort, [])
+                if interrupted:
+                    restart.cancel()
+                    await asyncio.gather(restart, return_exceptions=True)
+                    assert executor.failure_of(1) is not None, "it has to be restarted"
+            await restart
+            assert executor.failure_of(1) is None
+            assert await executor.call(1, RankWorker.abort, []) == 0
+
+    _run(body)
+
+
 def raise_in_generate(worker: RankWorker) -> None:
     async def generate(self: RankWorker, request: Any) -> None:
         raise KeyError("no such layer")

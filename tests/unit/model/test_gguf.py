@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_qwen2
+from tiny_models import tiny_lm, tiny_qwen2
 from tiny_tokenizers import CHATML, tiny_tokenizer
 
 from meshrl.core.errors import CheckpointError, ConfigError
@@ -32,9 +33,9 @@ PARTS = {  # of a block, GGUF's name -> Transformers' name
 }
 
 
-def write_gguf(path: Path, lm: torch.nn.Module, tokenizer, without: str = "nothing") -> None:
+def write_gguf(path: Path, lm: torch.nn.Module, tokenizer, without: str = "nothing", kind: str = "qwen2") -> None:
     config = lm.config
-    writer = gguf.GGUFWriter(path, "qwen2")
+    writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -115,3 +116,22 @@ def test_without_the_package_gguf_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr("meshrl.model.gguf.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'meshrl\[gguf\]'"):
         convert(tmp_path / "x.gguf", tmp_path / "out")
+
+
+def test_code_next_to_the_file_is_not_run_whatever_the_user_answers(tmp_path, monkeypatch):
+    """A folder of another user, whose tokenizer has a class of its own. Transformers would ask whether to run it."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    tokenizer = tiny_tokenizer()
+    lm = tiny_lm("llama", vocab_size=len(tokenizer))  # Transformers has no tokenizer class for this type of model
+    write_gguf(theirs / "tiny.gguf", lm, tokenizer, kind="llama")
+    code = {name: "planted.Planted" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    settings = {"tokenizer_class": "Planted", "auto_map": code | {"AutoTokenizer": ["planted.Planted", None]}}
+    for name in ("tokenizer_config.json", "config.json"):
+        (theirs / name).write_text(json.dumps({"model_type": "planted"} | settings))
+    (theirs / "planted.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'mark')!r}).touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    convert(theirs / "tiny.gguf", tmp_path / "out")
+    assert not (tmp_path / "mark").exists() and not (tmp_path / "modules").exists()
+    assert load_tokenizer(tmp_path / "out").eos_token_id == tokenizer.eos_token_id
