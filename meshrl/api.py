@@ -86,6 +86,7 @@ def evaluate(
     overrides: Sequence[str] = (),
     *,
     model: str | Path | None = None,
+    step: int | None = None,
     out: str | Path | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     agent: Agent | AgentFunction | None = None,
@@ -95,14 +96,15 @@ def evaluate(
     """Answer and score held-out rows, like `meshrl eval`, in a new folder.
 
     config: as in `train`, or the folder of a run, whose config.yaml and model are then used. model: in place of
-    model.path: the folder of a model, of a run, or of a step of a run. out: the folder to write; it must not exist.
+    model.path: the folder of a model, of a run, or of a step of a run. step: evaluate the model after so many steps of
+    the run, in place of its best or newest one. out: the folder to write; it must not exist.
     None = eval_N in the folder of the model's run, or below run.folder. The rest is as in `train`.
     """
     from meshrl.run.inputs import begin, load_run, objects_of
     from meshrl.run.subject import subject_of
 
     objects = objects_of(rewards, agent, {"data.eval_path": eval_data}, quiet=quiet)
-    file, subject = subject_of(config, model)
+    file, subject = subject_of(config, model, step)
     of_run = None if file is config else file.parent
     loaded = load_run(file, subject.overrides(overrides), "eval", objects, of_run=of_run)
     begin(loaded, quiet)
@@ -160,8 +162,11 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, list[float]]:
-        """All values of each metric, in order, for example metrics["reward/mean"]."""
-        values: dict[str, list[float]] = {}
+        """All values of each metric, in order, for example metrics["reward/mean"]. Raises: KeyError for a name that the
+        run does not have; it names the nearest."""
+        from meshrl.monitor.metrics import NamedValues
+
+        values: dict[str, list[float]] = NamedValues()
         for line in self.lines:
             for name, value in line.metrics.items():
                 values.setdefault(name, []).append(value)
@@ -177,9 +182,16 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The folder of the newest model, for from_pretrained; None when the run has written no model."""
-        model = self.summary.get("model")
-        return None if model is None else self.folder.joinpath(*Path(model).parts[-3:])  # checkpoints/step_N/model
+        """The best model if an evaluation has recorded one, else the newest, for from_pretrained: its folder, or
+        model.path if no step made it better; None when the run has written no model."""
+        from meshrl.core.errors import ConfigError
+        from meshrl.run.subject import find_subject
+
+        try:
+            subject = find_subject(self.folder)
+        except ConfigError:  # neither a model nor a state
+            return None
+        return None if subject.model is None or subject.state is not None else Path(subject.model)
 
     @property
     def best_model(self) -> Path | None:

@@ -118,7 +118,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     start.add_argument(
         "--model", required=True, metavar="MODEL", help="the model to train: its folder, a hub id, or runs/NAME"
     )
-    _add_chat_options(add("chat", _chat, "talk to a model in the terminal: one question, or a conversation"))
+    talk = add("chat", _chat, "talk to a model in the terminal: one question, or a conversation")
+    _add_chat_options(talk)
     diagnose = add("diagnose", _diagnose, "report where the time of a run goes, and what to change; see docs/see.md")
     _add_diagnose_options(diagnose)
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
@@ -135,9 +136,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     runs = add("runs", _runs, "list the runs in a folder: state, progress, held-out scores")
     runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
     convert = add("convert", _convert, "convert a checkpoint or a GGUF file to a model folder for from_pretrained")
-    checkpoints = "such as runs/NAME/checkpoints/step_000100, runs/NAME for its newest, or model.gguf"
+    checkpoints = "such as runs/NAME/checkpoints/step_000100, runs/NAME for its best, or model.gguf"
     convert.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoints)
     convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
+    of_step = "the model after N steps of the run (default: its best by held-out evaluations, else its newest)"
+    for sub in (evaluate, talk, convert):
+        sub.add_argument("--step", type=int, metavar="N", help=of_step)
     check = add("model-check", _model_check, "check that meshrl trains and samples a model as Transformers computes it")
     check.add_argument(
         "model", metavar="MODEL", help="a model's folder, or a hub id, of which only config.json is fetched"
@@ -246,7 +250,7 @@ def _add_view_options(view: argparse.ArgumentParser) -> None:
 
 
 def _add_chat_options(talk: argparse.ArgumentParser) -> None:
-    talk.add_argument("model", metavar="MODEL", help="a model's folder, a hub id, or runs/NAME for its newest model")
+    talk.add_argument("model", metavar="MODEL", help="a model's folder, a hub id, or runs/NAME for its best model")
     talk.add_argument(
         "overrides",
         metavar="QUESTION|key=value",
@@ -296,7 +300,7 @@ def _train(is_sft: bool, args: argparse.Namespace) -> None:
 def _evaluate(args: argparse.Namespace) -> None:
     from meshrl.api import evaluate
 
-    evaluate(args.config, args.overrides, model=args.model, out=args.out)
+    evaluate(args.config, args.overrides, model=args.model, step=args.step, out=args.out)
 
 
 def _init(args: argparse.Namespace) -> None:
@@ -308,7 +312,7 @@ def _init(args: argparse.Namespace) -> None:
 def _chat(args: argparse.Namespace) -> None:
     from meshrl.tools.chat import chat
 
-    chat([*args.compare, args.model], args.overrides, args.system)
+    chat([*args.compare, args.model], args.overrides, args.system, args.step)
 
 
 def _launch(args: argparse.Namespace) -> None:
@@ -409,8 +413,8 @@ def _stop(args: argparse.Namespace) -> None:
 def _convert(args: argparse.Namespace) -> None:
     from meshrl.tools.convert import convert
 
-    convert(args.checkpoint, args.out)
-    print_message(f"wrote {args.out}", sys.stdout)
+    text = convert(args.checkpoint, args.out, args.step)
+    print_message(f"wrote {args.out}, of {text}", sys.stdout)
 
 
 def _model_check(args: argparse.Namespace) -> int:

@@ -55,10 +55,11 @@ def made_run(
     num_steps: int | None = None,
     metric: str = "reward/mean",
     config: str = "",
+    evaluation: Mapping[str, str] = {},
 ) -> Path:
     """evals: the scores of the held-out prompts q0, q1, ... after each number of steps. status: None = the run was
-    killed."""
-    sink = JsonlSink(folder / "metrics.jsonl", clock=lambda: 1000.0)
+    killed. evaluation: the identity of its evaluations."""
+    sink = JsonlSink(folder / "metrics.jsonl", clock=lambda: 1000.0, evaluation=lambda: evaluation)
     file = StatusFile(folder, len(rewards) if num_steps is None else num_steps)
     log = RolloutLog(folder, decode)
     for step in sorted({*range(len(rewards) + 1), *evals}):

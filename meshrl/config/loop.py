@@ -48,9 +48,10 @@ class LoopConfig(Slice):
     rollout.eval_sampling.temperature is set"""
     eval_term: str | None = None
     """score of an answer for eval/mean_at_k, eval/pass_at_k and save_best: one of reward.terms (its weight may be 0),
-    or weighted_sum = the reward; null = the first of reward.terms. All terms are graded and reported in any case"""
-    eval_pass_score: float = 1.0
-    """score of eval_term from which on an answer counts as passed in eval/pass_at_k"""
+    or weighted_sum = the reward; null = weighted_sum. All terms are graded and reported in any case"""
+    eval_pass_score: float | None = None
+    """score of eval_term from which on an answer counts as passed in eval/pass_at_k; null = 1 for a term, and for
+    weighted_sum the sum of all weights above 0 without terms of kind overlong: each of these terms scores 1"""
     save_best: bool = True
     """save the model whenever an evaluation has the highest eval/mean_at_k so far, the mean of eval_term; the previous
     best is deleted, unless a checkpoint needs it or save_every_steps retains it"""

@@ -1,3 +1,4 @@
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import Field
@@ -17,6 +18,12 @@ class RewardTerm(Slice):
     """factor in the weighted sum; below 0 is a penalty"""
     args: dict[str, Any] = Field({})
     """keyword arguments of the function"""
+
+
+def full_reward(weights: Iterable[tuple[str, float]]) -> float:
+    """The reward of an answer that scores 1 in each term with a weight above 0, except overlong, which is at most 0.
+    weights: (kind, weight) of each term."""
+    return sum((weight for kind, weight in weights if weight > 0 and kind != "overlong"), 0.0)
 
 
 class RewardConfig(Slice):

@@ -14,10 +14,10 @@ from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.data import DataConfig
-from meshrl.config.loop import LoopConfig, SftConfig
+from meshrl.config.loop import WEIGHTED_SUM, LoopConfig, SftConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.monitor import MonitorConfig
-from meshrl.config.reward import RewardConfig
+from meshrl.config.reward import RewardConfig, full_reward
 from meshrl.config.rollout import RolloutConfig, SamplingConfig
 from meshrl.config.train import TrainConfig
 
@@ -92,7 +92,14 @@ class RunConfig(Slice):
     @property
     def eval_term(self) -> str:
         """The value of loop.eval_term, or its default."""
-        return self.loop.eval_term or next(iter(self.reward.terms))
+        return self.loop.eval_term or WEIGHTED_SUM
+
+    @property
+    def eval_pass_score(self) -> float:
+        """The value of loop.eval_pass_score, or its default."""
+        if self.loop.eval_pass_score is not None or self.eval_term != WEIGHTED_SUM:
+            return 1.0 if self.loop.eval_pass_score is None else self.loop.eval_pass_score
+        return full_reward((term.kind, term.weight) for term in self.reward.terms.values())
 
     @property
     def sampling_ranks(self) -> tuple[str, int]:

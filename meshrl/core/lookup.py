@@ -6,14 +6,18 @@ This file imports the standard library only, because reward workers import it wh
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from operator import attrgetter
 from typing import Any
 
@@ -65,6 +69,22 @@ def import_object(path: str) -> Any:
         public = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         location = getattr(module, "__file__", None) or f"module {module_name}"
         raise ConfigError(f"{location} has no {name!r}{did_you_mean(name, public)}") from error
+
+
+def code_of(path: str, given: Any = None) -> str:
+    """The text of the code behind a name in the config, without comments and layout: the module of a dotted path, the
+    version of meshrl for a built-in name, or the function or class `given` by a Python caller; "" if there is none."""
+    text: str | None = None
+    try:
+        if given is not None:
+            text = inspect.getsource(given if hasattr(given, "__qualname__") else type(given))
+        elif ":" not in path:
+            return version("meshrl")
+        elif (spec := importlib.util.find_spec(module := path.partition(":")[0])) is not None:
+            text = getattr(spec.loader, "get_source", lambda _: None)(module)
+        return ast.unparse(ast.parse(textwrap.dedent(text or "")))
+    except (ImportError, OSError, TypeError, ValueError, SyntaxError):  # no text, or one line of a longer expression
+        return text or ""
 
 
 def can_be_imported(path: str) -> bool:

@@ -31,6 +31,10 @@ class PromptFeed(Protocol):
         then, else as they are drawn."""
         ...
 
+    def shared(self, texts: set[bytes]) -> set[bytes]:
+        """Those of these token ids that a training prompt has; a stream compares only its first rows."""
+        ...
+
     def next(self, n: int) -> list[Prompt]:
         """The next n prompts, with consecutive ordinals."""
         ...
@@ -72,6 +76,8 @@ class _Source:
     identity: more values that must be equal in a resume.
     """
 
+    prompts: Sequence[Prompt] = ()  # that have been rendered
+
     def __init__(self, digest: str, num_rows: int, seed: int, shuffle: bool, **identity: Any):
         self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
         self._epoch, self._epoch_rows = -1, np.arange(num_rows)
@@ -90,6 +96,9 @@ class _Source:
         self.next_ordinal += n
         return drawn
 
+    def shared(self, texts: set[bytes]) -> set[bytes]:
+        return texts.intersection(prompt.ids.tobytes() for prompt in self.prompts if prompt.ids is not None)
+
     def state(self) -> dict[str, Any]:
         return {"next_ordinal": self.next_ordinal, **self._identity}
 
@@ -103,12 +112,12 @@ class PromptSource(_Source):
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, num_left_out: int = 0):
         super().__init__(digest_of((p.id, p.ids) for p in prompts), len(prompts), seed, shuffle)
-        self._prompts = list(prompts)
+        self.prompts = list(prompts)
         self.num_left_out = num_left_out
 
     def next(self, n: int) -> list[Prompt]:
         """The next n prompts, also across epochs. With fewer rows than n, a row occurs again, with another ordinal."""
-        return [dataclasses.replace(self._prompts[row], ordinal=ordinal) for ordinal, row in self._draw(n)]
+        return [dataclasses.replace(self.prompts[row], ordinal=ordinal) for ordinal, row in self._draw(n)]
 
 
 class PromptStream(_Source):
@@ -120,9 +129,9 @@ class PromptStream(_Source):
         require_rows(table, table.num_rows)
         self._table, self._make, self._limit = table, make, make.cfg.max_prompt_tokens
         # Of the first rows as rendered, and of the table's fingerprint: the other rows are not read for the digest.
-        prompts = [make(raw, 0) for raw in table.rows(0, PROBED_ROWS)]
+        self.prompts = [make(raw, 0) for raw in table.rows(0, PROBED_ROWS)]
         fingerprint = np.frombuffer(repr(table.fingerprint()).encode(), np.uint8)
-        digest = digest_of([*((p.id, p.ids) for p in prompts), ("fingerprint", fingerprint)])
+        digest = digest_of([*((p.id, p.ids) for p in self.prompts), ("fingerprint", fingerprint)])
         super().__init__(digest, table.num_rows, seed, make.cfg.shuffle, max_prompt_tokens=self._limit)
         self.position, self.num_left_out = 0, 0
 
@@ -180,6 +189,9 @@ class PromptMixture:
     @property
     def num_left_out(self) -> int:
         return sum(feed.num_left_out for feed in self._feeds.values())
+
+    def shared(self, texts: set[bytes]) -> set[bytes]:
+        return set[bytes]().union(*(feed.shared(texts) for feed in self._feeds.values()))
 
     def next(self, n: int) -> list[Prompt]:
         prompts, first = [], sum(self._drawn.values())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +14,7 @@ from meshrl.agent.loop import Task
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.run import RunConfig
+from meshrl.core.lookup import code_of
 from meshrl.core.types import Metric, Prompt, Trajectory
 from meshrl.loops.collect import check_failures, collect
 from meshrl.loops.job import Job
@@ -19,7 +23,7 @@ from meshrl.reward.score import Scorer
 
 def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Metric]:
     """mean@k: mean of the scores of loop.eval_term. standard_error: of mean@k. pass@k: fraction of prompts with an
-    attempt whose score is at least loop.eval_pass_score. eval/reward/*: means over all attempts, named as in training.
+    attempt whose score is at least cfg.eval_pass_score. eval/reward/*: means over all attempts, named as in training.
 
     A failed attempt scores 0 here and is counted: failures must not improve the score.
     """
@@ -27,7 +31,7 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
     for t in trajectories:
         groups.setdefault(t.group_id, []).append(score_of(t, cfg.eval_term))
     rows, count = [np.array(scores) for scores in groups.values()], len(trajectories)
-    passed = float(sum(row.max() >= cfg.loop.eval_pass_score for row in rows))
+    passed = float(sum(row.max() >= cfg.eval_pass_score for row in rows))
     num_failed = float(sum(t.reward is None for t in trajectories))
     lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
     terms = [
@@ -37,6 +41,8 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
     return [
         Metric(name="eval/mean_at_k", sum=float(sum(row.mean() for row in rows)), weight=len(rows), unit="score"),
         Metric(name="eval/standard_error", sum=standard_error([r.mean() for r in rows]), reduce="max", unit="score"),
+        Metric(name="eval/score_min", sum=min(map(min, rows)), reduce="min", unit="score"),
+        Metric(name="eval/score_max", sum=max(map(max, rows)), reduce="max", unit="score"),
         Metric(name="eval/pass_at_k", sum=passed, weight=len(rows), unit="fraction"),
         Metric(name="eval/reward/mean", sum=sum(score_of(t, WEIGHTED_SUM) for t in trajectories), weight=count),
         *terms,
@@ -88,6 +94,32 @@ async def evaluate_prompts(
     return trajectories, eval_metrics(trajectories, cfg)
 
 
+def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str, str]:
+    """What decides a score except the model: only scores of evaluations with equal identities are compared.
+
+    term: what scores. The others are digests: rows of the set of held-out prompts with their answers and other columns;
+    graders of the terms that the score depends on (kind, args, weight in a sum, code) and of the score that passes;
+    sampling of k, the parameters, stop ids, the limit of the context and the agent; template of the chat template, its
+    variables and the agent's tools. The names of files, the order of rows and terms, and other terms don't count.
+    """
+
+    def digest(*parts: Any) -> str:
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+    is_sum, kwargs = cfg.eval_term == WEIGHTED_SUM, cfg.data.chat_template_kwargs
+    used = {n: t for n, t in cfg.reward.terms.items() if n == cfg.eval_term or (is_sum and t.weight)}
+    graders = {name: (t.kind, t.args, t.weight if is_sum else 1, scorer.code[name]) for name, t in used.items()}
+    agent = cfg.agent.kind, cfg.agent.args, code_of(cfg.agent.kind)
+    limits = sorted(task.stop_token_ids), cfg.rollout.max_context_tokens
+    return {
+        "term": cfg.eval_term,
+        "rows": digest(*sorted(json.dumps([p.messages, p.answer, p.env, p.meta]) for p in task.eval_prompts)),
+        "graders": digest(graders, cfg.eval_pass_score),
+        "sampling": digest(cfg.loop.eval_samples, cfg.eval_sampling.model_dump(), limits, agent),
+        "template": digest(task.tokenizer.chat_template, kwargs, task.agent.tools),
+    }
+
+
 def evaluation_text(cfg: RunConfig) -> str:
     """How an evaluation samples, and by which of several scores it judges: greedy; 4 samples each, scored by answer."""
     k, temperature = cfg.loop.eval_samples, cfg.eval_sampling.temperature
@@ -98,11 +130,11 @@ def evaluation_text(cfg: RunConfig) -> str:
 
 
 async def evaluate_if_due(job: Job) -> None:
-    """Evaluate before the first step, after the last and every loop.eval_every_steps, each once, if there are held-out
-    prompts. The metrics go to the sinks under the last finished step, the answers to a file. With loop.save_best the
-    model is saved if it is the best so far."""
+    """Evaluate before the first step, after the last, every loop.eval_every_steps, and where a run continues with
+    evaluations of another identity, each once, if there are held-out prompts. The metrics go to the sinks under the
+    last finished step, the answers to a file. With loop.save_best the model is saved if it is the best so far."""
     every, done = job.cfg.loop.eval_every_steps, bool(job.evals) and job.evals[-1][0] == job.step
-    due = job.step == 0 or job.is_over or (every and job.step % every == 0)
+    due = job.step == job.first_eval or job.is_over or (every and job.step % every == 0)
     run = job.run
     if done and job.cfg.loop.save_best:
         await run.keep_best(*job.evals[-1])  # the run may have ended before the model was written

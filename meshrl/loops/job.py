@@ -97,7 +97,8 @@ class ScoredGroup:
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """The state of one loop. num_updates: optimizer steps requested so far."""
+    """The state of one loop. num_updates: optimizer steps requested so far. evaluation: identity of its evaluations,
+    of which the first is after first_eval steps."""
 
     cfg: RunConfig
     run: RunServices
@@ -113,6 +114,8 @@ class Job:
     cursor: dict[str, Any] = field(default_factory=dict)  # the data's state after the last finished step
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
+    evaluation: dict[str, str] = field(default_factory=dict)
+    first_eval: int = 0
     num_refused_steps: int = 0  # in succession, in which the engine refused every answer
     noted: set[str] = field(default_factory=set)  # notes of this start that are written once
     step_started_at: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
@@ -148,6 +151,7 @@ class Job:
             "data": self.cursor,
             "rewards": list(self.rewards),
             "evals": list(self.evals),
+            "evaluation": self.evaluation,
             "proof_threshold": self.proof.threshold,
         }
 
@@ -160,9 +164,11 @@ class Job:
         self.step, self.num_updates, self.cursor = step, saved["num_updates"], saved["data"]
         now, before = self.cfg.model_dump(mode="json"), saved.get("config", {})
         self.rewards, self.evals = list(saved["rewards"]), [(at, score) for at, score in saved["evals"]]
-        saved_config = before or now
-        term = saved_config["loop"].get("eval_term") or next(iter(saved_config["reward"]["terms"]))
-        if term != self.cfg.eval_term:
-            self.evals = []  # scores of another term are not comparable
+        earlier = saved.get("evaluation", {})
+        if earlier != self.evaluation:
+            if self.evals:
+                other = [part for part, digest in self.evaluation.items() if earlier.get(part) != digest]
+                self.run.note(f"the evaluations have other {', '.join(other)}, so earlier scores are not compared")
+            self.evals, self.first_eval = [], step
         is_same = all(before.get(section, now[section]) == now[section] for section in ("model", "rollout"))
         self.proof.threshold = saved["proof_threshold"] if is_same else None  # another engine or dtype rounds otherwise

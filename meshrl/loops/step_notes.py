@@ -39,17 +39,21 @@ def note_what_is_wrong(
                 job.run.note(line)
 
 
-def note_run_without_signal(job: Job) -> None:
-    """Print a note at the end of a run if none of its steps had a signal. Steps before a resume count, too."""
+def run_without_signal(job: Job) -> str | None:
+    """Why nothing was learned, if no step of the run has changed a weight by its rewards; else None. Steps before a
+    resume count, too."""
     lines, _ = read_metrics(job.run.folder / "metrics.jsonl")
-    steps = [line.metrics for line in lines if "reward/groups_without_signal" in line.metrics]  # without evaluations
-    if len(steps) > 1 and all(_has_no_signal(job, values) for values in steps):
+    steps = [line.metrics for line in lines if "train/num_tokens" in line.metrics]  # without evaluations
+    if all(_has_no_signal(job, values) or not values["train/num_tokens"] for values in steps):
         rollouts = job.run.folder / "rollouts"
         place = f"in {rollouts}" if rollouts.exists() else "of a run with monitor.rollout_log_every_steps=1"
-        job.run.note(
-            f"all {len(steps)} steps: {NO_SIGNAL}. Check the rewards {place}; change the reward function if it does "
-            "not distinguish answers, or the prompts if all are too hard or too easy"
-        )
+        cause = NO_SIGNAL if any(values["train/num_tokens"] for values in steps) else "no answer was trained"
+        advice = f"Check the rewards {place}; change the reward function if it does not distinguish answers, or the "
+        return f"{cause}. {advice}prompts if all are too hard or too easy" if steps else None
+    for name, text in (("train/grad_norm", "every gradient is 0"), ("train/lr", "the learning rate is 0")):
+        if not any(values.get(name) for values in steps):
+            return f"{text}, so no weight has changed"
+    return None
 
 
 def _has_no_signal(job: Job, values: Mapping[str, float]) -> bool:

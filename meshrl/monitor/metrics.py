@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
+from meshrl.core.lookup import similar_names
 from meshrl.core.types import Metric
+
+
+class NamedValues(dict[str, Any]):
+    """Values by the name of a metric. The KeyError for an unknown name has the nearest names."""
+
+    def __missing__(self, name: str) -> Any:
+        inside = [each for each in self if each.startswith(f"{name}/")]
+        near = ", ".join(map(repr, [*inside, *similar_names(str(name), self)][:3]))
+        raise KeyError(f"no metric {name!r}" + (f"; did you mean {near}?" if near else ""))
+
 
 _QUANTILES = {"p05": 0.05, "p50": 0.50, "p95": 0.95}
 

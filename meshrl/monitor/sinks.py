@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, TextIO, cast
 
@@ -51,15 +51,22 @@ def report(sinks: Sequence[Sink], step: int, metrics: Iterable[Metric]) -> tuple
 
 class JsonlSink:
     """metrics.jsonl: lines {"schema", "step", "time", "metrics"} and, before the first line that needs it, a header
-    {"schema", "units"} with the units of new names. Each line is flushed. All methods raise OutputError when the file
+    {"schema", "units"} with the units of new names; an evaluation's line also has the identity that `evaluation`
+    returns then. Each line is flushed. All methods raise OutputError when the file
     can't be written, or when it was removed or replaced: nothing else has these numbers.
 
     An existing file is continued. first_step: the first step of a resumed run; lines of this and later steps are
     dropped, because these steps are repeated.
     """
 
-    def __init__(self, path: str | Path, first_step: int | None = None, clock: Callable[[], float] = time.time):
-        self._path, self._clock = Path(path), clock
+    def __init__(
+        self,
+        path: str | Path,
+        first_step: int | None = None,
+        clock: Callable[[], float] = time.time,
+        evaluation: Callable[[], Mapping[str, str]] = dict,
+    ):
+        self._path, self._clock, self._evaluation = Path(path), clock, evaluation
         self._units: dict[str, str] = {}
         with output_errors(self._path, CONTINUE_LATER):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +86,8 @@ class JsonlSink:
         new = {name: unit for name, unit in units.items() if name not in self._units}
         header = to_line({"schema": SCHEMA, "units": new}) if new else ""
         self._units.update(new)
-        line = {"schema": SCHEMA, "step": step, "time": self._clock(), "metrics": dict(values)}
+        identity = {"evaluation": dict(self._evaluation())} if "eval/mean_at_k" in values else {}
+        line = {"schema": SCHEMA, "step": step, "time": self._clock(), **identity, "metrics": dict(values)}
         with output_errors(self._path, CONTINUE_LATER):
             self._require_same_file()
             self._file.write(header + to_line(line))
@@ -108,11 +116,12 @@ class JsonlSink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsLine:
-    """One step of a metrics.jsonl. time: seconds since 1970."""
+    """One step of a metrics.jsonl. time: seconds since 1970. evaluation: identity of an evaluation; {} = unknown."""
 
     step: int
     time: float
     metrics: dict[str, float]
+    evaluation: dict[str, str] = field(default_factory=dict)
 
 
 def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
@@ -133,7 +142,8 @@ def metrics_lines(path: str | Path, units: dict[str, str], containing: str = "")
             if type(step) is not int or not 0 <= step < _MAX_STEP or not 0 <= at < _MAX_TIME:
                 raise ValueError(f"step {step!r:.40} at time {at!r}")
             values = {name: float(value) for name, value in record["metrics"].items()}
-            line = MetricsLine(step=step, time=at, metrics=values)
+            identity = {str(part): str(digest) for part, digest in record.get("evaluation", {}).items()}
+            line = MetricsLine(step=step, time=at, metrics=values, evaluation=identity)
         yield line
 
 

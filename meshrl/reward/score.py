@@ -12,6 +12,7 @@ from typing import Any
 
 from meshrl.config.reward import MAX_REWARD, RewardConfig
 from meshrl.core.errors import Failure, RewardError
+from meshrl.core.lookup import code_of
 from meshrl.core.types import Metric, Trajectory
 from meshrl.reward.sandbox import EVENTS, Log, Sandbox
 
@@ -47,6 +48,7 @@ class Scorer:
         Raises: ConfigError, as Sandbox.
         """
         self._cfg, self._note = cfg, note
+        self.code = {name: code_of(term.kind, (functions or {}).get(name)) for name, term in cfg.terms.items()}
         self._sandbox = Sandbox(cfg, functions, log)
         self._failed, self._num_noted, self._first_failure = Counter[str](), 0, ""
         self._reported = Counter[str]()  # events of the workers that are in the metrics of an earlier `score`

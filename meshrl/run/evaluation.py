@@ -22,9 +22,9 @@ from meshrl.core.files import output_errors
 from meshrl.core.terminal import print_output
 from meshrl.core.types import Trajectory
 from meshrl.data.decode import text_of
-from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, evaluation_text, score_of
+from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, evaluation_identity, evaluation_text, score_of
 from meshrl.monitor.glossary import meaning_of
-from meshrl.monitor.metrics import divide, merge, units
+from meshrl.monitor.metrics import NamedValues, divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import report
 from meshrl.run.folder import LOGS
@@ -34,7 +34,7 @@ from meshrl.run.signals import Stop
 from meshrl.run.subject import Subject
 from meshrl.run.task import load_task, reward_workers
 
-Convert = Callable[[Path, Path], None]
+Convert = Callable[[Path, Path], object]
 """convert(checkpoint, folder) writes the model of a training state."""
 Evaluated = tuple[dict[str, float], list[Trajectory], Path]
 """Metrics; trajectories in the order of the prompts; the folder that was written."""
@@ -83,6 +83,7 @@ async def run_evaluation(
                 groups.rollouts.replacement.note = run.note
                 await groups.rollouts.trust_loaded_weights()
                 await trial
+                run.evaluation = evaluation_identity(cfg, task, scorer)
                 run.note(f"ready after {run.seconds:.1f} s")
                 with run.spans("eval"):
                     trajectories, metrics = await evaluate_prompts(
@@ -106,7 +107,7 @@ async def run_evaluation(
         if is_at_k:  # such as: prompts with a right answer (pass@4)
             label += f" ({measure}@{cfg.loop.eval_samples})"
         print_output(f"{label:<38} {values[name]:.4g} {unit}".rstrip())
-    return {name: values[name] for name in named}, trajectories, folder
+    return NamedValues((name, values[name]) for name in named), trajectories, folder
 
 
 class _Answers:
@@ -142,7 +143,7 @@ class _Answers:
             "samples": cfg.loop.eval_samples,
             "sampling": cfg.eval_sampling.model_dump(mode="json"),
             "eval_term": cfg.eval_term,
-            "eval_pass_score": cfg.loop.eval_pass_score,
+            "eval_pass_score": cfg.eval_pass_score,
             "answers": len(self.trajectories),
             "metrics": divide(merge(eval_metrics(self.trajectories, cfg))) if self.trajectories else {},
         }

@@ -8,19 +8,19 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
 from meshrl.config.source import leaves
-from meshrl.core.errors import CheckpointError, MeshrlError
+from meshrl.core.errors import CheckpointError, DataError, MeshrlError
 from meshrl.core.files import CONTINUE_LATER, Unreadable, is_there, output_errors, read_json, replacing, write_text
 from meshrl.core.lookup import similar_names
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import step_files
-from meshrl.monitor.sinks import split_lines
+from meshrl.monitor.sinks import JsonlSink, MetricsLine, metrics_lines, split_lines
 from meshrl.monitor.status import STATUS_FILE
 from meshrl.monitor.trace import FOLDER as TRACES
 from meshrl.train.checkpoint_files import (
@@ -197,11 +197,45 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
             if text:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, text)
+        if start.folder is not None and not start.is_of(folder):
+            _adopt_past(folder, start, start.folder.resolve().parents[1])
     for name in ("config.yaml", _RESULT) if moved or aside.is_dir() or start is None else ():
         if (folder / name).is_file():  # the run replaces them
             aside.mkdir(exist_ok=True)
             shutil.copy2(folder / name, aside / name)
     return aside if moved or aside.is_dir() else None
+
+
+def _adopt_past(folder: Path, start: Start, theirs: Path) -> None:
+    """Begin the run in `folder` with what another one had at its checkpoint `start`, if it has none: the scores of its
+    evaluations, and its best model, by links to the files where the file system has them. theirs: its checkpoints."""
+    ours, past, units, lines = folder / _METRICS, theirs.parent / _METRICS, dict[str, str](), list[MetricsLine]()
+    if past.is_file() and (not ours.exists() or _is_empty(ours)):
+        with suppress(DataError):  # what is before the damage counts
+            lines.extend(metrics_lines(past, units, '"eval/mean_at_k"'))
+        sink = JsonlSink(ours, evaluation=lambda: line.evaluation)
+        for line in lines:
+            scores = {name: value for name, value in line.metrics.items() if name.split("/")[0] == "eval"}
+            if line.step <= start.step:
+                sink.write(line.step, scores, {name: units.get(name, "") for name in scores})
+        sink.close()
+    best = start.saved.get("best")
+    if best is None or best_facts(folder) is not None:
+        return
+    source, model = theirs / best["model"], model_folder(folder, best["step"])
+    if best["step"] and source.is_dir() and not model.is_dir():
+        model.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(model) as aside:
+            shutil.copytree(source, aside, copy_function=_link)
+    if not best["step"] or model.is_dir():
+        _write_best(folder, best | {"beaten": []})
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
 
 
 def bytes_of(folder: Path) -> int:
@@ -234,12 +268,12 @@ def changed_keys(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 @dataclass(frozen=True, slots=True)
 class Best:
     """The highest held-out score of a run, the number of finished steps at that evaluation, and the model: its folder,
-    or for step 0 the value of model.path. term: the loop.eval_term of the score; None = not recorded."""
+    or for step 0 the value of model.path. evaluation: the identity of the evaluation; {} = unknown."""
 
     step: int
     score: float
     model: str
-    term: str | None = None
+    evaluation: dict[str, str] = field(default_factory=dict)
 
 
 def model_folder(run: Path, step: int) -> Path:
@@ -270,7 +304,7 @@ def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> N
     model = best.model
     if best.step:  # relative, so that the run's folder may move
         model = os.path.relpath(model, _best_file(run).parent)
-    best_model = {"step": best.step, "score": best.score, "term": best.term, "model": model}
+    best_model = {"step": best.step, "score": best.score, "evaluation": best.evaluation, "model": model}
     _write_best(run, {**best_model, "beaten": sorted(beaten & _best_of_states(run))})
     _remove_models(run, [step for step in beaten if not is_retained(step)])
 
@@ -327,11 +361,11 @@ def read_best(run: Path) -> Best | None:
     if saved is None:
         return None
     model = str(_best_file(run).parent / saved["model"]) if saved["step"] else saved["model"]
-    return Best(saved["step"], saved["score"], model, saved.get("term"))
+    return Best(saved["step"], saved["score"], model, saved.get("evaluation", {}))
 
 
 def best_facts(run: Path) -> dict[str, Any] | None:
-    """The contents of best.json: step, score, term, model, beaten (steps of former best models that a state needs)."""
+    """Contents of best.json: step, score, evaluation, model, beaten (steps of former best ones that states need)."""
     path = _best_file(run)
     if not path.exists():
         return None

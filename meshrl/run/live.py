@@ -59,8 +59,8 @@ class LiveRun:
 
     start: the checkpoint from which the run continues, None for a new run; before `continue_from`, a resumed run
     changes no file in its folder, because it may still be refused. summary: more entries for result.json; called once,
-    at the end. chat_template: the text that replaces the tokenizer's template in written models. save_every_steps: the
-    value of save_key.
+    at the end. chat_template: the text that replaces the tokenizer's template in written models. evaluation: identity
+    of the run's evaluations, {} before it is known. save_every_steps: the value of save_key.
     """
 
     checkpoints: Checkpoints  # while the loop runs
@@ -113,6 +113,7 @@ class LiveRun:
         self.sink_error: Exception | None = None  # raised when the step is counted
         self.restarts = 0
         self.chat_template: str | None = None
+        self.evaluation: dict[str, str] = {}
         self.summary: Callable[[], dict[str, Any]] = dict
         self.save_key = "sft.save_every_steps" if is_sft else "loop.save_every_steps"
         self.save_every_steps: int | None = (cfg.sft if is_sft else cfg.loop).save_every_steps
@@ -213,17 +214,17 @@ class LiveRun:
         return path
 
     async def keep_best(self, step: int, score: float) -> None:
-        """Make the model of `step` the best one if its score is higher, or if that of the former best one is of another
-        loop.eval_term; for step 0 that is the model of model.path."""
+        """Make the model of `step` the best one if its score is higher, or if that of the former best one is of
+        evaluations with another identity; for step 0 that is the model of model.path."""
         with self.spans("export"):
-            best, term = read_best(self.folder), self.loaded.config.eval_term
-            if math.isnan(score) or (best is not None and best.term in (None, term) and score <= best.score):
+            best, own = read_best(self.folder), self.evaluation
+            if math.isnan(score) or (best is not None and best.evaluation == own and score <= best.score):
                 return
             model = str(await self.export_model(step)) if step else self.loaded.config.model.path
             await self.checkpoints.settle()  # the checkpoint that is being written may refer to the former best model
             every = self.save_every_steps or self.num_steps
             replace_best(
-                self.folder, Best(step, score, model, term), lambda old: old == self.num_steps or old % every == 0
+                self.folder, Best(step, score, model, own), lambda old: old == self.num_steps or old % every == 0
             )
 
     def continue_from(self, start: Start | None) -> None:
@@ -244,7 +245,9 @@ class LiveRun:
             overwritten = "an earlier part of the run" if start is not None else "an earlier run in this folder"
             self.note(f"what {overwritten} wrote after step {first_step} is now in {aside}")
         first_repeated = start.first_repeated_step if start is not None else 0
-        self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_repeated))
+        self.sinks.insert(
+            0, JsonlSink(self.folder / "metrics.jsonl", first_repeated, evaluation=lambda: self.evaluation)
+        )
         self.status.go_back_to(first_step)
         self.ends_early = False  # on_step is called again for the steps that are repeated
         self.spans.take()  # drops the times of steps that are repeated

@@ -24,12 +24,13 @@ from meshrl.core.device import device_notice
 from meshrl.core.terminal import counted, print_message
 from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
+from meshrl.loops.evaluate import evaluation_identity
 from meshrl.loops.fully_async import fully_async
 from meshrl.loops.job import Job
 from meshrl.loops.one_step_off import one_step_off
 from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
-from meshrl.loops.step_notes import note_run_without_signal
+from meshrl.loops.step_notes import run_without_signal
 from meshrl.model.limits import note_on_balance_loss
 from meshrl.monitor.curve import save_curve
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
@@ -44,7 +45,7 @@ from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run
 from meshrl.run.restart import run_to_end
 from meshrl.run.signals import Stop
 from meshrl.run.subject import Subject
-from meshrl.run.task import first_prompt, load_sft_source, load_task, reward_workers
+from meshrl.run.task import first_prompt, load_sft_source, load_task, note_on_overlap, reward_workers
 from meshrl.run.verdict import read_verdict
 from meshrl.run.watchdog import run_in_own_loop, watchdog
 
@@ -151,6 +152,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
         if (prompt := first_prompt(task)) is not None:
             run.note(f"first prompt: {prompt}")
+        if (overlap := note_on_overlap(task)) is not None:
+            run.note(overlap)
         if cfg.data.chat_template is not None:
             run.chat_template = task.tokenizer.chat_template
         async with (
@@ -168,6 +171,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             layout = await groups.until_failure(groups.trainer.layout(cfg.rollout.sync_bucket_bytes))
             await groups.until_failure(groups.rollouts.reconcile(layout))
             await groups.until_failure(trial)
+            run.evaluation = evaluation_identity(cfg, task, scorer)
             decode = partial(text_of, task.tokenizer, special=True)
             job = Job(
                 cfg=cfg,
@@ -179,6 +183,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                 layout=layout,
                 rollout_log=RolloutLog(run.folder, decode, run.writes, cfg.monitor.rollout_log_every_steps),
                 cursor=task.train_prompts.state(),
+                evaluation=run.evaluation,
             )
             num_left_out = job.feed.num_left_out
             _note_left_out(run, job, num_left_out, task.num_eval_left_out)
@@ -190,11 +195,12 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             save_curve(run.folder / "reward.png", job.rewards, job.evals)
         if job.feed.num_left_out > num_left_out:  # streaming finds them one by one
             _note_left_out(run, job, job.feed.num_left_out)
-        note_run_without_signal(job)
-        if (verdict := read_verdict(run.folder, cfg.eval_term)) is not None:
+        if (no_signal := run_without_signal(job)) is not None:
+            run.note(f"no signal in all {counted(job.step, 'step')}: {no_signal}")
+        if (verdict := read_verdict(run.folder)) is not None:
             for line in verdict.lines:
                 run.note(line)
-        _note_end(run, job.step)
+        _note_end(run, job.step, " without a training signal" if no_signal else "")
     return run.folder
 
 
@@ -246,9 +252,9 @@ async def _note_ready(
     run.note(disk_use(run.loaded.config, every_steps, every_s, sizes, free_bytes))
 
 
-def _note_end(run: LiveRun, steps: int) -> None:
+def _note_end(run: LiveRun, steps: int, how: str = "") -> None:
     since = f" ({steps - run.start.step} of them after the resume)" if run.start is not None else ""
-    run.note(f"done: {counted(steps, 'step')}{since} in {run.seconds:.0f} s; see {run.folder / 'report.html'}")
+    run.note(f"done: {counted(steps, 'step')}{since}{how} in {run.seconds:.0f} s; see {run.folder / 'report.html'}")
 
 
 def _note_left_out(run: LiveRun, job: Job, num_training: int, num_held_out: int = 0) -> None:
@@ -260,15 +266,17 @@ def _note_left_out(run: LiveRun, job: Job, num_training: int, num_held_out: int 
 def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
     """The run's entries for result.json."""
     rss = next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")
-    best, verdict = read_best(run.folder), read_verdict(run.folder, job.cfg.eval_term)
+    best, verdict = read_best(run.folder), read_verdict(run.folder)
+    term = best.evaluation.get("term") if best else None
     return {
         "steps": job.step,
         "evals": [{"step": step, "mean_at_k": value, "term": job.cfg.eval_term} for step, value in job.evals],
         "reward_curve": job.rewards,
         "final_rss_bytes": int(rss),
         "model": newest_model(run.folder),
-        "best": {"step": best.step, "mean_at_k": best.score, "term": best.term, "model": best.model} if best else None,
+        "best": best and {"step": best.step, "mean_at_k": best.score, "term": term, "model": best.model},
         "verdict": verdict.facts if verdict else None,
+        "no_signal": run_without_signal(job),
     }
 
 

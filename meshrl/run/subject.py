@@ -1,5 +1,5 @@
-"""What `meshrl eval` evaluates: a model's folder, a step's folder of a run, or the best model of a run. No torch is
-imported."""
+"""The model that a user names for eval, chat, convert, init or Run.model: a model's folder, a step's folder of a run,
+or a run, which means its best model if an evaluation has recorded one, else its newest. No torch is imported."""
 
 from __future__ import annotations
 
@@ -40,31 +40,38 @@ class Subject:
         return [*given, f"model.path={json.dumps(self.model)}"]
 
 
-def subject_of(config: Any, model: str | Path | None) -> tuple[Any, Subject]:
+def subject_of(config: Any, model: str | Path | None, step: int | None = None) -> tuple[Any, Subject]:
     """The config and the subject of an evaluation. A folder in place of the config is one that `find_subject` accepts;
-    then the config is the config.yaml of its run.
+    then the config is the config.yaml of its run. step: of the run that is evaluated.
 
     Raises: ConfigError and CheckpointError, as find_subject.
     """
     if not isinstance(config, str | Path) or not Path(config).is_dir():
-        return config, Subject() if model is None else find_subject(model)
-    subject = find_subject(config)
+        return config, Subject() if model is None and step is None else find_subject(model or config, step)
+    subject = find_subject(config, step if model is None else None)
     if subject.run is None or not is_there(subject.run / "config.yaml"):
         raise ConfigError(
             f"{config} is a folder, and belongs to no run with a config.yaml; give a config file, and the folder by "
             f"--model: meshrl eval CONFIG --model {config}"
         )
-    return subject.run / "config.yaml", subject if model is None else find_subject(model)
+    return subject.run / "config.yaml", subject if model is None else find_subject(model, step)
 
 
-def find_subject(given: str | Path, newest: bool = False) -> Subject:
+def find_subject(given: str | Path, step: int | None = None) -> Subject:
     """The model that a folder or a hub id names. A run's folder names its best model, or if it has none its newest.
-    newest: it names its newest model in any case.
+    step: it names the model after so many steps.
 
-    Raises: ConfigError for a file, for a path that does not exist, and when the folder has no model and no checkpoint;
-    CheckpointError when a checkpoint or best.json is damaged.
+    Raises: ConfigError for a file, for a path that does not exist, when the folder has no model and no checkpoint, and
+    for a step that is not saved; CheckpointError when a checkpoint or best.json is damaged.
     """
     folder = Path(given)
+    run = folder.parent if folder.resolve().name == "checkpoints" else folder
+    if step is not None:
+        there = {number: path for number, path in step_folders(run / "checkpoints") if _is_saved(path)}
+        if step not in there:
+            known = ", ".join(map(str, there)) or "none"
+            raise ConfigError(f"{given} is no run with a model or a state after step {step}; it has: {known}")
+        return _of_step(there[step], str(there[step]))
     if folder.is_file():
         raise ConfigError(
             f"{given} is a file, not a model's folder; a GGUF file becomes one by: meshrl convert {given} OUT"
@@ -75,20 +82,19 @@ def find_subject(given: str | Path, newest: bool = False) -> Subject:
             raise ConfigError(f"{given} does not exist; give {kinds}{similar_runs(folder)}")
         return Subject(model=str(given), text=str(given))
     if (folder / "config.json").is_file():
-        run, step = _run_and_step(folder.resolve().parent)
-        return Subject(model=str(folder), text=str(folder), run=run, step=step)
-    if (folder / "model").is_dir() or is_there(state_in(folder) / MANIFEST):
+        owner, at = _run_and_step(folder.resolve().parent)
+        return Subject(model=str(folder), text=str(folder), run=owner, step=at)
+    if _is_saved(folder):
         return _of_step(folder, str(folder))
-    run = folder.parent if folder.resolve().name == "checkpoints" else folder
     steps = [path for _, path in step_folders(run / "checkpoints")]
-    saved = [path for path in steps if (path / "model").is_dir() or is_there(path / "state" / MANIFEST)]
+    saved = [path for path in steps if _is_saved(path)]
     if not saved and not is_there(run / "checkpoints" / "best.json"):
         raise ConfigError(
             f"{folder} is neither a model (it has no config.json), nor a run or a step of a run that has saved one. "
             "Give a folder made by save_pretrained, runs/NAME, or runs/NAME/checkpoints/step_N"
         )
     latest = max(saved, key=lambda path: ((path / "model").is_dir(), saved.index(path)), default=None)
-    best = None if newest and saved else read_best(run)
+    best = read_best(run)
     if best is not None and (best.step == 0 or Path(best.model).is_dir()):
         when = f"after {best.step} steps" if best.step else "the one before training"
         other = f"; the newest is in {latest}" if latest is not None and Path(best.model).parent != latest else ""
@@ -97,6 +103,10 @@ def find_subject(given: str | Path, newest: bool = False) -> Subject:
     if latest is None:
         raise CheckpointError(f"{run / 'checkpoints' / 'best.json'} names a model that is gone, and no other is there")
     return _of_step(latest, f"{latest}, the newest of {run}")
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "model").is_dir() or is_there(state_in(folder) / MANIFEST)
 
 
 def _of_step(folder: Path, text: str) -> Subject:

@@ -63,6 +63,15 @@ def first_prompt(task: Task) -> str | None:
     return f"{len(ids)} tokens, {cut}"
 
 
+def note_on_overlap(task: Task) -> str | None:
+    """About held-out prompts whose text is that of a training prompt; None if there are none."""
+    texts = [prompt.ids.tobytes() for prompt in task.eval_prompts if prompt.ids is not None]
+    shared = set() if task.train_prompts is None else task.train_prompts.shared({*texts})
+    count = f"{sum(text in shared for text in texts)} of {len(texts)} held-out prompts are training prompts, too"
+    advice = "so the held-out score does not show what the model learns beyond them. Give other rows as data.eval_path"
+    return f"{count}, {advice}" if shared else None
+
+
 def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int, str | None]:
     """The rows, the number of rows left out as too long, and the text of sft.chat_template."""
     path = cfg.model.path

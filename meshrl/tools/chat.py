@@ -26,18 +26,18 @@ _NOT_SAMPLING = {"seed", "dtype", "max_new_tokens", "stop", "stop_token_ids"}
 HELP = "/reset forgets the conversation; Ctrl-C stops an answer; /exit or Ctrl-D ends the chat"
 
 
-def chat(models: Sequence[str], words: Sequence[str], system: str | None) -> None:
+def chat(models: Sequence[str], words: Sequence[str], system: str | None, step: int | None = None) -> None:
     """Answer one question, or those that are typed until the end of the input, with each of these models.
 
-    models: model folders, hub ids, or folders of runs, which mean their newest models. words: settings, such as
+    models: model folders, hub ids, or folders of runs, as find_subject; step: of the last one. words: settings, such as
     temperature=0, and at most one question. system: the text of a system message.
     Raises: ConfigError for a setting that is unknown or wrong, and for a folder without a model.
     """
     settings, question = chat_settings(words)
     with contextlib.ExitStack() as stack:
         chats = []
-        for name in models:
-            subject = find_subject(name, newest=True)
+        for place, name in enumerate(models, start=1):
+            subject = find_subject(name, step if place == len(models) else None)
             model = str(subject.model)
             if subject.state is not None:  # a checkpoint without a model
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshrl-chat-"))

@@ -12,8 +12,8 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.files import is_there
 from meshrl.monitor.sinks import MetricsLine, duration, metrics_lines
 from meshrl.monitor.status import STATUS_FILE
-from meshrl.run.verdict import HELD_OUT, evaluations
-from meshrl.tools.report.folder import criterion_of, read_settings
+from meshrl.run.verdict import HELD_OUT, evaluations, name_of
+from meshrl.tools.report.folder import read_settings
 from meshrl.tools.state import METRICS_FILE, State, is_run, read_part, read_state, require_run
 
 _TRAINED = ("reward/mean", "loss/nll")  # the first that a run has
@@ -52,10 +52,10 @@ class RunFacts:
 
     def __str__(self) -> str:
         """Such as `done, 20 of 20 steps, held-out 0.225 -> 0.31`."""
-        parts = [self.state.word, self.progress]
+        parts = [self.state.text, self.progress]
         if self.held_out:
             scores = dict.fromkeys(f"{score:.4g}" for _, score in (self.held_out[0], self.held_out[-1]))
-            parts.append(f"held-out {' -> '.join(scores)}")
+            parts.append(f"{name_of(self.evals)} {' -> '.join(scores)}")
         elif self.trained:
             parts.append(f"{self.trained[0]} {self.trained[1]:.4g}")
         return ", ".join(parts)
@@ -84,7 +84,7 @@ def read_facts(folder: Path) -> RunFacts:
         started=started,
         seconds=state.result.get("wall_s") or (time.time() if state.word == "running" else changed) - started,
         model="/".join(Path(model).parts[-2:]),  # enough to recognize it
-        evals=evaluations(evals, criterion_of(settings)[0]),
+        evals=evaluations(evals),
         trained=None if is_eval else next(((n, v) for n in _TRAINED if (v := values.get(n)) is not None), None),
     )
 
@@ -100,7 +100,7 @@ def list_runs(folder: Path) -> str:
     if not rows:
         raise MeshrlError(f"{folder} has no runs; give a folder such as runs, in which `meshrl train` writes")
     rows.sort(key=lambda row: row.started)
-    head = ("run", "state", "progress", "started", "took", "model", "held-out", "best", "last", "training")
+    head = ("run", "state", "progress", "started", "took", "model", "score", "held-out", "best", "last", "training")
     lines = list(table([head, *map(_cells, rows)]))
     lines += [f"{row.folder.name}: damaged: {problem}" for row in rows for problem in row.state.problems]
     if others := len(inside) - len(rows):
@@ -114,7 +114,8 @@ def _cells(run: RunFacts) -> tuple[str, ...]:
         scores = [f"{score:.3f}" for score in (run.held_out[0][1], run.best[1], run.held_out[-1][1])]
     trained = f"{run.trained[1]:.3f}{' nll' * (run.trained[0] == 'loss/nll')}" if run.trained else ""
     started = time.strftime("%F %H:%M", time.localtime(run.started))
-    return run.folder.name, run.state.word, run.progress, started, duration(run.seconds), run.model, *scores, trained
+    about = run.folder.name, run.state.text, run.progress, started, duration(run.seconds), run.model
+    return *about, name_of(run.evals).removeprefix("held-out").strip(), *scores, trained
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -31,6 +31,11 @@ class State:
     problems: list[str]
 
     @property
+    def text(self) -> str:
+        """The word; of a run that has ended well without learning anything: done, no signal."""
+        return f"{self.word}, no signal" if self.word == "done" and self.result.get("no_signal") else self.word
+
+    @property
     def step(self) -> int:
         """Number of finished steps, of an evaluation of scored answers; 0 if no file has it."""
         steps = self.result.get("steps") or self.result.get("answers") or 0

@@ -67,7 +67,7 @@ def _state_text(folder: Path, state: State) -> str:
             text += f". (If the file system does not share locks, it may run: {there})"
         return text
     after = f" after {result['wall_s']:.0f} s" if result.get("wall_s") is not None else ""
-    return f"{word}{after}{': ' + result['error'].splitlines()[0] if result.get('error') else ''}"
+    return f"{state.text}{after}{': ' + result['error'].splitlines()[0] if result.get('error') else ''}"
 
 
 def stop(folder: Path) -> str:

@@ -74,7 +74,9 @@ def _read(folder: Path, label: str) -> Compared:
             if step in files and step not in answers:
                 evaluation = read_part(run.state.problems, read_evaluation, files[step], *criterion_of(run.settings))
                 answers[step] = evaluation[1] if evaluation else {}
-            asked = {(name, str(prompt.question)): prompt for name, prompt in answers.get(step, {}).items()}
+            asked = {
+                (name, f"{prompt.question} {prompt.truth}"): prompt for name, prompt in answers.get(step, {}).items()
+            }
             evaluations[kind] = step, scores.values[at], f"[{low[at]:.3f}, {high[at]:.3f}]" if low else "", asked
     return Compared(label, run, evaluations)
 
@@ -134,8 +136,14 @@ def held_out(runs: Sequence[Compared]) -> ComparisonTable:
                     difference = f"{mean(common):+.3f} [{low:.3f}, {high:.3f}] {outcome}, {prompts}"
                 elif a and b:
                     difference = "no common prompts"
-            if difference and criterion_of(run.run.settings)[0] != criterion_of(runs[0].run.settings)[0]:
-                difference = "scored by another term"
+            mine, first = (each.run.evals[-1].evaluation for each in (run, runs[0])) if difference else ({}, {})
+            other = [part for part in mine.keys() & first.keys() if mine[part] != first[part]]
+            if criterion_of(run.run.settings)[0] != criterion_of(runs[0].run.settings)[0] or "term" in other:
+                difference = difference and "scored by another term"
+            elif "graders" in other:
+                difference = "scored by other graders"
+            elif "sampling" in other:
+                difference += ", other sampling"
             rows.append([kind if several else "", run.label, str(step), f"{score:.3f}", between, difference])
     notes = [
         "Intervals are 95 % intervals over held-out prompts, not over seeds. A difference is the mean over the prompts "
@@ -157,7 +165,7 @@ def difference_interval(differences: Sequence[float]) -> tuple[float, float]:
     count, squares = len(differences) + 2, sum(value**2 for value in differences) + largest**2
     center = sum(differences) / count
     half = Z * math.sqrt(max(squares / count - center**2, 0.0) / count)
-    return center - half, center + half
+    return max(center - half, -largest), min(center + half, largest)
 
 
 def cost(runs: Sequence[Compared]) -> ComparisonTable:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.loop import WEIGHTED_SUM
+from meshrl.config.reward import full_reward
 from meshrl.config.values import scalar
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
@@ -22,7 +24,6 @@ from meshrl.run.folder import read_best
 from meshrl.run.verdict import Verdict, evaluations, verdict_of
 from meshrl.tools.state import METRICS_FILE, State, read_part, read_state, require_run
 
-BY_TERM = ("eval/mean_at_k", "eval/pass_at_k", "eval/standard_error")  # metrics of loop.eval_term
 PAUSE_S = 600.0  # if the time between two lines exceeds their phases by more than this, the run was resumed later
 
 
@@ -77,8 +78,9 @@ class LoggedPrompt:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
     """is_evaluation: `meshrl eval` wrote the folder. num_steps: finished steps; of an evaluation, scored answers.
-    phases: seconds by phase and finished steps; "other" is the time between the phases. notes: the text of
-    run_notes.txt. first_eval, last_eval: (finished steps, prompts by id), None if missing."""
+    evals: the lines of evaluations with the identity of the last one. phases: seconds by phase and finished steps;
+    "other" is the time between the phases. notes: the text of run_notes.txt. first_eval, last_eval: of evals, (finished
+    steps, prompts by id), None if missing."""
 
     folder: Path
     is_evaluation: bool
@@ -86,6 +88,7 @@ class RunFolder:
     state: State
     verdict: Verdict | None
     lines: list[MetricsLine]
+    evals: list[MetricsLine]
     series: dict[str, Series]
     phases: dict[str, dict[int, float]]
     wall_s: float
@@ -132,16 +135,17 @@ def read_run(folder: Path) -> RunFolder:
         for phase, seconds in spent.items():
             phases.setdefault(phase, {}).setdefault(step, 0.0)
             phases[phase][step] += seconds
-    series, comparable = dict[str, Series](), evaluations(lines, criterion[0])
+    series, comparable = dict[str, Series](), evaluations(lines)
     for line in lines:
         for name, value in line.metrics.items():
-            if name not in BY_TERM or line in comparable:
+            if name.split("/")[0] != "eval" or line in comparable:
                 curve = series.setdefault(name, Series(units.get(name, "")))
                 curve.steps.append(line.step)
                 curve.values.append(value)
     newest = 0 if is_evaluation else max((line.step for line in lines), default=0)
     best = read_part(problems, read_best, folder)
-    evals = list(answer_files(folder, "eval").values())
+    steps = {line.step for line in comparable}
+    evals = [path for step, path in answer_files(folder, "eval").items() if step in steps or not steps]
     run = RunFolder(
         folder=folder,
         is_evaluation=is_evaluation,
@@ -149,6 +153,7 @@ def read_run(folder: Path) -> RunFolder:
         state=state,
         verdict=verdict_of(comparable, best),
         lines=lines,
+        evals=comparable,
         series=series,
         phases=phases,
         wall_s=state.result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
@@ -191,28 +196,25 @@ def read_settings(path: Path) -> list[SavedSetting]:
     return settings
 
 
-def criterion_of(settings: list[SavedSetting]) -> tuple[str | None, float]:
-    """The values of loop.eval_term and loop.eval_pass_score, or their defaults; None for an unknown term."""
+def criterion_of(settings: list[SavedSetting]) -> tuple[str, float]:
+    """The values of loop.eval_term and loop.eval_pass_score, or their defaults."""
     values = {setting.key: setting.value for setting in settings}
-    kinds = (key for key in values if key.startswith("reward.terms.") and key.endswith(".kind"))
-    first = next((key[len("reward.terms.") : -len(".kind")].strip('"') for key in kinds), None)  # may have dots
-    term = values.get("loop.eval_term", "null").strip('"')
-    try:
-        pass_score = float(values.get("loop.eval_pass_score", "1"))
-    except ValueError:  # the file was changed
-        pass_score = 1.0
-    return first if scalar(term) is None else term, pass_score
+    terms = [key.removesuffix(".kind") for key in values if key.startswith("reward.terms.") and key.endswith(".kind")]
+    term, pass_score = (scalar(values.get(key, "null")) for key in ("loop.eval_term", "loop.eval_pass_score"))
+    name = WEIGHTED_SUM if term is None else str(term).strip('"')
+    weights = [(values[f"{key}.kind"].strip('"'), scalar(values.get(f"{key}.weight", "1"))) for key in terms]
+    if pass_score is None and name == WEIGHTED_SUM and weights:
+        pass_score = full_reward((kind, weight) for kind, weight in weights if isinstance(weight, int | float))
+    return name, float(pass_score) if isinstance(pass_score, int | float) else 1.0  # a text if the file was changed
 
 
-def judged_score(trajectory: Trajectory, term: str | None) -> float | None:
-    """The score of a term, None = the first. The name weighted_sum is that of no term, and means the reward."""
-    if term is None:
-        term = next(iter(trajectory.rewards), "")
+def judged_score(trajectory: Trajectory, term: str) -> float | None:
+    """The score of a term. The name weighted_sum is that of no term, and means the reward."""
     score = trajectory.rewards.get(term, trajectory.reward)
     return None if isinstance(score, Failure) else score
 
 
-def read_evaluation(path: Path, term: str | None, pass_score: float) -> tuple[int, dict[str, LoggedPrompt]]:
+def read_evaluation(path: Path, term: str, pass_score: float) -> tuple[int, dict[str, LoggedPrompt]]:
     asked: dict[str, LoggedPrompt] = {}
     for number, logged in enumerate(read_rollouts(path), start=1):
         with data_errors(f"{path}:{number}", "a trajectory"):

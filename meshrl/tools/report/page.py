@@ -61,9 +61,9 @@ def header(run: RunFolder) -> str:
     shown = " · ".join(f"{name} {escape(value)}" for name, value in values.items() if value)
     is_bad = run.verdict is not None and (run.verdict.outcome == "worse" or not math.isfinite(run.verdict.last[1]))
     is_good = run.lines and not (run.state.problems or suspicious(run) or is_bad)
-    css = word if is_good or word != "done" else ""
+    css = "unsure" if run.state.text != word else word if is_good or word != "done" else ""
     at = "" if word == "done" else f" at {'answer' if run.is_evaluation else 'step'} {run.num_steps}"
-    badge = f'<span class="badge {escape(css)}">{escape(word)}{at}</span>'
+    badge = f'<span class="badge {escape(css)}">{escape(run.state.text)}{at}</span>'
     return f"<header><h1>{escape(title(run))}</h1>{badge}<p>{shown}</p></header>" + (
         f'<div class="error">{escape(error)}</div>' if error else ""
     )

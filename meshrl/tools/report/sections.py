@@ -13,7 +13,7 @@ from meshrl.core.terminal import counted
 from meshrl.monitor.glossary import Entry, meaning_of
 from meshrl.monitor.rules import judge, rule_text, unhealthy
 from meshrl.monitor.sinks import duration
-from meshrl.run.verdict import Z
+from meshrl.run.verdict import HELD_OUT, Z, limits_of
 from meshrl.tools.page.charts import Line, Style, figure, number, sparkline, stacked_chart, values_table
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder
 
@@ -46,12 +46,11 @@ def headline(run: RunFolder) -> str:
 def _tiles(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     if (verdict := run.verdict) is not None:
         (before, first), (after, last) = verdict.first, verdict.last
-        margin = f"± {verdict.margin:.3f} (95 %)" if math.isfinite(verdict.margin) else "interval unknown"
-        more = f"{verdict.difference:+.3f}, {margin}" if before != after else margin
+        more = f"{verdict.measured} (95 %)" if math.isfinite(verdict.margin) else "interval unknown"
         if verdict.best:
             more += f"; best {verdict.best.score:.3f} "
             more += f"after step {verdict.best.step}" if verdict.best.step else "before training"
-        yield "held-out score", f"{first:.3f} → {last:.3f}" if before != after else f"{first:.3f}", more
+        yield verdict.name, f"{first:.3f} → {last:.3f}" if before != after else f"{first:.3f}", more
     for name, title in (("reward/mean", "training reward"), ("loss/nll", "loss")):
         if ends := run.ends(name):
             begin, end, tenth = ends
@@ -96,13 +95,12 @@ def _figure(run: RunFolder, chart: Chart) -> str:
 
 
 def interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
-    """The 95 % interval of each held-out score; without values for other metrics."""
-    errors = run.series.get("eval/standard_error") if name == "eval/mean_at_k" else None
-    if errors is None:
+    """The 95 % interval of each held-out score, within its limits; without values for other metrics."""
+    if name != HELD_OUT or "eval/standard_error" not in run.series:
         return [], []
-    by_step, scores = dict(zip(errors.steps, errors.values)), run.series[name]
-    ends = [(v, Z * by_step.get(step, math.nan)) for step, v in zip(scores.steps, scores.values)]
-    return [v - margin for v, margin in ends], [v + margin for v, margin in ends]
+    low, high = limits_of(run.evals)
+    ends = [(m[name], Z * m.get("eval/standard_error", math.nan)) for m in (line.metrics for line in run.evals)]
+    return [max(v - margin, low) for v, margin in ends], [min(v + margin, high) for v, margin in ends]
 
 
 def suspicious(run: RunFolder) -> dict[str, tuple[str, Entry]]:

@@ -1,13 +1,17 @@
-"""The metrics of an evaluation: every term, the weighted sum, and what counts as passed."""
+"""The metrics of an evaluation: every term, the weighted sum, what counts as passed, and the identity of the test."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import Failure
 from meshrl.core.types import Prompt, Trajectory
-from meshrl.loops.evaluate import eval_metrics, evaluation_text, standard_error
+from meshrl.loops.evaluate import eval_metrics, evaluation_identity, evaluation_text, standard_error
 from meshrl.monitor.metrics import divide, merge
 
 TERMS = {
@@ -51,13 +55,14 @@ def test_every_term_and_the_weighted_sum_are_evaluated_under_the_names_of_traini
 @pytest.mark.parametrize(
     ("loop", "mean", "passed"),
     [
-        ({}, 0.375, 0.5),
-        ({"eval_pass_score": 0.5}, 0.375, 1.0),
-        ({"eval_pass_score": 1.01}, 0.375, 0.0),
+        ({"eval_term": "answer"}, 0.375, 0.5),
+        ({"eval_term": "answer", "eval_pass_score": 0.5}, 0.375, 1.0),
+        ({"eval_term": "answer", "eval_pass_score": 1.01}, 0.375, 0.0),
         ({"eval_term": "form"}, 0.75, 1.0),
         ({"eval_term": "seen", "eval_pass_score": 0.25}, 0.0625, 0.5),
-        ({"eval_term": "weighted_sum"}, 0.75, 1.0),
-        ({"eval_term": "weighted_sum", "eval_pass_score": 1.5}, 0.75, 0.5),
+        ({}, 0.75, 0.5),  # 1.5 passes: the form alone does not, nor half an answer with it
+        ({"eval_term": "weighted_sum"}, 0.75, 0.5),
+        ({"eval_term": "weighted_sum", "eval_pass_score": 1.0}, 0.75, 1.0),
     ],
 )
 def test_the_chosen_term_and_score_decide_what_has_passed(loop, mean, passed):
@@ -66,12 +71,13 @@ def test_the_chosen_term_and_score_decide_what_has_passed(loop, mean, passed):
 
 
 def test_the_standard_error_is_over_prompts_not_over_attempts():
-    assert values(ATTEMPTS)["eval/standard_error"] == pytest.approx(standard_error([0.5, 0.25]))
+    assert values(ATTEMPTS, eval_term="answer")["eval/standard_error"] == pytest.approx(standard_error([0.5, 0.25]))
 
 
 def test_an_attempt_that_failed_scores_0_and_is_counted():
     refused = Trajectory(prompt=Prompt(id="c", ordinal=0), group_id="c", index=0, status="failed")
-    found = values([attempt("a", 0, 1.0, form=1.0), attempt("b", 0, FAILED, form=1.0), refused])
+    attempts = [attempt("a", 0, 1.0, form=1.0), attempt("b", 0, FAILED, form=1.0), refused]
+    found = values(attempts, eval_term="answer")
     assert found["eval/num_failed"] == 2 and found["eval/num_prompts"] == 3
     assert found["eval/mean_at_k"] == pytest.approx(1 / 3)
     assert found["eval/reward/term/form"] == pytest.approx(2 / 3)
@@ -82,7 +88,7 @@ def test_an_attempt_that_failed_scores_0_and_is_counted():
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({}, "greedy, scored by answer"),
+        ({}, "greedy, scored by weighted_sum"),
         ({"loop": {"eval_samples": 2, "eval_term": "form"}}, "2 samples each, scored by form"),
         ({"loop": {"eval_samples": 2, "eval_term": "weighted_sum"}}, "2 samples each, scored by weighted_sum"),
         ({"reward": {"terms": {"answer": {"kind": "math_answer"}}}}, "greedy"),
@@ -92,3 +98,84 @@ def test_the_text_about_an_evaluation_names_the_score_if_there_are_several(secti
     given = {"model": {"path": "m"}, "data": {}, "reward": {"terms": TERMS}} | sections
     given["loop"] = {"num_steps": 1} | sections.get("loop", {})
     assert evaluation_text(RunConfig.model_validate(given)) == expected
+
+
+def identity(
+    sections: Mapping[str, Any] = {}, rows: str = "abc", answers: str = "xyz", **changes: Any
+) -> dict[str, str]:
+    """Of an evaluation of prompts with these texts and answers. changes: of the task or of the graders' code."""
+    parts: dict[str, Any] = {"model": {"path": "m"}, "data": {}, "reward": {"terms": TERMS}}
+    parts = {**parts, "loop": {"num_steps": 1}, **sections}
+    prompts = [
+        Prompt(id=f"{changes.get('file', 'f')}-{i}", ordinal=-i, messages=[{"role": "user", "content": q}], answer=a)
+        for i, (q, a) in enumerate(zip(rows, answers))
+    ]
+    task: Any = SimpleNamespace(
+        eval_prompts=prompts,
+        tokenizer=SimpleNamespace(chat_template=changes.get("template", "t")),
+        agent=SimpleNamespace(tools=[]),
+        stop_token_ids=changes.get("stops", (1, 2)),
+    )
+    scorer: Any = SimpleNamespace(code=dict.fromkeys(TERMS, "") | changes.get("code", {}))
+    return evaluation_identity(RunConfig.model_validate(parts), task, scorer)
+
+
+def loop(**values: Any) -> dict[str, Any]:
+    return {"loop": {"num_steps": 1, **values}}
+
+
+def terms(**changes: Any) -> dict[str, Any]:
+    return {"reward": {"terms": {**TERMS, **changes}}}
+
+
+BY_ANSWER = loop(eval_term="answer")
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "former"),
+    [
+        ("rows", {"rows": "abd"}, {}),
+        ("rows", {"answers": "xyy"}, {}),
+        ("rows", {"answers": "xzy"}, {}),  # the same answers of other questions
+        ("rows", {"rows": "ab", "answers": "xy"}, {}),  # data.eval_limit
+        ("rows", {"rows": "abcc", "answers": "xyzz"}, {}),
+        ("graders", {"code": {"answer": "changed"}}, {}),
+        ("graders", {"sections": terms(form={"kind": "format", "weight": 0.25})}, {}),
+        ("graders", {"sections": terms(answer={"kind": "a:other"})}, {}),
+        ("graders", {"sections": terms(answer={"kind": "math_answer", "args": {"rule": "gsm8k"}})}, {}),
+        ("graders", {"sections": loop(eval_pass_score=0.5)}, {}),
+        ("graders", {"sections": BY_ANSWER, "code": {"answer": "changed"}}, {"sections": BY_ANSWER}),
+        ("term", {"sections": BY_ANSWER}, {}),
+        ("sampling", {"sections": loop(eval_samples=4)}, {}),
+        ("sampling", {"sections": {"rollout": {"eval_sampling": {"temperature": 0.5}}}}, {}),
+        ("sampling", {"sections": {"rollout": {"sampling": {"max_new_tokens": 7}}}}, {}),
+        ("sampling", {"sections": {"rollout": {"max_context_tokens": 77}}}, {}),
+        ("sampling", {"sections": {"agent": {"kind": "tools"}}}, {}),
+        ("sampling", {"stops": (1,)}, {}),
+        ("template", {"template": "changed"}, {}),
+        ("template", {"sections": {"data": {"chat_template_kwargs": {"enable_thinking": False}}}}, {}),
+    ],
+)
+def test_an_evaluation_of_another_test_has_another_identity(part, changes, former):
+    before, after = identity(**former), identity(**changes)
+    other = {name for name in before if before[name] != after[name]}
+    assert part in other and other <= {part, "graders"}  # another term has other graders
+
+
+@pytest.mark.parametrize(
+    ("changes", "former"),
+    [
+        ({"file": "g"}, {}),
+        ({"rows": "cab", "answers": "zxy"}, {}),
+        ({"sections": {"reward": {"terms": dict(reversed(TERMS.items())), "num_workers": 2}}}, {}),
+        ({"sections": terms(seen={"kind": "c:d", "weight": 0})}, {}),
+        ({"code": {"seen": "changed"}}, {}),
+        ({"sections": {"rollout": {"sampling": {"temperature": 0.5}}, "train": {"optimizer": {"lr": 1e-3}}}}, {}),
+        ({"sections": BY_ANSWER | terms(form={"kind": "format", "weight": 2})}, {"sections": BY_ANSWER}),
+        ({"sections": BY_ANSWER, "code": {"form": "changed"}}, {"sections": BY_ANSWER}),
+    ],
+)
+def test_what_does_not_change_a_score_does_not_change_the_identity(changes, former):
+    """The name of the file, the order of its rows and of the terms, terms that the score does not contain, the
+    temperature of training where evaluations are greedy."""
+    assert identity(**changes) == identity(**former)

@@ -49,7 +49,8 @@ class Evaluations:
 
     async def score(self, trajectories: list[Trajectory]) -> list[Metric]:
         for trajectory in trajectories:
-            trajectory.rewards["right"] = self.scores[trajectory.prompt.ordinal % len(self.scores)]
+            trajectory.reward = self.scores[trajectory.prompt.ordinal % len(self.scores)]
+            trajectory.rewards["right"] = trajectory.reward
         return []
 
     def check_failures(self, trajectories: list[Trajectory]) -> None:

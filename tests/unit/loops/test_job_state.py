@@ -120,8 +120,10 @@ def test_a_run_that_returns_to_a_checkpoint_drops_the_probe_of_weights_that_it_h
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("term", "evals"), [("right", [(0, 0.125), (2, 0.75)]), ("weighted_sum", [])])
-def test_evaluations_of_another_term_are_not_restored(term, evals):
-    job = job_of([("loop", "eval_term", term)])
-    asyncio.run(job.restore(3, saved_state(), None))
-    assert job.evals == evals
+@pytest.mark.parametrize(("rows", "evals"), [("a", [(0, 0.125), (2, 0.75)]), ("b", [])])
+def test_evaluations_of_another_identity_are_not_restored_and_one_is_due_at_once(rows, evals):
+    job, notes = job_of(), list[str]()
+    job.run, job.evaluation = SimpleNamespace(note=notes.append), {"rows": rows, "sampling": "c"}
+    asyncio.run(job.restore(3, {**saved_state(), "evaluation": {"rows": "a", "sampling": "c"}}, None))
+    assert job.evals == evals and job.first_eval == (0 if evals else 3)
+    assert notes == ([] if evals else ["the evaluations have other rows, so earlier scores are not compared"])

@@ -60,8 +60,8 @@ def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys)
         "data.limit not used 7",
         "Of 5 keys, 2 differ (without run.name, run.folder, run.resume).",
         "first b 0 0.500 [0.270, 0.730] +0.000 [-0.089, 0.089] unchanged, 20 prompts",
-        "best b 1 1.000 [0.904, 1.096] +0.500 [0.228, 0.681] better, 20 prompts",
-        "last b 2 0.950 [0.818, 1.082] +0.450 [0.185, 0.633] better, 20 prompts",
+        "best b 1 1.000 [0.904, 1.000] +0.500 [0.228, 0.681] better, 20 prompts",
+        "last b 2 0.950 [0.818, 1.000] +0.450 [0.185, 0.633] better, 20 prompts",
         "wall time 1m01s 1m01s",
         "tokens sampled a second 50 50",
         "time of train 2 s 2 s",
@@ -134,15 +134,18 @@ def test_evaluations_supervised_and_unfinished_runs_can_be_compared(runs, tmp_pa
 
 
 def test_scores_of_other_terms_are_not_compared(runs, tmp_path):
-    """Two runs of other values of loop.eval_term, or of another first term."""
+    """Two runs with other values of loop.eval_term, other graders of a term, and other sampling."""
+    identity = {"term": "weighted_sum", "graders": "a", "sampling": "b", "rows": "c"}
+    base = made_run(tmp_path / "base", {2: [1] * 20}, [0.5, 0.5], evaluation=identity)
+    for change, text in (({"graders": "x"}, "scored by other graders"), ({"term": "x"}, "scored by another term")):
+        other = made_run(tmp_path / text[-7:], {2: [0] * 20}, [0.5, 0.5], evaluation=identity | change)
+        shown, _ = compare([base, other], None)
+        assert shown.count(f"  {text}\n") == 1 and not re.search("better|worse", shown)
+    other = made_run(tmp_path / "k", {2: [0] * 20}, [0.5, 0.5], evaluation=identity | {"sampling": "x", "rows": "y"})
+    assert "worse, 20 prompts, other sampling\n" in compare([base, other], None)[0]
     config = settings(model__path="tiny", loop__eval_term="form")
-    other = made_run(tmp_path / "other", {0: [0] * 20, 2: [0] * 20}, [0.5, 0.5], config=config)
-    for i, term in enumerate(("correct", "form")):
-        (other if i else runs[0]).joinpath("config.yaml").write_text(
-            f"reward:\n  terms:\n    {term}:\n      kind: x:y  # my.yaml:1\n"
-        )
-        text, _ = compare([runs[0], other], None)
-        assert text.count("scored by another term") == 3 and not re.search("better|worse", text)
+    old = made_run(tmp_path / "old", {0: [0] * 20, 2: [0] * 20}, [0.5, 0.5], config=config)
+    assert compare([runs[0], old], None)[0].count("scored by another term") == 3
 
 
 def test_other_prompts_are_not_compared(runs, tmp_path):

@@ -96,7 +96,7 @@ def test_terms_have_their_own_curves_and_the_held_out_score_has_an_interval(tmp_
     (band,) = re.findall(r'class="band f0" d="([^"]*)"', held_out)
     heights = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", band)]
     ticks = {text: float(y) - 3.5 for y, text in re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)<', held_out)}
-    assert len(heights) == 4 and min(heights) < ticks["1"] and max(heights) > ticks["0"]  # of normal intervals
+    assert len(heights) == 4 and ticks["1"] == min(heights) < max(heights) == ticks["0"]  # ends of intervals
     assert all("values</summary><table" in figure for figure in figures.values())
 
 
@@ -245,12 +245,18 @@ def test_the_answers_of_tools_stand_between_those_of_the_model(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["v1.5", "right?", "my term", "42"])
-def test_answers_are_judged_by_the_first_term_whatever_its_name(tmp_path: Path, name: str):
+def test_the_term_and_the_pass_score_of_a_config_are_read_whatever_its_names_are(tmp_path: Path, name: str):
     """Names with dots, and names that YAML quotes."""
     config = write_run(tmp_path)
     values = json.loads(config.read_text())
-    terms = {name: {"kind": "math_answer", "weight": 0.5}, "form": {"kind": "format", "weight": 0.5}}
-    config.write_text(json.dumps({**values, "reward": {"terms": terms}}))
-    loaded = load_run_config(config)
-    config.write_text(to_yaml(loaded))
-    assert criterion_of(read_settings(config))[0] == loaded.config.eval_term == name
+    form, long = {"kind": "format", "args": {"regex": "a"}}, {"max_tokens": 9, "buffer_tokens": 8}
+    terms = {name: {"kind": "math_answer", "weight": 0.5}, "form": form | {"weight": 0.25}}
+    terms |= {"fine": form | {"weight": -1}, "long": {"kind": "overlong", "weight": 2, "args": long}}
+    data, (given, saved) = values["data"] | {"eval_path": values["data"]["path"]}, map(config.with_name, ("g", "s"))
+    for term, pass_score in ((None, 0.75), (name, 1.0)):
+        loop = {"num_steps": 1, "eval_term": term}
+        given.write_text(json.dumps({**values, "data": data, "reward": {"terms": terms}, "loop": loop}))
+        cfg = (loaded := load_run_config(given)).config
+        saved.write_text(to_yaml(loaded))
+        assert (cfg.eval_term, cfg.eval_pass_score) == (term or "weighted_sum", pass_score)
+        assert criterion_of(read_settings(saved)) == (cfg.eval_term, cfg.eval_pass_score)

@@ -125,7 +125,7 @@ def test_the_page_shows_scores_samples_proofs_settings_and_times(folder: Path):
     text = " ".join("".join(PageParser(write_report(folder).read_text(encoding="utf-8")).text).split())
     for words in (
         "0.333 → 0.667",
-        "+0.333, interval unknown; best 0.667 after step 20",
+        "interval unknown; best 0.667 after step 20",
         "1.02 GB",
         "20 of 20",
         "Wrong, then right",
@@ -183,7 +183,11 @@ def test_the_keys_of_the_run_decide_which_answers_of_an_evaluation_are_right(fol
     attempts[0].rewards["other"], attempts[1].rewards["other"] = 2.0, 0.0
     attempts[0].reward = 1.5
     RolloutLog(folder, lambda ids: "".join(map(chr, ids))).write(0, attempts, name="eval")
-    assert right() == [False, True] and right("eval_term: null", "eval_pass_score: 0.5") == [True, True]
+    assert right("eval_term: answer") == [False, True] and right("eval_term: answer", "eval_pass_score: 0.5") == [
+        True,
+        True,
+    ]
+    assert right() == right("eval_term: null", "eval_pass_score: null") == [True, True]
     assert right("eval_term: other", "eval_pass_score: 1.0") == [True, False]
     assert right("eval_term: weighted_sum", "eval_pass_score: 1.5") == [True, False]
     assert right("eval_term: weighted_sum", "eval_pass_score: many") == [True, True]

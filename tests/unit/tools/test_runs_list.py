@@ -28,7 +28,7 @@ def started(folder: Path, at: float) -> None:
 
 
 def test_the_list_has_a_line_for_each_run_the_oldest_first(tmp_path, capsys):
-    made_run(tmp_path / "b", {0: [0, 1], 1: [1, 1], 2: [1, 0]}, [0.1, 0.2])
+    made_run(tmp_path / "b", {0: [0, 1], 1: [1, 1], 2: [1, 0]}, [0.1, 0.2], evaluation={"term": "weighted_sum"})
     exported = settings(model__path="/x/runs/r/checkpoints/step_3/model")
     made_run(tmp_path / "failed", {}, [0.5], "failed", 7, config=exported)
     made_run(tmp_path / "a", {}, [1.25], "interrupted", metric="loss/nll", config=settings(model__path="/models/qwen"))
@@ -42,7 +42,7 @@ def test_the_list_has_a_line_for_each_run_the_oldest_first(tmp_path, capsys):
     assert cells == [
         ["failed", "failed", "1 of 7 steps", when, "1m01s", "step_3/model", "0.500"],
         ["a", "interrupted", "1 of 1 steps", when, "1m01s", "models/qwen", "1.250 nll"],
-        ["b", "done", "2 of 2 steps", later, "1m01s", "tiny", "0.500", "1.000", "0.500", "0.200"],
+        ["b", "done", "2 of 2 steps", later, "1m01s", "tiny", "reward", "0.500", "1.000", "0.500", "0.200"],
     ]
 
 
@@ -96,13 +96,13 @@ def test_names_with_control_characters_are_escaped(tmp_path, capsys):
 def test_status_shows_the_held_out_score_and_counts_answers_of_an_evaluation(tmp_path):
     run = made_run(tmp_path / "run", {0: [0, 1], 1: [1, 1], 2: [0, 0]}, [0.1, 0.2])
     shown = describe(run).splitlines()
-    assert "held-out 0.500 -> 0.000 (unchanged: -0.500 +- 1.296)" in shown
+    assert "held-out 0.500 -> 0.000 (unchanged: -0.500, -1.000 to +0.796)" in shown
     assert "highest held-out score: 1.000 at step 1" in shown
     one = made_run(tmp_path / "eval_1", {4: [0, 1, 1, 1]}, [], num_steps=4)
     (one / "config.yaml").write_text("run:\n  name: eval_1  # meshrl eval\n")
     StatusFile(one, 4, first_step=3).close()
     assert describe(one).splitlines()[1] == "3 of 4 answers"
-    assert "held-out 0.750 +- 0.566 at step 4, the only evaluation" in describe(one).splitlines()
+    assert "held-out 0.750, 0.184 to 1.000 at step 4, the only evaluation" in describe(one).splitlines()
     (one / "metrics.jsonl").write_bytes(b'"eval/mean_at_k"\n')
     assert "3 of 4 answers" in describe(one) and "metrics.jsonl:1" in describe(one)
     (run / "status.json").write_text('{"pid": 7}')
