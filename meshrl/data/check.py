@@ -19,7 +19,7 @@ from meshrl.data.chat import is_template_text, require_read, template_text, vari
 from meshrl.data.files import Kind, files_of, kind_of
 from meshrl.data.tables import RowTable, column_names, open_table
 
-WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables of a chat template
+WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt", "strftime_now")  # variables of a chat template
 MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
 
 
@@ -129,7 +129,11 @@ def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind])
     there = column_names(first.data)
     for key, name in table.columns.items():
         if name is not None and name not in there:
-            unneeded = " If no reward needs an answer, set data.answer: null." if key == "data.answer" else ""
+            unneeded = (
+                " Give the row an answer; if no row has one and no reward needs it, set data.answer: null."
+                if key == "data.answer"
+                else ""
+            )
             text = f"no column {name!r} in the first row; it has {', '.join(map(repr, there))}.{unneeded}"
             yield Problem((key, table.path), text)
 

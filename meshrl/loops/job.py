@@ -95,7 +95,7 @@ class ScoredGroup:
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """The state of one loop. num_updates: optimizer steps requested so far."""
+    """The state of one loop. step: finished steps."""
 
     cfg: RunConfig
     run: RunServices
@@ -107,7 +107,6 @@ class Job:
     rollout_log: RolloutLog
     proof: SamplerProof = field(default_factory=SamplerProof)
     step: int = 0
-    num_updates: int = 0
     cursor: dict[str, Any] = field(default_factory=dict)  # the data's state after the last finished step
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
@@ -141,7 +140,6 @@ class Job:
 
     def snapshot(self) -> dict[str, Any]:
         return {
-            "num_updates": self.num_updates,
             "version": self.trainer.version + (not self.trainer.is_synced),
             "data": self.cursor,
             "rewards": list(self.rewards),
@@ -155,7 +153,7 @@ class Job:
         self.probe, self.probed = None, None
         self.feed.load_state(saved["data"])
         await self.trainer.load(state, saved["version"])
-        self.step, self.num_updates, self.cursor = step, saved["num_updates"], saved["data"]
+        self.step, self.cursor = step, saved["data"]
         now, before = self.cfg.model_dump(mode="json"), saved.get("config", {})
         self.rewards, self.evals = list(saved["rewards"]), [(at, score) for at, score in saved["evals"]]
         saved_config = before or now

@@ -26,7 +26,7 @@ from meshrl.tools.runs import table
 from meshrl.tools.state import read_part
 
 MAX_RUNS = 12  # as many as the page has colours
-_OWN = ("run.name", "run.folder", "run.resume")  # keys that differ in every two runs
+_OWN = ("run.name", "run.folder", "run.resume", "run.date")  # keys that differ in every two runs
 Asked = dict[tuple[str, str], LoggedPrompt]
 Evaluation = tuple[int, float, str, Asked]
 """Finished steps, score, its interval, and the prompts by id and text; without prompts if no answers were logged."""
