@@ -129,11 +129,7 @@ def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind])
     there = column_names(first.data)
     for key, name in table.columns.items():
         if name is not None and name not in there:
-            unneeded = (
-                " Give the row an answer; if no row has one and no reward needs it, set data.answer: null."
-                if key == "data.answer"
-                else ""
-            )
+            unneeded = " If no reward needs an answer, set data.answer: null." if key == "data.answer" else ""
             text = f"no column {name!r} in the first row; it has {', '.join(map(repr, there))}.{unneeded}"
             yield Problem((key, table.path), text)
 

@@ -53,8 +53,10 @@ def _is_layout(value: Any) -> bool:
 
 def _message(given: Any, name: str, template: Any) -> Message:
     message = {k: v for k, v in given.items() if v is not None and v != []} if isinstance(given, dict) else {}
-    if "tool_calls" in message:  # OpenAI's messages that only call tools have no content
-        message = {"content": "", **message, "tool_calls": [_call(call, name) for call in message["tool_calls"]]}
+    if (calls := message.get("tool_calls")) is not None:
+        calls = parsed(calls) if isinstance(calls, str) else calls
+        calls = [_call(call, name) for call in (calls if isinstance(calls, list) else [calls])]
+        message = {"content": "", **message, "tool_calls": calls}  # OpenAI's messages that call tools have no content
     role = message.get("role")
     if not isinstance(role, str) or not isinstance(message.get("content"), str):
         more = ". ShareGPT's keys from and value must be renamed" if "from" in message else ""
@@ -77,8 +79,8 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     made = parsed(arguments or "{}") if isinstance(arguments, str) else arguments
     if not isinstance(made, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{name} has the tool call {shown(call)}; it needs a name, and arguments as a JSON object")
-    whole = {**function, "arguments": made}
-    return {**call, "function": whole} if "function" in call else whole
+    complete = {**function, "arguments": made}
+    return {**call, "function": complete} if "function" in call else complete
 
 
 def tools_of(value: Any, name: str, is_filled: bool) -> list[dict[str, Any]] | None:
