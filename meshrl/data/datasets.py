@@ -87,8 +87,8 @@ class PromptMaker:
             messages = messages_of(row["content"], row["name"], self.tokenizer.chat_template, raw.is_filled)
             continues = self.cfg.continue_last and messages[-1]["role"] == "assistant"
             _require_open(messages, row["name"], continues)
-            tools = tools_of(row["tools"], f"column {self.cfg.tools!r}", raw.is_filled) or self.tools
-            if tools is not self.tools and self.tools:
+            own_tools = tools_of(row["tools"], f"column {self.cfg.tools!r}", raw.is_filled)
+            if own_tools and self.tools:
                 raise DataError("it has tools, but only the agent's can be called; set data.tools: null")
         if self.cfg.system is not None:
             if messages[0]["role"] == "system":
@@ -105,8 +105,8 @@ class PromptMaker:
             meta={name: _plain(value, f"column {name!r}", raw.where) for name, value in row["meta"].items()},
         )
         with as_data_error(f"{raw.where}: "):
-            prompt.ids = render(self.tokenizer, messages, None if continues else True, tools)
-            require_rendered(self.tokenizer, messages, tools, row["name"], "tool_calls")
+            prompt.ids = render(self.tokenizer, messages, None if continues else True, own_tools or self.tools)
+            require_rendered(self.tokenizer, messages, own_tools, row["name"], "tool_calls")
         _require_known(prompt.ids, self.tokenizer, self.vocab_size, raw.where)
         prompt.ids.flags.writeable = False
         return prompt
