@@ -61,8 +61,10 @@ from meshrl.sync.digest import DigestKind, kind_for
 from meshrl.sync.layout import Ack, Box, Layout
 from meshrl.sync.sender import SendReport
 from meshrl.sync.transaction import SyncOrder, SyncState
+from meshrl.train.checkpoint import Tensors
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import TRAINED, Role, RowArrays, StepReport, TrainEngine
+from meshrl.train.state import reference_digest
 
 NOT_TINY = 50 << 20  # bytes of a model for which a run prints that another dtype is faster
 MUCH_SLOWER = 1.5  # other work on the machine changes the ratio of two measurements by up to 1.3
@@ -213,7 +215,7 @@ class RankWorker:
     def save(self, folder: str, continues: bool) -> None:
         """Start to write the state of each trained role (collective). continues: see `TrainEngine.save`."""
         for engine in self._trained():
-            engine.save(folder, continues)
+            engine.save(folder, continues, self._reference())
 
     @phase("checkpoint")
     async def finish_save(self) -> dict[str, FileFact]:
@@ -224,11 +226,15 @@ class RankWorker:
     def load(self, folder: str) -> None:
         """Load the state of each trained role from a checkpoint (collective)."""
         for engine in self._trained():
-            engine.load(folder)
+            engine.load(folder, self._reference())
 
     @phase("checkpoint")
     def state_bytes(self) -> int:
         return sum(engine.state_bytes() for engine in self._trained())
+
+    def _reference(self) -> Tensors:
+        """The entry that identifies the reference model in a checkpoint; empty without one (collective)."""
+        return reference_digest(self.engines["reference"].model.lm) if "reference" in self.engines else {}
 
     def _trained(self) -> list[TrainEngine]:
         return [engine for role, engine in self.engines.items() if role in TRAINED]

@@ -54,9 +54,15 @@ class DataConfig(Slice):
     """column with the question text or a list of chat messages; a.b = field b of column a"""
     answer: str | None = "answer"
     """column with the ground truth that rewards get; null = no ground truth"""
+    tools: str | None = "tools"
+    """column with the tools that a row describes to the model, a list or its JSON text; rows without it have the tools
+    of the agent; null = the column is not read"""
+    continue_last: bool = False
+    """a prompt that ends with a message of the assistant is the beginning of the answer, which the model continues;
+    rewards get only what it adds. false = such a prompt is an error"""
     map: str | None = None
     """function package.module:name in place of the columns: it gets a row and returns a dict with prompt or messages,
-    optionally with answer, env and meta"""
+    optionally with answer, env, meta and tools"""
     system: str | None = None
     """system message put before each question"""
     chat_template: str | None = None
@@ -88,6 +94,9 @@ def data_problems(case: Case) -> Iterator[Problem]:
             if not name.isidentifier():
                 text = f"the name {name!r} must be one word of letters, digits and underscores."
                 yield Problem(("data.sources",), text)
+    if data.continue_last and case.rl.agent.kind == "multi_turn":
+        text = "multi_turn begins a new message for each turn, so it can't continue one. Use agent.kind: single_turn."
+        yield Problem(("data.continue_last", "agent.kind"), text)
     of_sources = {f"data.sources.{name}.map": source.map for name, source in data.sources.items()}
     for key, function in ({"data.map": data.map} | of_sources).items():
         if function is not None and not DOTTED_PATH.fullmatch(function):

@@ -80,6 +80,9 @@ class SftConfig(Slice):
     """as data.split"""
     messages: str = "messages"
     """column with the chat messages"""
+    tools: str | None = "tools"
+    """column with the tools of a row's conversation, a list or its JSON text, if the row has it; null = it is not
+    read"""
     chat_template: str | None = None
     """as data.chat_template"""
     chat_template_kwargs: dict[str, Any] = Field({})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from typing import ClassVar
 
 from pydantic import Field
@@ -37,6 +38,9 @@ class RunSection(Slice):
     module_folder: str | None = None
     """folder in which modules of rewards, agents, advantages and losses are looked for, after the working folder and
     Python's path; null = the folder of the config file, or for a dict the working folder"""
+    date: datetime | None = Field(None, strict=False)
+    """what chat templates write as the current date (strftime_now), such as 2026-11-28T09:00:00; null = when the run
+    started, also after a resume and in evaluations of its models"""
     keep_checkpoints: int = Field(2, ge=1)
     """number of newest training states to keep on disk"""
     keep_models: int | None = Field(None, ge=1)

@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -152,6 +153,7 @@ def _allowed(info: FieldInfo) -> str:
 
 
 _WORDS: dict[Any, str] = {str: "string", bool: "true | false", int: "integer", float: "number", Any: "anything"}
+_WORDS[datetime] = "date and time"
 
 
 def words(annotation: Any) -> str:

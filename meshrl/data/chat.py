@@ -10,6 +10,7 @@ import codecs
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,29 @@ from meshrl.data.hub import require_reachable
 from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None  # JSON schemas
 TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template may loop for years
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 BUILT_IN = {  # name in data.chat_template -> template
     "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
     "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 }
-_VARIABLES = "chat_template_kwargs"  # in init_kwargs, where Transformers stores the arguments of a tokenizer
+_VARIABLES, _DATE = "chat_template_kwargs", "date"  # in init_kwargs, as Transformers stores a tokenizer's arguments
 _CONTENT = "stand-in answer"  # of a placeholder message that shows how a template ends one; no template contains it
 
 
 def load_tokenizer(
-    path: str | Path, chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    path: str | Path,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    date: datetime | None = None,
 ) -> Any:
     """The tokenizer of a model folder (a hub id works where the hub, or its cache, is reachable).
 
     chat_template: replaces the tokenizer's own; the text, the path of a file, or a name in BUILT_IN.
-    chat_template_kwargs: variables that the template gets in every rendering. Both are stored in the tokenizer, so that
-    prompts, the continuations of turns and SFT rows are rendered the same way.
+    chat_template_kwargs: variables that the template gets in every rendering.
+    date: the template writes it as today's; None = the date of each rendering.
+    All are stored in the tokenizer, so that prompts, the continuations of turns and SFT rows are rendered the same way.
 
     Raises: DataError when the path has no tokenizer that Transformers can load without running its code, and for
     a template or variables that can't be used.
@@ -60,7 +66,7 @@ def load_tokenizer(
         checked = named.values() if chat_template is not None or chat_template_kwargs else ()
         reads = {name for text in checked for name in variables_read_by(text)}
     require_read(chat_template_kwargs or (), reads)
-    tokenizer.init_kwargs[_VARIABLES] = dict(chat_template_kwargs or {})
+    tokenizer.init_kwargs |= {_VARIABLES: dict(chat_template_kwargs or {}), _DATE: date}
     _require_content(tokenizer)
     return tokenizer
 
@@ -188,7 +194,7 @@ def require_read(variables: Iterable[str], reads: set[str]) -> None:
             )
 
 
-def render_text(tokenizer: Any, messages: Sequence[Message], tools: list[dict] | None = None) -> str:
+def render_text(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> str:
     """The text of these messages and of a generation prompt, as the template renders it: for reading and comparing,
     never to be encoded again.
 
@@ -198,9 +204,10 @@ def render_text(tokenizer: Any, messages: Sequence[Message], tools: list[dict] |
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = True, tools: list[dict] | None = None
+    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool | None = True, tools: Tools = None
 ) -> np.ndarray:
-    """The token ids of these messages, int32[C]. tools: JSON schemas for templates that describe tools to the model.
+    """The token ids of these messages, int32[C]. add_generation_prompt: None = they end with the content of the last
+    message, which the model continues. tools: for templates that describe tools to the model.
 
     Raises: DataError without a chat template, or when the template refuses the messages.
     """
@@ -208,10 +215,15 @@ def render(
 
 
 def _apply_template(
-    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, tools: list[dict] | None, tokenize: bool
+    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool | None, tools: Tools, tokenize: bool
 ) -> Any:
     from jinja2 import TemplateError
 
+    variables = dict(tokenizer.init_kwargs.get(_VARIABLES, {}))
+    if (
+        date := tokenizer.init_kwargs.get(_DATE)
+    ) is not None:  # in place of Transformers' function, which reads the clock
+        variables["strftime_now"] = date.strftime
     if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so messages can't become tokens. "
@@ -225,10 +237,11 @@ def _apply_template(
             return tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=bool(add_generation_prompt),
+                continue_final_message=add_generation_prompt is None,
                 tokenize=tokenize,
                 return_dict=False,
-                **tokenizer.init_kwargs.get(_VARIABLES, {}),
+                **variables,
             )
     except TooLongError as cause:
         raise DataError(
@@ -325,7 +338,7 @@ def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
 
 
 def sft_row(
-    tokenizer: Any, messages: Sequence[Message], stop_ids: Iterable[int] | None = None
+    tokenizer: Any, messages: Sequence[Message], stop_ids: Iterable[int] | None = None, tools: Tools = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """One conversation as (ids int32[T], mask bool[T]); the mask is True for the tokens that a sampler would produce.
 
@@ -345,12 +358,12 @@ def sft_row(
         raise DataError(
             f"roles {[m.get('role') for m in messages]}: training needs an assistant message after another message"
         )
-    ids = render(tokenizer, messages[: turns[-1] + 1], add_generation_prompt=False)
+    ids = render(tokenizer, messages[: turns[-1] + 1], False, tools)
     mask = np.zeros(len(ids), bool)
     end = 0
     for i in turns:
-        head = render(tokenizer, messages[:i])
-        full = render(tokenizer, messages[: i + 1], add_generation_prompt=False)
+        head = render(tokenizer, messages[:i], True, tools)
+        full = render(tokenizer, messages[: i + 1], False, tools)
         _require_prefix(tokenizer, head, full, f"message {i} does not begin with its generation prompt")
         end = _turn_end(tokenizer, full, len(head), stops)
         rest = tokenizer.decode(full[end:].tolist(), skip_special_tokens=True)
@@ -370,7 +383,7 @@ def continuation_ids(
     tokenizer: Any,
     messages: Sequence[Message],
     stop_ids: Iterable[int],
-    tools: list[dict] | None = None,
+    tools: Tools = None,
     ended_by_id: bool = True,
 ) -> np.ndarray:
     """The context tokens that follow a sampled answer: the template's tokens from just after the answer's stop token,

@@ -19,7 +19,7 @@ from meshrl.data.chat import is_template_text, require_read, template_text, vari
 from meshrl.data.files import Kind, files_of, kind_of
 from meshrl.data.tables import RowTable, column_names, open_table
 
-WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables of a chat template
+WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt", "strftime_now")  # variables of a chat template
 MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,9 +20,16 @@ from meshrl.core.lookup import look_up
 from meshrl.core.types import Prompt
 from meshrl.data.chat import Message, render, sft_row
 from meshrl.data.files import as_data_error
+from meshrl.data.messages import messages_of, require_rendered, shown, tools_of
 from meshrl.data.tables import RawRow, Row, RowTable, Table, column_names, open_table
 
-MAPPED = ("prompt", "messages", "answer", "env", "meta")  # what a data.map function may return
+T = TypeVar("T")
+MAPPED = ("prompt", "messages", "answer", "env", "meta", "tools")  # what a data.map function may return
+MAX_SHOWN, MAX_READ_S = 10, 10.0  # bad rows in one error; seconds after which a table with bad rows is not read further
+
+
+class MissingAnswerError(DataError):
+    """A row without an answer, which no reward term is known to need."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +82,14 @@ class PromptMaker:
                 f"compared with it ({terms}); give the row an answer, or remove the row"
             )
         if answer is None and self._map is None and self.cfg.answer is not None:
-            raise DataError(f"{raw.where}: {name} is null; set data.answer: null if no reward needs a ground truth")
-        messages = _messages(row["content"], raw.where, row["name"], text_role="user")
+            raise MissingAnswerError(f"{raw.where}: {name} is null; give the row an answer, or remove the row")
+        with as_data_error(f"{raw.where}: "):
+            messages = messages_of(row["content"], row["name"], self.tokenizer.chat_template, raw.is_filled)
+            continues = self.cfg.continue_last and messages[-1]["role"] == "assistant"
+            _require_open(messages, row["name"], continues)
+            own_tools = tools_of(row["tools"], f"column {self.cfg.tools!r}", raw.is_filled)
+            if own_tools and self.tools:
+                raise DataError("it has tools, but only the agent's can be called; set data.tools: null")
         if self.cfg.system is not None:
             if messages[0]["role"] == "system":
                 raise DataError(
@@ -91,7 +105,8 @@ class PromptMaker:
             meta={name: _plain(value, f"column {name!r}", raw.where) for name, value in row["meta"].items()},
         )
         with as_data_error(f"{raw.where}: "):
-            prompt.ids = render(self.tokenizer, messages, tools=self.tools)
+            prompt.ids = render(self.tokenizer, messages, None if continues else True, own_tools or self.tools)
+            require_rendered(self.tokenizer, messages, own_tools, row["name"], "tool_calls")
         _require_known(prompt.ids, self.tokenizer, self.vocab_size, raw.where)
         prompt.ids.flags.writeable = False
         return prompt
@@ -103,7 +118,8 @@ class PromptMaker:
         if cfg.answer is not None:
             answer = _column(raw.data, cfg.answer, "data.answer", raw.where)
         meta = {k: v for k, v in raw.data.items() if k not in (cfg.prompt, cfg.answer)}
-        return {"content": content, "name": f"column {cfg.prompt!r}", "answer": answer, "env": None, "meta": meta}
+        named = {"name": f"column {cfg.prompt!r}", "tools": raw.data.get(cfg.tools or "")}
+        return {"content": content, **named, "answer": answer, "env": None, "meta": meta}
 
     def _mapped(self, raw: RawRow, function: Callable[[Row], Any]) -> dict[str, Any]:
         prefix = f"{raw.where}: data.map {self.cfg.map}"
@@ -113,13 +129,13 @@ class PromptMaker:
         except Exception as error:  # user code: it may raise anything
             raise DataError(f"{prefix} raised {type(error).__name__}: {error}") from error
         if not isinstance(made, dict):
-            raise DataError(f"{prefix} returned {_shown(made)}; {wanted}")
+            raise DataError(f"{prefix} returned {shown(made)}; {wanted}")
         strange = [name for name in made if name not in MAPPED]
         if strange or ("prompt" in made) == ("messages" in made):
             raise DataError(f"{prefix} returned a dict with {', '.join(map(repr, made)) or 'nothing'}; {wanted}")
         env, meta = made.get("env"), made.get("meta", {})
         if not isinstance(meta, dict) or not (env is None or isinstance(env, str)):
-            raise DataError(f"{prefix} returned env {_shown(env)} and meta {_shown(meta)}; use a string and a dict")
+            raise DataError(f"{prefix} returned env {shown(env)} and meta {shown(meta)}; use a string and a dict")
         name = "prompt" if "prompt" in made else "messages"
         return {
             "content": made[name],
@@ -127,7 +143,46 @@ class PromptMaker:
             "answer": made.get("answer"),
             "env": env,
             "meta": meta,
+            "tools": made.get("tools"),
         }
+
+
+def _require_open(messages: Sequence[Message], name: str, continues: bool) -> None:
+    """Raises: DataError for a conversation that asks for no answer."""
+    role = messages[-1]["role"]
+    if role == "assistant" and not continues:
+        raise DataError(
+            f"{name} ends with an answer, {shown(messages[-1]['content'])}: the model would answer twice. Remove it (a "
+            "correct answer belongs in data.answer), or set data.continue_last: true to let the model continue it"
+        )
+    if role in ("system", "developer"):
+        raise DataError(f"{name} ends with a message of the role {role!r}; it needs one of the user")
+
+
+def make_all(rows: Iterator[RawRow], make: Callable[[RawRow], T]) -> list[T]:
+    """make(row) of all rows. Raises: DataError of a bad row; of several, one with their number and the first ten."""
+    made, bad, count, num_unanswered, started = list[T](), list[str](), 0, 0, time.monotonic()
+    try:
+        for raw in rows:
+            count += 1
+            try:
+                made.append(make(raw))
+            except DataError as error:
+                bad.append(str(error))
+                num_unanswered += isinstance(error, MissingAnswerError)
+                if time.monotonic() - started > MAX_READ_S:
+                    break
+    except DataError as error:  # for a row that can't be read; the rows after it are not read
+        bad.append(str(error))
+        count += 1
+    if not bad:
+        return made
+    advice = ". If no reward needs a ground truth, set data.answer: null" if num_unanswered == count else ""
+    if len(bad) == 1:
+        raise DataError(bad[0] + advice)
+    more = f"\n  and {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else ""
+    lines = "".join(f"\n  {text}" for text in bad[:MAX_SHOWN])
+    raise DataError(f"{len(bad)} of the first {count} rows can't be used{advice}:{lines}{more}")
 
 
 def load_prompts(
@@ -142,7 +197,8 @@ def load_prompts(
     Raises: DataError as open_table and PromptMaker, and when there are no rows or all are too long.
     """
     table = open_table(path, make.cfg.format, make.cfg.subset, split)
-    prompts = [make(raw, ordinal) for ordinal, raw in enumerate(table.rows(0, limit))]
+    ordinals = itertools.count()
+    prompts = make_all(table.rows(0, limit), lambda raw: make(raw, next(ordinals)))
     require_rows(table, len(prompts))
     most = make.cfg.max_prompt_tokens
     lengths = [len(p.ids) for p in prompts if p.ids is not None]
@@ -163,23 +219,25 @@ def load_sft_rows(
     there are no rows or all are too long.
     """
     stops = tuple(stop_ids)
-    rows, lengths = [], []
-    table = open_table(path, cfg.format, cfg.subset, cfg.split)
-    for raw in table.rows():
-        where = raw.where
-        content = _column(raw.data, cfg.messages, "sft.messages", where)
-        messages = _messages(content, where, f"column {cfg.messages!r}", text_role=None)
-        with as_data_error(f"{where}: "):
-            ids, mask = sft_row(tokenizer, messages, stops)
-        _require_known(ids, tokenizer, vocab_size, where)
+
+    def make(raw: RawRow) -> SftRow:
+        content, name = _column(raw.data, cfg.messages, "sft.messages", raw.where), f"column {cfg.messages!r}"
+        with as_data_error(f"{raw.where}: "):
+            messages = messages_of(content, name, tokenizer.chat_template, raw.is_filled, takes_text=False)
+            tools = tools_of(raw.data.get(cfg.tools or ""), f"column {cfg.tools!r}", raw.is_filled)
+            require_rendered(tokenizer, messages, tools, name, "tool_calls", "reasoning_content", "thinking")
+            ids, mask = sft_row(tokenizer, messages, stops, tools)
+        _require_known(ids, tokenizer, vocab_size, raw.where)
         ids.flags.writeable = mask.flags.writeable = False
-        lengths.append(len(ids))
-        if len(ids) <= cfg.max_row_tokens:
-            rows.append(SftRow(id=raw.id, ids=ids, mask=mask))
-    require_rows(table, len(lengths))
-    if not rows:
-        raise all_too_long(table.name, lengths, "sft.max_row_tokens", cfg.max_row_tokens)
-    return rows, len(lengths) - len(rows)
+        return SftRow(id=raw.id, ids=ids, mask=mask)
+
+    table = open_table(path, cfg.format, cfg.subset, cfg.split)
+    rows = make_all(table.rows(), make)
+    require_rows(table, len(rows))
+    fitting = [row for row in rows if len(row.ids) <= cfg.max_row_tokens]
+    if not fitting:
+        raise all_too_long(table.name, [len(row.ids) for row in rows], "sft.max_row_tokens", cfg.max_row_tokens)
+    return fitting, len(rows) - len(fitting)
 
 
 def _require_known(ids: np.ndarray, tokenizer: Any, vocab_size: int | None, where: str) -> None:
@@ -227,45 +285,13 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
     return value
 
 
-def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[Message]:
-    """A list of messages unchanged, or (with text_role) a text as one message. name: of the value, for errors."""
-    wanted = "a list of {role, content} messages" + (" or a string" if text_role else "")
-    if isinstance(value, str) and text_role:
-        if not value.strip():
-            raise DataError(f"{where}: {name} is an empty string; it should be {wanted}")
-        return [{"role": text_role, "content": value}]
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: {name} is {_shown(value)}; it should be {wanted}")
-    for i, message in enumerate(value):
-        good = isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-        if not good or not isinstance(message["content"], str):
-            raise DataError(
-                f"{where}: message {i} of {name} is {_shown(message)}; "
-                'it should be like {"role": "user", "content": "text"}'
-            )
-        role = message["role"]
-        meant = [] if role in _ROLES else difflib.get_close_matches(role.lower(), _ROLES, 1, cutoff=0.8)
-        if meant:
-            raise DataError(f"{where}: message {i} of {name} has the role {role!r}; did you mean {meant[0]!r}?")
-    return list(value)
-
-
-# Templates may have further roles, so only a role that looks like a misspelled one of these is refused.
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-
 def _plain(value: Any, name: str, where: str) -> Any:
     """The value, which must be plain JSON: it is sent to reward workers and written to the run's files."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as cause:
         raise DataError(
-            f"{where}: {name} contains {_shown(value)}, which is not plain JSON ({cause}); leave it out or convert "
+            f"{where}: {name} contains {shown(value)}, which is not plain JSON ({cause}); leave it out or convert "
             "it, with a data.map function or in the file"
         ) from cause
     return value
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from meshrl.core.errors import DataError
 from meshrl.core.types import SCHEMA, Prompt, Sample, unsampled_row
-from meshrl.data.datasets import PromptMaker, SftRow, all_too_long, load_prompts, require_rows
+from meshrl.data.datasets import PromptMaker, SftRow, all_too_long, load_prompts, make_all, require_rows
 from meshrl.data.tables import RowTable, Table, open_table
 
 PROBED_ROWS = 8  # a stream renders them at the start, so that another tokenizer or template changes its digest
@@ -65,7 +66,7 @@ def require_same(mine: dict[str, Any], saved: dict[str, Any]) -> None:
         changes = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in differing.items())
         raise DataError(
             f"this checkpoint was made with another data order ({changes}), so it can't be resumed at the exact row. "
-            "Restore the data files, the tokenizer, data.* and run.seed, or start a new run."
+            "Restore the data files, the tokenizer, data.*, run.seed and run.date, or start a new run."
         )
 
 
@@ -103,7 +104,7 @@ class _Source:
         return {"next_ordinal": self.next_ordinal, **self._identity}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        require_same(self._identity, state)
+        require_same({k: v for k, v in self._identity.items() if k != "answers" or k in state}, state)
         self.next_ordinal = int(state["next_ordinal"])
 
 
@@ -111,7 +112,8 @@ class PromptSource(_Source):
     """A PromptFeed over prompts in memory."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, num_left_out: int = 0):
-        super().__init__(digest_of((p.id, p.ids) for p in prompts), len(prompts), seed, shuffle)
+        digest, answers = digest_of((p.id, p.ids) for p in prompts), digest_of_answers(prompts)
+        super().__init__(digest, len(prompts), seed, shuffle, answers=answers)
         self.prompts = list(prompts)
         self.num_left_out = num_left_out
 
@@ -129,10 +131,11 @@ class PromptStream(_Source):
         require_rows(table, table.num_rows)
         self._table, self._make, self._limit = table, make, make.cfg.max_prompt_tokens
         # Of the first rows as rendered, and of the table's fingerprint: the other rows are not read for the digest.
-        self.prompts = [make(raw, 0) for raw in table.rows(0, PROBED_ROWS)]
+        self.prompts = make_all(table.rows(0, PROBED_ROWS), lambda raw: make(raw, 0))
         fingerprint = np.frombuffer(repr(table.fingerprint()).encode(), np.uint8)
         digest = digest_of([*((p.id, p.ids) for p in self.prompts), ("fingerprint", fingerprint)])
-        super().__init__(digest, table.num_rows, seed, make.cfg.shuffle, max_prompt_tokens=self._limit)
+        own = {"max_prompt_tokens": self._limit, "answers": digest_of_answers(self.prompts)}
+        super().__init__(digest, table.num_rows, seed, make.cfg.shuffle, **own)
         self.position, self.num_left_out = 0, 0
 
     def next(self, n: int) -> list[Prompt]:
@@ -230,11 +233,17 @@ class SftSource(_Source):
 
 
 def digest_of(rows: Iterable[tuple[str, np.ndarray | None]]) -> str:
-    """Digest of ids and rendered tokens: it differs with another tokenizer or template."""
+    """Digest of ids and rendered tokens: it differs with another tokenizer or template, or another date (run.date)."""
     total = hashlib.sha256()
     for name, ids in rows:
         total.update(name.encode() + b"\0" + (b"" if ids is None else ids.tobytes()) + b"\0")
     return total.hexdigest()[:16]
+
+
+def digest_of_answers(prompts: Iterable[Prompt]) -> str:
+    """Digest of ids and answers."""
+    texts = ((p.id, json.dumps(p.answer, sort_keys=True, default=repr)) for p in prompts)
+    return digest_of((name, np.frombuffer(text.encode(), np.uint8)) for name, text in texts)
 
 
 def open_feed(make: PromptMaker, seed: int, rows: RowTable | None = None) -> PromptFeed:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_json
@@ -29,11 +29,13 @@ MARK_BYTES = 1 << 20  # between two indexed rows of a JSONL file; at most this m
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as it is in its file. where: "train.jsonl:12", the beginning of every error about the row."""
+    """One row as it is in its file. where: "train.jsonl:12", the beginning of every error about the row. is_filled: it
+    has the keys of all rows, with null for those that it lacks, as Arrow's columns do."""
 
     id: str
     where: str
     data: Row
+    is_filled: bool = False
 
 
 def column_names(row: Row, prefix: str = "") -> list[str]:
@@ -95,8 +97,14 @@ def open_table(
     return tables[0] if len(tables) == 1 else Shards(str(path), tables)
 
 
+def is_dataset(rows: Any) -> TypeGuard[Sequence[Row]]:
+    """Whether these rows in memory are a `datasets.Dataset`, without an import of that library."""
+    return hasattr(rows, "features") and hasattr(rows, "num_rows")
+
+
 class RowTable(Table):
-    """Rows in memory. name: the caller's name of them in errors, such as "data": row 11 is then data[11]."""
+    """Rows in memory, such as a list. name: the caller's name of them in errors, such as "data": row 11 is then
+    data[11]."""
 
     def __init__(self, name: str, rows: Sequence[Any]):
         self.name, self._rows = name, rows
@@ -113,7 +121,7 @@ class RowTable(Table):
                     f"{where} is {type(row).__name__} {row!r:.80}; each row must be a dict {{column: value}} (from a "
                     'pandas DataFrame: frame.to_dict("records"))'
                 )
-            yield RawRow(f"{self.name}-{i}", where, row)
+            yield RawRow(f"{self.name}-{i}", where, row, is_filled=is_dataset(self._rows))
 
     def fingerprint(self) -> list[Any]:
         return [self.num_rows]
@@ -207,7 +215,7 @@ class DatasetTable(Table):
                 columns = self._dataset[begin:end]
             for i in range(begin, end):
                 row = {name: values[i - begin] for name, values in columns.items()}
-                yield RawRow(f"{self._stem}-{i}", f"{self.name}: row {i} (from 0)", row)
+                yield RawRow(f"{self._stem}-{i}", f"{self.name}: row {i} (from 0)", row, is_filled=True)
 
     def fingerprint(self) -> list[Any]:
         return [self.num_rows, self._dataset.data.nbytes, str(self._dataset.features)]

@@ -97,8 +97,8 @@ class ScoredGroup:
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """The state of one loop. num_updates: optimizer steps requested so far. evaluation: identity of its evaluations,
-    of which the first is after first_eval steps."""
+    """The state of one loop. step: finished steps. evaluation: identity of its evaluations, of which the first is after
+    first_eval steps."""
 
     cfg: RunConfig
     run: RunServices
@@ -110,7 +110,6 @@ class Job:
     rollout_log: RolloutLog
     proof: SamplerProof = field(default_factory=SamplerProof)
     step: int = 0
-    num_updates: int = 0
     cursor: dict[str, Any] = field(default_factory=dict)  # the data's state after the last finished step
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
@@ -146,7 +145,6 @@ class Job:
 
     def snapshot(self) -> dict[str, Any]:
         return {
-            "num_updates": self.num_updates,
             "version": self.trainer.version + (not self.trainer.is_synced),
             "data": self.cursor,
             "rewards": list(self.rewards),
@@ -161,7 +159,7 @@ class Job:
         self.probe = None  # self.probed stays: the next sync sends these weights again
         self.feed.load_state(saved["data"])
         await self.trainer.load(state, saved["version"])
-        self.step, self.num_updates, self.cursor = step, saved["num_updates"], saved["data"]
+        self.step, self.cursor = step, saved["data"]
         now, before = self.cfg.model_dump(mode="json"), saved.get("config", {})
         self.rewards, self.evals = list(saved["rewards"]), [(at, score) for at, score in saved["evals"]]
         earlier = saved.get("evaluation", {})

@@ -120,11 +120,12 @@ async def annotate(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
 
 async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
     """One optimizer step for each of the updates that has a token to train, else a note. The sampler proof is checked
-    between the gradient and the step."""
+    between the gradient and the step. The position in the schedule of the learning rate follows from the step, so that
+    a resume may change train.updates_per_step, and steps without an optimizer step count."""
     cfg, metrics = job.cfg, list[Metric]()
     loss = make_policy_loss(cfg.algo)
-    total = cfg.loop.num_steps * cfg.train.updates_per_step
-    for part in updates:
+    first = job.step * cfg.train.updates_per_step
+    for position, part in enumerate(updates, first):
         if not any(sample.loss_weight is not None and sample.loss_weight.any() for sample in part.samples):
             cut = sum(sample.truncated for sample in part.samples)
             reason = f"none of {len(part.samples)} rows has a sampled token"
@@ -147,9 +148,8 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
                 report.mismatch, part.samples, cfg.model.dtype, job.trainer.version, job.run.note
             )
         metrics += await probe_result(job)
-        lr = learning_rate(job.num_updates, total, cfg.peak_lr, cfg.train.scheduler)
+        lr = learning_rate(position, cfg.num_updates, cfg.peak_lr, cfg.train.scheduler)
         step, of_the_step = await optimizer_step(job.trainer, job.step, lr)
-        job.num_updates += 1
         if step.skipped:
             job.run.note(
                 f"step {job.step + 1}: the gradient norm is {step.grad_norm}, so this optimizer step is skipped; "

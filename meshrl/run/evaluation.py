@@ -27,7 +27,7 @@ from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.metrics import NamedValues, divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import report
-from meshrl.run.folder import LOGS
+from meshrl.run.folder import LOGS, config_of, with_date
 from meshrl.run.inputs import Objects
 from meshrl.run.live import LiveRun, WriteReport, live_run
 from meshrl.run.signals import Stop
@@ -55,6 +55,7 @@ async def run_evaluation(
 
     Raises: MeshrlError without held-out prompts, ConfigError when `out` exists, both before anything is written.
     """
+    loaded = with_date(loaded, config_of(subject.run))
     cfg = loaded.config
     task = await asyncio.to_thread(load_task, cfg, objects, False)
     if not task.eval_prompts:

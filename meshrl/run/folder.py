@@ -6,16 +6,17 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
-from meshrl.config.source import leaves
-from meshrl.core.errors import CheckpointError, DataError, MeshrlError
+from meshrl.config.source import Reader, leaves, plain
+from meshrl.core.errors import CheckpointError, ConfigError, DataError, MeshrlError
 from meshrl.core.files import CONTINUE_LATER, Unreadable, is_there, output_errors, read_json, replacing, write_text
 from meshrl.core.lookup import similar_names
 from meshrl.monitor.notes import NOTES_FILE
@@ -77,6 +78,25 @@ def run_name(loaded: Loaded[Any]) -> str:
         except FileExistsError:
             number += 1
             name = f"{first}-{number}"
+
+
+def config_of(run: Path | None) -> dict[str, Any]:
+    """The config.yaml of a run; {} if there is none that can be read."""
+    if run is not None:
+        with suppress(ConfigError):
+            return dict(plain(Reader(run).files(run / "config.yaml")[0]))
+    return {}
+
+
+def with_date(loaded: Loaded[Any], former: Mapping[str, Any]) -> Loaded[Any]:
+    """The config with a value of run.date: its own, that of the run whose config is `former`, or now."""
+    run = loaded.config.run
+    if run.date is not None:
+        return loaded
+    date = former.get("run", {}).get("date") or datetime.now().isoformat(timespec="seconds")
+    section = run.model_copy(update={"date": datetime.fromisoformat(date)})
+    config = loaded.config.model_copy(update={"run": section})
+    return replace(loaded, config=config, origins=loaded.origins | {"run.date": "start of the run"})
 
 
 def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int, note: Callable[[str], None]) -> Start | None:

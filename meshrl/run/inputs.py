@@ -22,7 +22,7 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.terminal import print_message
 from meshrl.data.check import check_data
-from meshrl.data.tables import RowTable
+from meshrl.data.tables import RowTable, is_dataset
 from meshrl.reward.check import check_graders
 from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS
 
@@ -117,7 +117,7 @@ def objects_of(
     return Objects(
         rewards=rewards or {},
         agent=None if agent is None else as_agent(agent, "agent"),
-        rows={key: list(value) for key, value in given_rows.items()},
+        rows={key: value if is_dataset(value) else list(value) for key, value in given_rows.items()},
         on_step=on_step,
         quiet=quiet,
     )

@@ -40,6 +40,7 @@ from meshrl.run.folder import (
     replace_best,
     run_name,
     set_aside,
+    with_date,
     write_template,
 )
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
@@ -323,6 +324,7 @@ def live_run(
     try:
         with output_errors(folder, _OTHER_FOLDER):
             start = choose_start(loaded.config.run, folder, kind, num_steps, notes.append)
+        loaded = with_date(loaded, {} if start is None else start.saved.get("config", {}))
         run = LiveRun(loaded, kind, num_steps, folder, start, stop, objects)
         for note in notes:
             run.note(note)

@@ -148,6 +148,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
     try_user_functions(cfg.algo)
     await wait_for_folder(cfg.run)
     with live_run(loaded, "train", cfg.loop.num_steps, stop, write_report, objects) as run:
+        cfg = run.loaded.config
         _note_start(run)
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
         if (prompt := first_prompt(task)) is not None:
@@ -208,6 +209,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
     cfg = loaded.config
     await wait_for_folder(cfg.run)
     with live_run(loaded, "sft", cfg.sft.num_steps, stop, write_report, objects) as run:
+        cfg = run.loaded.config
         _note_start(run)
         source, left_out, run.chat_template = await asyncio.to_thread(load_sft_source, cfg, objects)
         async with launched(cfg, cfg.cluster.num_train_ranks, 0) as groups:

@@ -29,7 +29,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
 
     Raises: ConfigError, also for tools that the chat template does not describe; DataError.
     """
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs, cfg.run.date)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
     answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
     max_context_tokens, vocab_size = limits_of(cfg.model.path, cfg.rollout.max_context_tokens)  # as in the samplers
@@ -75,7 +75,7 @@ def note_on_overlap(task: Task) -> str | None:
 def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int, str | None]:
     """The rows, the number of rows left out as too long, and the text of sft.chat_template."""
     path = cfg.model.path
-    tokenizer = load_tokenizer(path, cfg.sft.chat_template, cfg.sft.chat_template_kwargs)
+    tokenizer = load_tokenizer(path, cfg.sft.chat_template, cfg.sft.chat_template_kwargs, cfg.run.date)
     table = objects.table("sft.path") or cfg.sft.path
     vocab_size = text_config(path).vocab_size
     rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stop_token_ids(tokenizer, path), vocab_size)

@@ -46,13 +46,13 @@ from meshrl.monitor.recorder import recorder
 from meshrl.parallel.fsdp import full_tensor, local_shard, reshard
 from meshrl.parallel.mesh import coordinates, replica_group
 from meshrl.parallel.timing import timed, timed_collective
-from meshrl.train.checkpoint import stage, write_in_background
+from meshrl.train.checkpoint import Tensors, stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.offload import HostMemory
 from meshrl.train.optim import build_optimizer, clip_gradients
 from meshrl.train.packing import pack
 from meshrl.train.probe import require_independent_rows
-from meshrl.train.state import base_digest, load_state, state_bytes, state_tensors
+from meshrl.train.state import NO_TENSORS, base_digest, load_state, reference_digest, state_bytes, state_tensors
 from meshrl.train.weights import RankWeights, rank_weights
 
 if TYPE_CHECKING:
@@ -393,12 +393,12 @@ class TrainEngine:
 
     # ---- checkpoints
 
-    def save(self, folder: str | Path, continues: bool = True) -> None:
-        """Start to write the full training state into `folder` (a collective). continues: whether
-        training goes on meanwhile, so that the state is copied first. Raises: CheckpointError."""
+    def save(self, folder: str | Path, continues: bool = True, reference: Tensors = NO_TENSORS) -> None:
+        """Start to write the full training state into `folder` (a collective). continues: whether training goes on
+        meanwhile, so that the state is copied first. reference: its `reference_digest`. Raises: CheckpointError."""
         reshard(self.model)
         counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
-        state = state_tensors(self.model.lm, self.optimizer, counters, self.device)
+        state = state_tensors(self.model.lm, self.optimizer, counters, self.device, reference)
         with recorder.span("stage", "copy", bytes=self.state_bytes()):
             slices = stage(state, self._host.readable, copy=continues)
         self._write = write_in_background(Path(folder), self.role, slices)
@@ -409,13 +409,14 @@ class TrainEngine:
         write, self._write = self._write, None
         return write.result()
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, reference: Tensors = NO_TENSORS) -> None:
         """Load a state that any number of ranks saved (a collective). The parameters must be on the device.
 
-        Raises: CheckpointError, before anything is changed, when a file is damaged or of another model.
+        Raises: CheckpointError, before anything is changed, when a file is damaged or of another model, or when the
+        reference model is another one.
         """
         reshard(self.model)
-        counters = load_state(Path(folder), self.role, self.model.lm, self.optimizer, self.device)
+        counters = load_state(Path(folder), self.role, self.model.lm, self.optimizer, self.device, reference)
         self.num_optimizer_steps, self.num_skipped_in_a_row = counters
         self._offload_optimizer()
 
@@ -426,10 +427,12 @@ class TrainEngine:
     # ---- memory of the device
 
     def release(self, parts: Collection[Part]) -> None:
-        """Move these tensors to host memory. Saving reads them there; everything else needs `restore`
-        first, except that `optim_step` restores the optimizer's state by itself. A collective, with LoRA."""
+        """Move these tensors to host memory. Saving reads them there; everything else needs `restore` first, except
+        that `optim_step` restores the optimizer's state by itself. A collective, with frozen parameters."""
         reshard(self.model)
         base_digest(self.model.lm)  # saved with adapters, and computed once
+        if self.role not in TRAINED:
+            reference_digest(self.model.lm)
         self._host.release(self._tensors(parts))
 
     def restore(self, parts: Collection[Part]) -> None:

@@ -4,6 +4,7 @@ model.NAME               parameters in their master dtype; with LoRA only the ad
 buffer.NAME              buffers that belong to a model's files, such as a router's correction bias
 optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq
 lora.base                int64[2], with LoRA: a digest of all frozen parameters, and the bits of the adapters' scale
+reference.base.DTYPE     int64[], with a reference model: a digest of all its parameters, which has this compute dtype
 counters                 int64[2]: optimizer steps, steps skipped in a row
 rng.RANK.DEVICE          states of the rank's torch generators; a rank without saved states keeps its current ones
 """
@@ -25,21 +26,27 @@ from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_we
 from meshrl.parallel.boxes import LocalBox, boxes, replica
 from meshrl.parallel.fsdp import local_shard
 from meshrl.sync.digest import bits_of
-from meshrl.train.checkpoint import SavedTensor, SavedTensors
+from meshrl.train.checkpoint import SavedTensor, SavedTensors, Tensors
 
 Counters = tuple[int, int]
+NO_TENSORS: Tensors = {}
 _BASE = "lora.base"
 _DIGEST_ELEMENTS = 1 << 18  # at a time: their bits as int64 stay in a core's cache
-# Frozen parameters never change, so their digest is computed once.
+# Frozen parameters never change, so their digest is computed once, before their memory is released.
 _base_digests: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 _SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
 
 
 def state_tensors(
-    lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, counters: Counters, device: torch.device
+    lm: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    counters: Counters,
+    device: torch.device,
+    reference: Tensors = NO_TENSORS,
 ) -> dict[str, torch.Tensor]:
-    """The full state of this rank, as views of the engine's tensors: copy them before the next optimizer step."""
-    tensors = _model_tensors(lm) | base_digest(lm)
+    """The full state of this rank, as views of the engine's tensors: copy them before the next optimizer step.
+    reference: `reference_digest` of the run's reference model, if it has one."""
+    tensors = _model_tensors(lm) | base_digest(lm) | dict(reference)
     for name, p in trained_weights(lm).items():
         for slot, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             tensors[f"optimizer.{slot}.{name}"] = value
@@ -50,7 +57,12 @@ def state_tensors(
 
 
 def load_state(
-    folder: Path, role: str, lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
+    folder: Path,
+    role: str,
+    lm: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    reference: Tensors = NO_TENSORS,
 ) -> Counters:
     """Fill the model of a role and its optimizer in place, and set the generators (a collective). Returns the counters.
 
@@ -71,7 +83,7 @@ def load_state(
             raise CheckpointError(
                 f"{folder} holds {name}, which this model does not have; it is of another model{lora}"
             )
-    _require_same_base(saved, folder, lm)
+    _require_same_base(saved, folder, base_digest(lm) | dict(reference))
     slots: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
     parameters = trained_weights(lm) if optimizer else {}
     for key in [key for key in saved.entries if key.startswith("optimizer.")]:
@@ -96,7 +108,7 @@ def load_model(folder: Path, role: str, lm: torch.nn.Module) -> None:
     Raises: CheckpointError, as load_state.
     """
     saved = SavedTensors(folder, role)
-    _require_same_base(saved, folder, lm)
+    _require_same_base(saved, folder, base_digest(lm))
     saved.load(_model_tensors(lm))
 
 
@@ -119,14 +131,20 @@ def base_digest(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
     adapters = adapters_of(lm)
     if not adapters:
         return {}
-    if lm not in _base_digests:
-        _base_digests[lm] = _digest_of_base(lm)
     scale = torch.tensor(next(iter(adapters.values())).scale, dtype=torch.float64).view(torch.int64)
-    return {_BASE: torch.stack([_base_digests[lm], scale])}
+    return {_BASE: torch.stack([_frozen_digest(lm), scale])}
 
 
-def _digest_of_base(lm: torch.nn.Module) -> torch.Tensor:
+def reference_digest(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The entry `reference.base.DTYPE` of a reference model (a collective)."""
+    dtype = str(next(iter(lm.parameters())).dtype).removeprefix("torch.")
+    return {f"reference.base.{dtype}": _frozen_digest(lm)}
+
+
+def _frozen_digest(lm: torch.nn.Module) -> torch.Tensor:
     """The digest of all frozen parameters, independent of the sharding (a collective, as `base_digest`)."""
+    if lm in _base_digests:
+        return _base_digests[lm]
     total = torch.zeros((), dtype=torch.int64)
     for name, p in named_weights(lm):
         if not is_adapter(name) and replica(p)[0] == 0:
@@ -135,6 +153,7 @@ def _digest_of_base(lm: torch.nn.Module) -> torch.Tensor:
                 total = total + box_digest(local) * factor
     if dist.is_initialized():
         dist.all_reduce(total)
+    _base_digests[lm] = total
     return total
 
 
@@ -166,14 +185,22 @@ def _adapters_in(entries: Iterable[str]) -> set[str]:
     return {name for name in entries if name.startswith("model.") and is_adapter(name)}
 
 
-def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -> None:
-    """Adapters fit only the base model that they were trained with. Raises: CheckpointError."""
-    mine = base_digest(lm).get(_BASE)
-    if mine is None or _BASE not in saved.entries:
-        return
-    theirs = torch.zeros_like(mine)
-    saved.load({_BASE: theirs})
-    if not torch.equal(mine, theirs):
+def _require_same_base(saved: SavedTensors, folder: Path, digests: Tensors) -> None:
+    """Adapters fit only the base model that they were trained with, and a KL term only one reference model. Raises:
+    CheckpointError."""
+    for name, mine in digests.items():
+        if name not in saved.entries:
+            continue
+        theirs = torch.zeros_like(mine)
+        saved.load({name: theirs})
+        if torch.equal(mine, theirs):
+            continue
+        if name != _BASE:
+            raise CheckpointError(
+                f"{folder} was trained with another reference model: the weights in model.path have changed since, and "
+                "algo.kl.coef is above 0. Restore them, set algo.kl.coef=0, or start a new run (run.resume=never) from "
+                "a model of this one, which is then the reference"
+            )
         changed = "model.lora.alpha" if mine[0] == theirs[0] else "the model in model.path, or model.dtype,"
         raise CheckpointError(f"{folder} holds adapters, and {changed} is not what they were trained with; restore it")
 

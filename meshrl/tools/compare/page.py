@@ -84,7 +84,12 @@ def _read(folder: Path, label: str) -> Compared:
 def configuration(runs: Sequence[Compared]) -> ComparisonTable:
     """The keys with different values, the models of evaluations, and groups of runs that differ in the seed at most."""
     configs = [
-        {s.key: s for s in run.run.settings if not s.origin.startswith("unused") and s.key not in _OWN} for run in runs
+        {
+            s.key: s
+            for s in run.run.settings
+            if not s.origin.startswith(("unused", "start of the run")) and s.key not in _OWN
+        }
+        for run in runs
     ]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = []

@@ -50,7 +50,7 @@ def saved_state() -> dict[str, Any]:
     """As a checkpoint records it after step 3."""
     job = job_of()
     job.feed.next(6)
-    job.step, job.num_updates, job.cursor = 3, 5, job.feed.state()
+    job.step, job.cursor = 3, job.feed.state()
     job.trainer.version, job.trainer.is_synced, job.proof.threshold = 3, True, 0.25
     job.rewards, job.evals = [0.5, 0.25, 1.0], [(0, 0.125), (2, 0.75)]
     return json.loads(json.dumps({**job.snapshot(), "config": job.cfg.model_dump(mode="json")}))
@@ -80,7 +80,7 @@ def test_a_restored_job_continues_with_the_state_that_was_saved():
     job, before = job_of(), job_of()
     before.feed.next(6)
     asyncio.run(job.restore(3, saved_state(), None))
-    assert (job.step, job.num_updates, job.trainer.loaded) == (3, 5, [(None, 3)])
+    assert (job.step, job.trainer.loaded) == (3, [(None, 3)])
     assert (job.rewards, job.evals) == ([0.5, 0.25, 1.0], [(0, 0.125), (2, 0.75)])
     assert [prompt.id for prompt in job.feed.next(3)] == [prompt.id for prompt in before.feed.next(3)]
 
