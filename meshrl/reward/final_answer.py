@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 
-from meshrl.reward.plain_text import normalized, number_with_unit, stated_expression
+from meshrl.reward.plain_text import normalized, number_with_unit, stated_expression, statement
 
 MAX_TEXT_CHARS = 8_000
 """Without a box, only this much of the end of a completion is searched: the search is quadratic in some texts."""
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
-_EQUALS = re.compile(r"^(?:=|≈|\\approx(?![a-zA-Z]))\s*")
+_EQUALS = re.compile(r"^(?:\\[,;:! ]|[~\s])*(?:(?:=|≈|\\approx(?![a-zA-Z]))\s*)?")
+_END = re.compile(r"(?:\\(?:[,;:! ]|$)|[.,;\s~]){1,20}$")
 _BETWEEN_BOXES = re.compile(r"(?:[\s$,;&]|\\[()\[\]]|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*")
 _MARKED_LINE = re.compile(r"####\s*(?![0-9]+[.):]\s)([-+$\\.0-9].*)")  # `#### 1. Plan` is a heading
 
@@ -36,17 +37,33 @@ def final_expression(section: str) -> str:
 
     Text that math-verify has to search itself is returned as it is. For prose that states no value the result is empty.
     """
-    if boxes := box_contents(section):
-        first = len(boxes) - 1  # the last box, and the boxes joined to it by a comma, `and` or `or`
-        while first > 0 and _BETWEEN_BOXES.fullmatch(section, boxes[first - 1][1] + 1, boxes[first][0]):
-            first -= 1
-        contents = (_EQUALS.sub("", normalized(content).rstrip(".,; ")) for _, _, content in boxes[first:])
-        return ", ".join(f"\\boxed{{{number_with_unit(content) or content}}}" for content in contents)
+    if contents := _last_boxes(section):
+        return ", ".join(f"\\boxed{{{expression_of(content)}}}" for content in contents)
     text = normalized(section[-MAX_TEXT_CHARS:])
     stated = stated_expression(text)
     if stated is None:
         return text
     return f"\\boxed{{{stated}}}" if stated else ""
+
+
+def stated_text(section: str) -> str:
+    """The content of the last boxes, or the words that state the answer; not yet read as an expression."""
+    return ", ".join(_last_boxes(section)) or statement(normalized(section[-MAX_TEXT_CHARS:]))
+
+
+def expression_of(answer: str) -> str:
+    """The expression of a box's content or of a reference: without its unit, a leading equals sign, a final period."""
+    content = _EQUALS.sub("", _END.sub("", normalized(answer)))
+    return number_with_unit(content) or content
+
+
+def _last_boxes(section: str) -> list[str]:
+    """The contents of the last box, and of the boxes joined to it by a comma, `and` or `or`."""
+    boxes = box_contents(section)
+    first = len(boxes) - 1
+    while first > 0 and _BETWEEN_BOXES.fullmatch(section, boxes[first - 1][1] + 1, boxes[first][0]):
+        first -= 1
+    return [content for _, _, content in boxes[max(first, 0) :]]
 
 
 def marked_answer(text: str) -> str | None:

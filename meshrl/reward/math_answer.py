@@ -15,15 +15,24 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from meshrl.reward.final_answer import answer_section, box_contents, final_expression, marked_answer
-from meshrl.reward.plain_text import normalized, number_with_unit
+from meshrl.reward.answer_forms import equal_by_form, references
+from meshrl.reward.final_answer import (
+    answer_section,
+    box_contents,
+    expression_of,
+    final_expression,
+    marked_answer,
+    stated_text,
+)
+from meshrl.reward.plain_text import normalized
 
-_GSM8K_NUMBER = re.compile(r"\$?-?\$?[0-9.,]+")
+_GSM8K_NUMBER = re.compile(r"\$?-?\$?[0-9.,]++(?!\s*[/^:×*]\s*[0-9\\(]|[eE][-+]?[0-9]|\s+(?:or|and|to)\s+\$?-?[0-9])")
 _MARKED = re.compile(f"#### ({_GSM8K_NUMBER.pattern})")
 _PLAIN_NUMBER = re.compile(
     r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?"
@@ -31,16 +40,17 @@ _PLAIN_NUMBER = re.compile(
 _E_NOTATION = re.compile(r"(?<![\w.\\])[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,2}(?![\w^])")
 _MULTIPLE_OF_E = re.compile(r"[0-9]\s*e")  # in the reference; e in the answer 2e-3 is then Euler's number, too
 _ALTERNATIVE = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
-_CHOICE = re.compile(r"\\boxed\{\s*(?:\\[a-z]+\s*\{\s*)?\(([A-J])\)")  # "(C) 5" states both the choice and its value
 
 
 def math_answer(completion: str, answer: Any, *, rule: str = "auto") -> float:
     """1.0 when the completion's final answer equals the reference under `rule` (see the table above), else 0.0.
 
-    answer: the reference: a number, a text, LaTeX, or a complete GSM8K solution that ends in `#### N`.
+    answer: the reference: a number, a text, LaTeX, a complete GSM8K solution that ends in `#### N`, or one of the
+    collections that meshrl.reward.answer_forms.references reads, of which each element is right.
     Raises: ValueError for an unknown rule or a reference that the rule can't read.
     """
-    return 1.0 if _rule(rule)(completion, str(answer)) else 0.0
+    is_right = _rule(rule)
+    return float(any([is_right(completion, reference) for reference in references(answer)]))
 
 
 def check_args(rule: str = "auto") -> None:
@@ -60,7 +70,8 @@ def gsm8k(completion: str, answer: str) -> bool:
     Source: github.com/openai/grade-school-math, dataset.py; lm-evaluation-harness, tasks/gsm8k (ignored characters).
     """
     marked = _MARKED.findall(completion)
-    return bool(marked) and _cleaned(marked[-1]) == _gsm8k_reference(answer)
+    number, reference = _cleaned(marked[-1]) if marked else "", _gsm8k_reference(answer)
+    return number == reference or ("." in reference and exact(number, reference))
 
 
 def exact(completion: str, answer: str) -> bool:
@@ -81,29 +92,27 @@ def math_verify(completion: str, answer: str) -> bool:
 
     Source: github.com/huggingface/Math-Verify.
     """
-    from math_verify import verify
-
-    reference, text = normalized(answer), final_expression(answer_section(completion))
-    choice = _CHOICE.match(text)
-    if choice and re.fullmatch(r"\(*[A-J]\)*", reference):
-        return choice[1] == reference.strip("()")
-    number, decimals = _plain_number(reference), 6  # math-verify's own, so that 0.333333 = 1/3
-    if number is not None or not _MULTIPLE_OF_E.search(reference):
+    section = answer_section(completion)
+    by_form = equal_by_form(normalized(stated_text(section)), normalized(answer), math_verify)
+    if by_form is not None:
+        return by_form
+    reference, text = expression_of(answer), final_expression(section)
+    if _plain_number(reference) is not None or not _MULTIPLE_OF_E.search(reference):
         reference, text = _with_decimals(reference), _with_decimals(text)
-    if number:
-        decimals += max(0, -1 - number.adjusted())
-    return verify(_math_reference(reference), _parsed(text), float_rounding=decimals, timeout_seconds=None)
+    return _equal(_math_reference(reference), _parsed(text))
 
 
 def auto(completion: str, answer: str) -> bool:
-    """Choose the rule by the completion's form. Of a GSM8K solution as reference, only its number is used."""
-    reference = normalized(_gsm8k_reference(answer) if "####" in answer else answer)
+    """Choose the rule by the completion's form. Of a GSM8K solution as reference, only its answer is used."""
+    reference = normalized(answer.rpartition("####")[2].strip().partition("\n")[0])
+    if not reference:
+        raise ValueError(f"the reference {answer[-80:]!r} states no answer after its last '####'")
     section = answer_section(completion)
     stated = normalized(marked_answer(section) or section)
     number = stated.lstrip("$").rstrip("$. ")
     if _plain_number(number) is not None and _plain_number(reference) is not None:
         return exact(number, reference)
-    return stated == reference or math_verify(stated, reference)
+    return math_verify(stated, reference)
 
 
 def _rule(name: str) -> Callable[[str, str], bool]:
@@ -138,7 +147,7 @@ def _with_decimals(text: str) -> str:
 def _math_reference(answer: str) -> list[Any]:
     text = answer
     if not any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\[")):
-        text = f"\\boxed{{{number_with_unit(answer) or answer}}}"
+        text = f"\\boxed{{{answer}}}"
     parsed = _parsed(text)
     if not parsed:
         raise ValueError(f"math-verify finds no expression in the reference {answer[:80]!r}")
@@ -163,6 +172,30 @@ def _parsed(text: str) -> list[Any]:
         for expression in parsed
         if isinstance(expression, str) or (num_digits(expression) <= MAX_DIGITS and not _is_false_equation(expression))
     ]
+
+
+def _equal(want: list[Any], got: list[Any]) -> bool:
+    """math-verify's verdict, and for numbers a relative comparison where its absolute one fails: it takes differences
+    below 1e-15 for 0, and compares a large float with an integer digit by digit."""
+    from math_verify import verify
+    from sympy import Float
+
+    wanted, number = _evaluated(want), _evaluated(got)
+    size = 1.0 if wanted is None else abs(wanted)
+    decimals = 6 + (max(0, -1 - math.floor(math.log10(size))) if size > 1e-300 else 0)  # 6: so that 0.333333 = 1/3
+    is_equal = verify(want, got, float_rounding=decimals, timeout_seconds=None)
+    if number is None or wanted is None or 1e-9 < size < 1e9:
+        return is_equal
+    if size < 1:
+        return is_equal and bool(abs(number - wanted) <= 1e-5 * size + 1e-300)
+    has_float = any(expressions[0].has(Float) for expressions in (want, got))
+    return is_equal or (has_float and bool(abs(number - wanted) <= 1e-14 * size))
+
+
+def _evaluated(expressions: list[Any]) -> Any:
+    """The value of the first expression as a float of 30 digits; None if it is no finite real number."""
+    is_number = expressions and getattr(expressions[0], "is_number", False) and expressions[0].is_comparable
+    return expressions[0].doit().evalf(30) if is_number and expressions[0].is_finite else None
 
 
 def _is_false_equation(expression: Any) -> bool:

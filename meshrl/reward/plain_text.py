@@ -19,6 +19,7 @@ _CHARACTERS = str.maketrans(
         **dict.fromkeys("\u2212\ufe63\uff0d", "-"),  # minus signs
         **dict.fromkeys("\u00a0\u2009\u202f", " "),  # spaces that separate thousands
         **dict.fromkeys("×·", "*"),
+        **{"：": ":", "，": ", ", "。": ". "},
         **{"π": "\\pi ", "∞": "\\infty ", "∈": "\\in "},  # math-verify reads other operators, such as ≤ and ∪
     }
 )
@@ -28,6 +29,11 @@ _SUPERSCRIPTS = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789
 def _fraction(match: re.Match[str]) -> str:
     fraction = unicodedata.normalize("NFKC", match[2]).replace("\u2044", "/")
     return f"({match[1]}+{fraction})" if match[1] else f"({fraction})"
+
+
+def _repeating(integer: str, decimals: str, period: str) -> str:
+    nines = "9" * len(period) + "0" * len(decimals)
+    return f"\\frac{{{int(integer + decimals + period) - int(integer + decimals or 0)}}}{{{nines}}}"
 
 
 def _scaled(match: re.Match[str]) -> str:
@@ -41,7 +47,15 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"(?<!\\)\\\$"), ""),  # an escaped dollar
     (re.compile(r"(?<=[0-9])(?:\\[,;: ]|~)(?=[0-9]{3}(?![0-9]))"), ""),  # thin spaces between thousands
     (re.compile(r"(?<=[0-9]) ?x ?(?=10 ?\^)"), "*"),  # 1.5 x 10^3
-    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*([^{}\\]{0,80}[0-9][^{}\\]{0,80})\}"), r"\1"),  # upright numbers
+    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*([-+(]?[.0-9][^{}\\]{0,160})\}"), r"\1"),  # upright numbers
+    (
+        re.compile(r"(?<![0-9])([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}"),
+        lambda m: _repeating(m[1], m[2], m[3]),
+    ),
+    (
+        re.compile(r"(?<=[0-9])(\s*\\text\s*\{\s*(?!and|or)[^{}]{0,80}[a-z]{2}[^{}]{0,80}\})(?=\s*[a-z]\s*=)"),
+        ", ",
+    ),  # 5 \text{but} x=6
     (re.compile(r"[€£¥₹] ?(?=[0-9.])|(?<=[0-9]) ?[€£¥₹]"), ""),
     (re.compile(r"(?<=[0-9]) ?°(?: ?[CF]\b)?"), ""),
     (re.compile(r"(?<=[0-9])\s*(?:percent|pct)\b", re.IGNORECASE), "%"),
@@ -62,8 +76,10 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
 ]
 """(pattern, replacement), applied in this order."""
 
-_ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\b(?:is|are)\b|[:=])[\s:]*(?=\S)", re.IGNORECASE)
-_VALUE_IS = re.compile(r"(?:=|≈|:|\b(?:is|are|equals)\b)\s*(?=\S)")
+_ANSWER_IS = re.compile(
+    r"(?:\banswer\b[^.\n:=]{0,60}?(?:\b(?:is|are)\b|[:=])|答案[^.\n:=]{0,20}?[是为:])[\s:]*(?=\S)", re.IGNORECASE
+)
+_VALUE_IS = re.compile(r"(?:(?<![<>!≤≥≠])=|≈|:(?![0-9])|\b(?:is|are|equals)\b)\s*(?=\S)")
 _SENTENCE = re.compile(r"(?:[^.\n]|\.(?=\S))*")
 _LATEX = re.compile(r"\$|\\\(|\\\[|\\f?boxed")
 _WORDS_OF_FORMULAS = re.compile(
@@ -77,12 +93,28 @@ _LEADING_WORDS = re.compile(r"(?:(?:[a-zA-ZÀ-ÿ][a-zA-ZÀ-ÿ'’\-]+|[aAI])[,:]
 _LIMIT = re.compile(
     r"(?:\b(?:not|least|most|than|over|under|above|below|between|nor)|n['’]t)\b[^.]{0,12}$", re.IGNORECASE
 )
+_SINGLE_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})(?: ?/ ?[0-9]+)?\s*(?:\\?%)?")
+_POWER = r"(?:\^?[({]?[23][)}]?)?"
+_PLAIN_UNIT = rf"(?:(?:[cdkmn]?m|ft|in|yd|mi){_POWER}|[mk]?g|m?[lL]|h|s|lb|oz|mph)"
+_SHORT_UNIT = rf"{_PLAIN_UNIT}(?:/(?:{_PLAIN_UNIT}{_POWER}|hr|min|sec|day|mol))?"
+_LENGTH_UNIT = re.compile(rf"({_SINGLE_NUMBER.pattern})\s+{_SHORT_UNIT}")  # m^2, m/s^2
+_UNIT = re.compile(  # a word, such as apples, or a short unit and more words
+    rf"({_SINGLE_NUMBER.pattern})(?:\s+(?:[^\W\d_]{{3,}}|{_SHORT_UNIT}(?=[ /]))|\s*(?![万億亿千百十半])[\u3040-\u9fff])"
+    rf"(?:[^\d\\=+*^<>|(){{}}]|\([^()\d\\]*\)|(?<=[a-z])\^?[({{]?[23][)}}]?(?!\w)|(?<=[A-Z])[0-9])*"
+)
+_OPERATION = (  # functions, products of variables, and words that change the number
+    r"a?(?:sin|cos|tan)|cot|csc|log|exp|gcd|lcm|det|mod|modulo|dozens?|hundreds?|hal(?:f|ves)|quarters?|thirds?|pi|squared|cubed"
+    r"|factorial|plus|minus|remainder|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|[a-dx-z]+|[b-df-hj-np-tv-xz]{3,}"
+)
 _CONNECTIVE = re.compile(
-    r"(?:and|or|to|plus|minus|times|over)\s+(?:[-$]*[0-9]|[a-z]\b|half|more|less|fewer)|squared|cubed|factorial",
+    rf"(?:and|or|to|plus|minus|times|over)\s+(?:[-$]*[0-9]|[a-z]\b|half|more|less|fewer)|(?:{_OPERATION})\b",
     re.IGNORECASE,
 )
-_SINGLE_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})(?: ?/ ?[0-9]+)?\s*(?:\\?%)?")
-_LENGTH_UNIT = re.compile(rf"({_SINGLE_NUMBER.pattern})\s+[ckm]?m(?:\^\(?[23]\)?|/[a-z]+(?:\^\(?2\)?)?)")  # m^2, m/s^2
+_NOT_A_UNIT = re.compile(
+    rf"\b(?:{_OPERATION}|but|or|not|nor|if|when|unless)\b|(?<![\w'’/])[b-fi-kn-rt-z](?![\w'’])"
+    r"|\band (?:a )?(?:half|more|less|fewer)\b",
+    re.IGNORECASE,
+)
 
 
 def normalized(text: str) -> str:
@@ -99,10 +131,8 @@ def stated_expression(text: str) -> str | None:
 
     Empty for a statement without a single value ("at least 5"); None for text that math-verify has to search.
     """
-    statements = list(_ANSWER_IS.finditer(text))
-    if statements:
-        sentence = _SENTENCE.match(text, statements[-1].end())
-        statement = _without_currency(sentence[0] if sentence else "")
+    if (sentence := _after_answer_is(text)) is not None:
+        statement = _without_currency(sentence)
         if _LATEX.search(statement) or statement.startswith("#"):
             return None
         expression = _expression(statement)
@@ -117,17 +147,31 @@ def stated_expression(text: str) -> str | None:
     return None if "\n" in text.strip() or re.search("[0-9]", line) else _expression(line)
 
 
+def statement(text: str) -> str:
+    """The words that state the answer: those after the last "answer is", or else the end of the last line."""
+    sentence, line = _after_answer_is(text), text.strip().rpartition("\n")[2].lstrip("# ")
+    return _VALUE_IS.split(line)[-1] if sentence is None else sentence
+
+
+def _after_answer_is(text: str) -> str | None:
+    statements = list(_ANSWER_IS.finditer(text))
+    sentence = _SENTENCE.match(text, statements[-1].end()) if statements else None
+    return sentence and sentence[0]
+
+
 def number_with_unit(text: str) -> str | None:
     """The number in "18 dollars", which a box may contain; None for anything else."""
-    match = re.fullmatch(rf"\$?({_SINGLE_NUMBER.pattern})\s+[^\W\d_]{{3,}}[^\d\\]*", text)
-    return None if match is None or _CONNECTIVE.match(text, match.end(1) + 1) else match[1]
+    if match := _LENGTH_UNIT.fullmatch(text):
+        return match[1]
+    match = _UNIT.fullmatch(text.lstrip("$"))
+    return None if match is None or _NOT_A_UNIT.search(match[0]) else match[1]
 
 
 def _expression(statement: str) -> str | None:
     """The formula, or the number with words around it, of one sentence without LaTeX delimiters."""
     statement = statement.strip().rstrip(".,;: ")
-    if length := _LENGTH_UNIT.fullmatch(statement):
-        return length[1]
+    if number := number_with_unit(statement):
+        return number
     listed = _CONJUNCTION.sub(", ", statement)
     if _is_formula(listed):
         return listed
@@ -142,7 +186,9 @@ def _expression(statement: str) -> str | None:
         return f"\\text{{{statement}}}" if re.fullmatch(r"[\w() ]+", statement) else None
     if _LIMIT.search(statement[:start]):
         return ""
-    if not _is_formula(formula) or _CONNECTIVE.match(after):
+    if _CONNECTIVE.match(after):
+        return ""
+    if not _is_formula(formula):
         return None
     return formula if _SINGLE_NUMBER.fullmatch(formula) or not re.search("[0-9]", after) else None
 

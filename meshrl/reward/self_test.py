@@ -13,6 +13,8 @@ import numpy as np
 from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.errors import ConfigError, Failure
 from meshrl.core.types import Prompt, Trajectory, Turn
+from meshrl.reward.answer_forms import references
+from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.score import Scorer
 
 Note = Callable[[str], None]
@@ -20,6 +22,8 @@ Pair = tuple[float | Failure, float | Failure]
 """The result of a text, mostly the row's answer, as the completion, and that of the empty completion."""
 
 NUM_ROWS = 4  # rows of the data on which a user's functions are tried
+NUM_REFERENCES = 256  # rows of the data whose answers are tried with math_answer
+_REFERENCES_S = 2.0  # no further answer is tried after this time
 _TRIAL_S = 0.2  # no further row is tried after this time: a judge model may take seconds for each
 
 TEXTS = (
@@ -47,6 +51,55 @@ MATH_EXAMPLES = {
     "math_verify": ("0.5", "$\\boxed{\\frac{1}{2}}$", "$\\boxed{\\frac{1}{3}}$"),
 }
 """rule -> (answer, a right completion, a wrong one); the rule auto must grade all of them right."""
+
+
+_BOX = "\\boxed{{{}}}"
+REFERENCE_FORMS = {"gsm8k": ["#### {}"], "exact": ["{}"], "math_verify": [_BOX], "auto": [_BOX, "{}"]}
+"""rule -> the completions, made of the reference, that must be right."""
+
+
+async def try_references(scorer: Scorer, terms: dict[str, RewardTerm], prompts: Sequence[Prompt], note: Note) -> None:
+    """Grade the data's own answers, in the forms that the rule reads, with each math_answer term. A note names the rows
+    whose answer is graded wrong, which no completion can meet.
+
+    Raises: ConfigError if these are more than half of the rows tried.
+    """
+    unique: dict[str, Prompt] = {}
+    for prompt in prompts:
+        unique.setdefault(repr(prompt.answer), prompt)
+    for name, term in terms.items():
+        if term.kind not in NEEDS_ANSWER:
+            continue
+        rule, deadline, num_tried = term.args.get("rule", "auto"), time.monotonic() + _REFERENCES_S, 0
+        failed: list[str] = []
+        for prompt in unique.values():
+            texts = [form.format(_own_answer(prompt.answer)) for form in REFERENCE_FORMS[rule]]
+            results = await scorer.grade([(name, _attempt(prompt, text)) for text in texts])
+            num_tried += 1
+            for text, result in zip(texts, results):
+                if result != 1.0:
+                    why = result.message[:120] if isinstance(result, Failure) else f"{text[:80]!r} is graded wrong"
+                    failed.append(f"\n  row {prompt.id}, answer {str(prompt.answer)[:80]!r}: {why}")
+                    break
+            if time.monotonic() > deadline:
+                break
+        if failed:
+            text = (
+                f"reward.terms.{name} of kind {term.kind!r} with rule {rule} grades {len(failed)} of the data's own "
+                f"{num_tried} different answers, given as the completion, not as right, so hardly any completion can "
+                f"be. Correct these answers, data.answer or the rule:{''.join(failed[:10])}"
+            )
+            if 2 * len(failed) > num_tried:
+                raise ConfigError(text)
+            note(f"note: {text}")
+
+
+def _own_answer(answer: Any) -> str:
+    """The text of a reference as a model would state it; empty for one that can't be read, which fails when graded."""
+    try:
+        return references(answer)[0].rpartition("####")[2].strip()
+    except ValueError:
+        return ""
 
 
 async def try_built_in(scorer: Scorer, terms: dict[str, RewardTerm], note: Note) -> None:

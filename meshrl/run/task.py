@@ -17,7 +17,7 @@ from meshrl.model.limits import limits_of, text_config
 from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.sandbox import Log
 from meshrl.reward.score import Scorer
-from meshrl.reward.self_test import NUM_ROWS, try_built_in, try_on_answers
+from meshrl.reward.self_test import NUM_REFERENCES, NUM_ROWS, try_built_in, try_on_answers, try_references
 from meshrl.run.inputs import Objects
 
 MAX_SHOWN = 400  # characters of the first prompt
@@ -95,7 +95,7 @@ async def reward_workers(
         await try_built_in(scorer, cfg.reward.terms, note)
         # Not with a user's agent: a reward function may read messages that only that agent writes.
         tried = _first_prompts(task) if cfg.agent.kind in AGENTS else []
-        trial = asyncio.create_task(try_on_answers(scorer, cfg.reward, tried, note))
+        trial = asyncio.create_task(_try_on_rows(scorer, cfg, task, tried, note))
         try:
             yield scorer, trial
         finally:
@@ -104,12 +104,21 @@ async def reward_workers(
         await scorer.close()
 
 
-def _first_prompts(task: Task) -> list[Prompt]:
+async def _try_on_rows(
+    scorer: Scorer, cfg: RunConfig, task: Task, tried: list[Prompt], note: Callable[[str], None]
+) -> None:
+    await try_on_answers(scorer, cfg.reward, tried, note)
+    if any(term.kind in NEEDS_ANSWER for term in cfg.reward.terms.values()):
+        rows = _first_prompts(task, NUM_REFERENCES) + task.eval_prompts[:NUM_REFERENCES]
+        await try_references(scorer, cfg.reward.terms, rows, note)
+
+
+def _first_prompts(task: Task, num_rows: int = NUM_ROWS) -> list[Prompt]:
     """A few prompts, of the training rows if there are any; the feed keeps its position."""
     feed = task.train_prompts
     if feed is None:
-        return task.eval_prompts[:NUM_ROWS]
+        return task.eval_prompts[:num_rows]
     position = feed.state()
-    prompts = feed.next(NUM_ROWS)
+    prompts = feed.next(num_rows)
     feed.load_state(position)
     return prompts

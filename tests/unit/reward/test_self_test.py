@@ -12,7 +12,15 @@ from meshrl.core.types import Prompt
 from meshrl.reward.kinds import REWARDS
 from meshrl.reward.math_answer import RULES
 from meshrl.reward.score import Scorer
-from meshrl.reward.self_test import MATH_EXAMPLES, SELF_TESTS, TEXTS, check_results, try_built_in, try_on_answers
+from meshrl.reward.self_test import (
+    MATH_EXAMPLES,
+    SELF_TESTS,
+    TEXTS,
+    check_results,
+    try_built_in,
+    try_on_answers,
+    try_references,
+)
 
 HERE = "self_test_graders"
 
@@ -201,3 +209,37 @@ def test_results_give_a_note_an_error_or_nothing(pairs, weight, found):
     else:
         text = check_results("t", term, pairs)
         assert text is None if found is None else found in text
+
+
+# ---- the data's own answers
+
+
+def try_answers(*answers, **args):
+    notes = []
+
+    async def run():
+        cfg = RewardConfig(terms={"maths": RewardTerm(kind="math_answer", args=args)})
+        scorer = Scorer(cfg)
+        try:
+            await try_references(scorer, cfg.terms, rows(*answers), notes.append)
+        finally:
+            await scorer.close()
+
+    asyncio.run(run())
+    return notes
+
+
+def test_answers_that_their_own_completion_meets_get_no_note():
+    texts = ("5.", "Paris, France", "2:30 PM", 72.0, {"value": "5"}, ["4", "four"], True, "x\n#### 1/2", "1:2:3", "C")
+    assert try_answers(*texts) == []
+    assert try_answers("72", 72.0, "72.0", "1,234", "$5", "2+2\n#### 4", rule="gsm8k") == []
+    assert try_answers("Paris", 1.5, rule="exact") == [] == try_answers("1/2", "5 cm", rule="math_verify")
+
+
+def test_rows_whose_answer_no_completion_meets_are_named_and_more_than_half_of_them_end_the_run():
+    (note,) = try_answers(*range(20), *({"a": i, "b": 2} for i in range(12)))
+    assert "grades 12 of the data's own 32 different answers" in note
+    assert note.count("\n  row row-") == 10 and "row row-20, answer \"{'a': 0, 'b': 2}\"" in note
+    assert "is no answer; allowed: a text" in note
+    with pytest.raises(ConfigError, match=r"with rule gsm8k grades 2 of the data's own 3 different answers"):
+        try_answers("4", "seventy", "1/2", rule="gsm8k")
