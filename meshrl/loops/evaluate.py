@@ -113,7 +113,9 @@ def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str,
     limits = sorted(task.stop_token_ids), cfg.rollout.max_context_tokens
     return {
         "term": cfg.eval_term,
-        "rows": digest(*sorted(json.dumps([p.messages, p.answer, p.env, p.meta]) for p in task.eval_prompts)),
+        "rows": digest(
+            *sorted(json.dumps([p.messages, p.answer, p.env, p.meta], default=str) for p in task.eval_prompts)
+        ),
         "graders": digest(graders, cfg.eval_pass_score),
         "sampling": digest(cfg.loop.eval_samples, cfg.eval_sampling.model_dump(), limits, agent),
         "template": digest(task.tokenizer.chat_template, kwargs, task.agent.tools),
