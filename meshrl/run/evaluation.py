@@ -34,7 +34,7 @@ from meshrl.run.signals import Stop
 from meshrl.run.subject import Subject
 from meshrl.run.task import load_task, reward_workers
 
-Convert = Callable[[Path, Path], None]
+Convert = Callable[[Path, Path], object]
 """convert(checkpoint, folder) writes the model of a training state."""
 Evaluated = tuple[dict[str, float], list[Trajectory], Path]
 """Metrics; trajectories in the order of the prompts; the folder that was written."""
