@@ -135,10 +135,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         sub.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: in RUN, or the first RUN)")
     runs = add("runs", _runs, "list the runs in a folder: state, progress, held-out scores")
     runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
-    convert = add("convert", _convert, "convert a checkpoint or a GGUF file to a model folder for from_pretrained")
-    checkpoints = "such as runs/NAME/checkpoints/step_000100, runs/NAME for its best, or model.gguf"
-    convert.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoints)
-    convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
+    convert = add("convert", _convert, "write the model folder of a checkpoint, GGUF file or vision model")
+    _add_convert_options(convert)
     of_step = "the model after N steps of the run (default: its best by held-out evaluations, else its newest)"
     for sub in (evaluate, talk, convert):
         sub.add_argument("--step", type=int, metavar="N", help=of_step)
@@ -222,6 +220,14 @@ def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
     )
     schedule.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: the ranks of the config)")
     schedule.add_argument("--out", type=Path, metavar="FILE", help="write the timelines to this SVG file")
+
+
+def _add_convert_options(convert: argparse.ArgumentParser) -> None:
+    checkpoints = "such as runs/NAME/checkpoints/step_000100, runs/NAME for its best, model.gguf, or a model's folder"
+    convert.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoints)
+    convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
+    dtypes = "of the weights (default: model.dtype of the run); float32 has all that LoRA or fp32 masters have learnt"
+    convert.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help=dtypes)
 
 
 def _add_view_options(view: argparse.ArgumentParser) -> None:
@@ -413,8 +419,10 @@ def _stop(args: argparse.Namespace) -> None:
 def _convert(args: argparse.Namespace) -> None:
     from meshrl.tools.convert import convert
 
-    text = convert(args.checkpoint, args.out, args.step)
+    text, share = convert(args.checkpoint, args.out, args.dtype, args.step)
     print_message(f"wrote {args.out}, of {text}", sys.stdout)
+    if share is not None and share < 1:
+        print_message(f"it has {share:.0%} of the LoRA adapters' change; --dtype float32 writes all of it", sys.stdout)
 
 
 def _model_check(args: argparse.Namespace) -> int:

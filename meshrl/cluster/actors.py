@@ -205,9 +205,9 @@ class RankWorker:
         return report
 
     @phase("export")
-    def export(self, path: str, tokenizer_from: str | None) -> None:
+    def export(self, path: str, tokenizer_from: str | None, weights: bool) -> float | None:
         with self._memory.policy():
-            self._policy.export(path, tokenizer_from)
+            return self._policy.export(path, tokenizer_from, weights)
 
     # ---- checkpoints
 

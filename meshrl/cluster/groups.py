@@ -127,9 +127,10 @@ class TrainGroup:
         """How the ranks compute, for the run's output."""
         return (await self._all(lambda rank: self.executor.call(rank, RankWorker.compute_notes)))[0]
 
-    async def export(self, path: str, tokenizer_from: str | None) -> None:
-        """Write a folder that `from_pretrained` loads."""
-        await self._all(lambda rank: self.executor.call(rank, RankWorker.export, path, tokenizer_from))
+    async def export(self, path: str, tokenizer_from: str | None, weights: bool = True) -> float | None:
+        """Write a folder that `from_pretrained` loads; arguments and result: see `TrainEngine.export`."""
+        arguments = path, tokenizer_from, weights
+        return (await self._all(lambda rank: self.executor.call(rank, RankWorker.export, *arguments)))[0]
 
     async def save(self, folder: str, continues: bool = True) -> None:
         """Start to write the training state into `folder`; continues: see `TrainEngine.save`."""

@@ -81,11 +81,14 @@ class RankSync:
 
     async def _sync(self, order: SyncOrder) -> Ack | None:
         sampler, trainer = self._sampler, self._trainer
+        weights = None
         if self._sender is not None and trainer is not None:
             weights = trainer.weights(merged=not self._takes_adapters)
             self._sender.begin(weights.sources, changes=order.header.mode != "full")
         targets = sampler.targets if self._in_place and isinstance(sampler, EmbeddedEngine) else None
         ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)
+        if self._sender is not None and weights is not None:
+            self._sender.report.lora_change = weights.rounded.sums()
         if trainer is not None:
             trainer.version = order.header.version
         return ack

@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +21,7 @@ from meshrl.config import check as checks
 from meshrl.config.algo import LOSS_KIND
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Check, Problem, Purpose, Value
+from meshrl.config.model import fitting_lengths
 from meshrl.config.of_run import code_of_the_run, trusted_folder
 from meshrl.config.other_frameworks import meanings, misspelt_meanings
 from meshrl.config.precedence import DEFAULT, Layers, cut, value_and_origin
@@ -215,6 +216,10 @@ def _checked(
     if config is None:
         return None, None, problems
     case = make_case(config=config, given=given | valid)
+    lengths, defaults = fitting_lengths(case), _flat_values(config)
+    for name, length in lengths.items():
+        config = _replaced(config, name.split("."), length)
+    case = replace(case, config=config, fitted={name: defaults[name] for name in lengths})
     for problem in (problem for check in all_checks for problem in check(case)):
         # It may follow from a fault that is already reported: a default replaced the wrong value.
         if not any(fault == key or fault.startswith(f"{key}.") for fault in faulty for key in problem.keys):
@@ -376,6 +381,7 @@ def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, 
     if isinstance(config, RunConfig) and config.algo.correction.kind == "auto":
         changes["algo.correction.kind"], reason = config.correction
         how["algo.correction.kind"] = f"from {reason}"
+    how |= {key: f"from {was}, since the model has no positions for longer rows" for key, was in case.fitted.items()}
     if config.train.optimizer.lr is None and case.purpose != "eval":
         how["train.optimizer.lr"] = f"here {config.peak_lr:g}"
     for alias, key in checks.ALIASES.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,14 +119,14 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     except Unreadable as e:
         yield Problem(("model.path",), f"{path}: {e}. Give a folder made by save_pretrained.")
         return
-    if "vision_config" in values:
-        yield Problem(("model.path",), "a model with a vision tower; this version trains text models only.")
+    if (more := more_than_text(values)) is not None:
+        yield Problem(("model.path",), TOWER_REFUSED.format(more=more, path=path.parent))
         return
     values = values.get("text_config", values)
     if not isinstance(values, dict):
         yield Problem(("model.path",), f"{path}: text_config should be an object, not {values!r:.80}.")
         return
-    room, need = num_positions(values), case.config.longest_row_tokens
+    room, need = num_positions(values), case.config.longest_row_tokens  # as fitting_lengths has changed it
     if room is None or need is None or need <= room:
         return
     keys = (*case.config.ROW_LENGTH_KEYS, "model.path")
@@ -133,6 +135,42 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     if room != _positions(values):
         text += " Its rope_type longrope computes longer rows with other rotations, also of their first tokens."
     yield Problem(keys, text)
+
+
+TOWER_REFUSED = (
+    "a model with a vision tower or the like ({more}): meshrl trains text models only, and would write it without the "
+    "tower, with other names of tensors. Write its text model first, and give that: meshrl convert {path} FOLDER"
+)
+_TOWER = re.compile(r"(vision|audio|image|vq)\w*_config")
+
+
+def more_than_text(values: Mapping[str, Any]) -> str | None:
+    """What shows that a model with this config.json has more than a text model; None if nothing does."""
+    towers = [key for key in values if _TOWER.fullmatch(key) and values[key] is not None]
+    classes = re.findall(r"\w+ForConditionalGeneration", str(values.get("architectures")))
+    return ", ".join([*classes, *towers]) or None
+
+
+def fitting_lengths(case: Case) -> dict[str, int]:
+    """The lengths that are not given -> shorter ones with which a row fits into the positions of the model; an answer
+    gets at most half of them. Empty if the defaults fit, or nothing fits."""
+    path, _ = case.find("model.path")
+    try:
+        values = read_json(path / "config.json") if path is not None else {}
+    except Unreadable:  # a problem of its own
+        return {}
+    text = values.get("text_config", values)
+    room = num_positions(text) if isinstance(text, dict) else None
+    lengths: dict[str, Any] = {key: reduce(getattr, key.split("."), case.config) for key in case.config.ROW_LENGTH_KEYS}
+    need, free = sum(lengths.values()), [key for key in lengths if key not in case.given]
+    if room is None or need <= room or case.config.longest_row_tokens != need:
+        return {}
+    rest = room - sum(length for key, length in lengths.items() if key not in free)
+    if not free or rest < len(free):
+        return {}
+    answer = min(lengths[free[-1]], rest // len(free))
+    fitting = {free[0]: rest - answer} | {free[-1]: answer} if len(free) > 1 else {free[0]: rest}
+    return {key: length for key, length in fitting.items() if length != lengths[key]}
 
 
 def _positions(values: Mapping[str, Any]) -> Any:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import codecs
 import inspect
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -285,9 +287,39 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: described[name] for name in ("name", "description", "parameters")}
 
 
-def stop_token_ids(tokenizer: Any, model: str | Path | None = None) -> tuple[int, ...]:
-    """Every id that ends a turn, sorted: the tokenizer's EOS, those of generation_config.json in the folder `model`,
-    and the token with which the chat template ends an assistant's turn.
+@dataclass(frozen=True, slots=True)
+class ChatFiles:
+    """How a trained model is asked and where its answers end. template: replaces the tokenizer's; None = keep that.
+    stop_token_ids: every id that ended an answer in the run; None = not known."""
+
+    template: str | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+
+
+def write_chat(folder: Path, chat: ChatFiles) -> None:
+    """Write a model's chat template and stop ids into its folder, so that `generate` ends where the run's evaluations
+    did: generation_config.json has exactly these ids, and config.json, which some servers read, no others."""
+    if chat.template is not None:  # Transformers prefers this file to a template in tokenizer_config.json
+        (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8", newline="")
+    if chat.stop_token_ids is None:
+        return
+    first, *more = chat.stop_token_ids or (None,)
+    config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and not {*_listed(part.get("eos_token_id"))} <= {*chat.stop_token_ids}:
+            part["eos_token_id"] = first
+    generation["eos_token_id"] = [first, *more] if more else first
+    for name, values in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _listed(ids: Any) -> list[Any]:
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+def stop_token_ids(tokenizer: Any, model: str | Path | None = None, further: Iterable[int] = ()) -> tuple[int, ...]:
+    """Every id that ends a turn, sorted: the tokenizer's EOS, those of generation_config.json of `model`, a folder or a
+    hub id, the token with which the chat template ends an assistant's turn, and the further ones.
 
     Models differ in the place of these ids: Qwen2.5's tokenizer has <|im_end|>, and its generation config also
     <|endoftext|>; the EOS of a base model is often not the token with which its chat template ends a turn.
@@ -295,11 +327,17 @@ def stop_token_ids(tokenizer: Any, model: str | Path | None = None) -> tuple[int
 
     Raises: DataError when the file exists but is not JSON, or names a value that is not a token id.
     """
-    ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    if model is not None and is_there(config := Path(model) / "generation_config.json"):
+    from transformers.utils import cached_file
+
+    ids = {*further, *_listed(tokenizer.eos_token_id)}
+    config = None
+    if model is not None:
+        optional = {f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")}
+        config = cached_file(str(model), "generation_config.json", **optional)
+    if config is not None:
         with as_data_error(f"{config}: "):
-            named = read_json(config).get("eos_token_id")
-        listed = [] if named is None else named if isinstance(named, list) else [named]
+            named = read_json(Path(config)).get("eos_token_id")
+        listed = _listed(named)
         if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in listed):
             raise DataError(f"{config}: eos_token_id is {named!r}; it must be a token id or a list of them")
         ids.update(listed)

@@ -43,7 +43,7 @@ async def collect(
         top_k=keys.top_k,
         min_p=keys.min_p,
         repetition_penalty=keys.repetition_penalty,
-        stop_token_ids=tuple(sorted({*task.stop_token_ids, *keys.stop_token_ids})),
+        stop_token_ids=task.stop_token_ids,
         stop=tuple(keys.stop),
     )
 

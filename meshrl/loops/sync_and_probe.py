@@ -18,6 +18,7 @@ from meshrl.cluster.weight_sync import sync_weights
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Metric, Prompt, Request, Sample, SamplingParams, Trajectory, turn_seed
 from meshrl.loops.job import Job
+from meshrl.model.lora import LEAST_MERGED
 from meshrl.sync.layout import Ack
 
 
@@ -62,6 +63,7 @@ async def _sync(job: Job) -> list[Metric]:
         Metric(name="sync/extra_bytes", sum=float(extra), reduce="max", unit="bytes"),
         Metric(name="sync/version", sum=float(job.trainer.version), reduce="max", unit="version"),
         *_changes(job, acks[0]),
+        *_merged_share(job, acks[0].lora_change),
     ]
     for ack in acks:
         metrics += [
@@ -87,6 +89,22 @@ def _changes(job: Job, ack: Ack) -> list[Metric]:
         share = ack.num_changed_elements / max(1, num_elements)
         metrics.append(Metric(name="sync/changed_elements", sum=share, unit="fraction"))
     return metrics
+
+
+def _merged_share(job: Job, change: tuple[float, float]) -> list[Metric]:
+    """The share of the adapters' change that the merged weights of the samplers have, with a note if it is low."""
+    projection, square = change
+    if not square:
+        return []
+    if projection / square < LEAST_MERGED and "merged" not in job.noted:
+        job.noted.add("merged")
+        job.run.note(
+            f"step {job.step + 1}: samplers get LoRA adapters merged into {job.cfg.model.dtype} weights, which have "
+            f"{projection / square:.0%} of the adapters' change: the rest is below half a step of that dtype "
+            "(sync/lora_merged_share). model.dtype=float32 keeps it, and so does rollout.engine=embedded, which gets "
+            "adapters themselves, unless they are on experts"
+        )
+    return [Metric(name="sync/lora_merged_share", sum=projection, weight=square, unit="fraction")]
 
 
 NUM_PROBES = 4  # requests of a probe to each sampler: two to each of two contexts, so that they share a prefill

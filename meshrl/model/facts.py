@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,28 +157,45 @@ def _load_full(stored: dict[str, StoredTensor], folder: Path, name: str) -> PreT
     return lm
 
 
+def text_model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The language model of a folder with a tower, as a model of its own class. dtype: None = as in the folder.
+
+    Raises: ConfigError when Transformers can't load the folder, or has no such class.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.utils import logging as transformers_logging
+
+    with as_config_error(folder, ImportError, OSError, RuntimeError):
+        transformers_logging.disable_progress_bar()
+        full: Any = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
+        )
+        decoder, config = full.get_decoder(), full.config.get_text_config()
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"Transformers has no causal language model for its {type(config).__name__}")
+        with torch.device("meta"):
+            text: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if type(decoder) is not type(text.base_model):
+            raise TypeError(f"its text model is a {type(decoder).__name__}, which {type(text).__name__} does not have")
+        setattr(text, text.base_model_prefix, decoder)
+        text.set_output_embeddings(full.get_output_embeddings())
+        text.generation_config = full.generation_config
+    return text
+
+
+def local_folder(path: str | Path, names: Sequence[str]) -> Path:
+    """The folder itself, or for a hub id that in the hub's cache, with all files of these names or patterns."""
+    from huggingface_hub import snapshot_download
+
+    return Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=[*names]))
+
+
 def _downloaded(path: str | Path) -> Path:
     """The folder itself, or the folder into which a model of the hub is downloaded."""
-    from transformers.utils import cached_file
-
-    if Path(path).is_dir():
-        return Path(path)
-    folder = _from_hub(path, "config.json").parent
-    cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    if cached_file(path, SINGLE, _raise_exceptions_for_missing_entries=False) is None:
-        places = read_json(_from_hub(path, INDEX))["weight_map"]
-        for name in sorted({Path(name).name for name in places.values()}):  # check_folder refuses any other path
-            cached_file(path, name)
-    return folder
-
-
-def _from_hub(path: str | Path, name: str) -> Path:
-    """Raises: OSError, with Transformers' text, when the model of the hub has no such file."""
-    from transformers.utils import cached_file
-
-    file = cached_file(path, name)
-    assert file is not None
-    return Path(file)
+    folder = local_folder(path, ["config.json", "generation_config.json", INDEX])
+    if Path(path).is_dir() or not (folder / INDEX).is_file():
+        return local_folder(path, [SINGLE])
+    return local_folder(path, sorted({Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()}))
 
 
 def meta_copy(lm: PreTrainedModel) -> PreTrainedModel:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshrl.config.model import TOWER_REFUSED, more_than_text
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, read_json
 from meshrl.core.unloaded import ParamFault, unloaded_params
@@ -32,6 +33,7 @@ def check_folder(folder: Path) -> tuple[dict[str, StoredTensor], list[ParamFault
     config = _json(path)
     if generation.exists():  # Transformers ignores one that it can't read
         _json(generation)
+    require_text_model(folder, config)
     _require_known_class(path, config)
     adapter = folder / "adapter_config.json"
     if adapter.exists():
@@ -48,6 +50,12 @@ def check_folder(folder: Path) -> tuple[dict[str, StoredTensor], list[ParamFault
         if isinstance(part, dict):
             _require_sane_counts(path, part, stored)
     return stored, faults
+
+
+def require_text_model(path: str | Path, config: dict[str, Any]) -> None:
+    """Raises: ConfigError when the model of this config.json has more than a text model."""
+    if (more := more_than_text(config)) is not None:
+        raise ConfigError(f"{path} is {TOWER_REFUSED.format(more=more, path=path)}")
 
 
 def require_fillable(path: str | Path, model: str, faults: Mapping[str, Sequence[ParamFault]]) -> None:

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshrl.core.errors import CheckpointError
+from meshrl.model.facts import as_config_error, local_folder
 from meshrl.model.finite import not_finite
 from meshrl.model.hub_names import HubNames, persistent_buffers
-from meshrl.model.lora import Adapter, adapters_of, is_adapter, merged, named_weights
+from meshrl.model.lora import Adapter, RoundedChange, adapters_of, is_adapter, merged, named_weights
 from meshrl.model.weight_files import INDEX, SINGLE, write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
 from meshrl.parallel.gather import all_gather_json
@@ -30,17 +31,10 @@ if TYPE_CHECKING:
 
 MIN_FILE_BYTES = 256 << 20  # a smaller model is one file: more files would not be faster
 _LAYER = re.compile(r".*?\.\d+(?=\.)|.*")  # to the first number; Transformers may join or split tensors of a layer
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
+_COPIED = (  # patterns of the files besides weights and configs that a tokenizer, a processor or a user needs
+    *("*token*.json", "*token*.txt", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "*vocab*"),
+    *("merges*", "bpe.codes", "chat_template*", "additional_chat_templates/*.jinja", "*processor_config.json"),
+    "LICENSE*",
 )
 
 
@@ -51,9 +45,10 @@ def save_pretrained(
     path: Path,
     tokenizer_from: str | Path | None = None,
     min_file_bytes: int = MIN_FILE_BYTES,
-) -> None:
+) -> float | None:
     """Write the folder, parameters in `dtype` and LoRA adapters merged (a collective, if there is a process group).
-    Each rank receives only the tensors of its own file.
+    Each rank receives only the tensors of its own file. Returns the share of the adapters' change that the weights have
+    (`RoundedChange`), which is also in the files' metadata; None without adapters, or if they change nothing.
 
     Raises: CheckpointError on every rank, before anything is written, when a value is not finite in `dtype`.
     """
@@ -63,29 +58,30 @@ def save_pretrained(
     file_of = assign_files(
         [(name, p.numel() * dtype.itemsize) for name, p in weights.items()], num_ranks, min_file_bytes
     )
-    adapters = adapters_of(lm)
+    adapters, rounded = adapters_of(lm), RoundedChange(dtype)
     mine = {}
     for name, p in weights.items():
-        values = _merged_values(adapters[name]) if name in adapters else attrgetter("tensor")
+        values = _merged_values(adapters[name], rounded) if name in adapters else attrgetter("tensor")
         full = gathered(p, file_of[name], dtype, values)
         if full is not None:
             mine[name] = full.cpu()
     if rank == 0:
         mine |= {name: buffer.cpu() for name, buffer in persistent_buffers(lm).items() if name not in ignored}
     _require_finite(mine, dtype)
+    projection, square = (sum(each) for each in zip(*all_gather_json(rounded.sums())))
+    share = projection / square if square else None
     path.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        _model_without_weights(lm, dtype).save_pretrained(path, state_dict={})  # config.json and generation_config.json
-        _copy_tokenizer(tokenizer_from, path)
-    if dist.is_initialized():
-        dist.barrier()  # before any rank writes: save_pretrained removes other weight files
+        write_configs(lm, dtype, path, tokenizer_from)
     num_files = 1 + max(file_of.values(), default=0)
-    written = _write(lm, mine, path / _file_name(rank, num_files)) if rank < num_files else {}
+    metadata = {} if share is None else {"lora_merged_share": f"{share:.4f}"}
+    written = _write(lm, mine, path / _file_name(rank, num_files), metadata) if rank < num_files else {}
     everywhere = all_gather_json(written)  # the folder is complete when this returns
     if rank == 0 and num_files > 1:
         _write_index(path, everywhere, num_files)
     if dist.is_initialized():
         dist.barrier()
+    return share
 
 
 def _require_finite(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -101,8 +97,8 @@ def _require_finite(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Non
         )
 
 
-def _merged_values(adapter: Adapter) -> Callable[[LocalBox], torch.Tensor]:
-    rows_of = merged(adapter)
+def _merged_values(adapter: Adapter, rounded: RoundedChange) -> Callable[[LocalBox], torch.Tensor]:
+    rows_of = merged(adapter, rounded)
     return lambda local: rows_of(local.tensor, local.box, range(local.tensor.dim()))(0, len(local.tensor))
 
 
@@ -149,19 +145,35 @@ def assign_files(sizes: Sequence[tuple[str, int]], num_ranks: int, min_file_byte
     return {name: numbers[number] for name, number in file_of.items()}
 
 
-def _model_without_weights(lm: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same class on the meta device, with the config to be written."""
+def write_configs(lm: PreTrainedModel, dtype: torch.dtype, path: Path, tokenizer_from: str | Path | None) -> None:
+    """Write all files of the folder except the weights: config.json, generation_config.json, and copies of those of the
+    tokenizer. tokenizer_from: a folder or a hub id; None = no copies.
+
+    Raises: ConfigError when Transformers does not write the config.
+    """
     config = copy.deepcopy(lm.config)
     config.use_cache = True
     config._attn_implementation = None
-    config.dtype = dtype  # save_pretrained writes this model's dtype into config.json
-    with torch.device("meta"):
-        empty = type(lm)._from_config(config)
-    empty.generation_config = lm.generation_config
-    return empty
+    config.dtype = dtype
+    config.architectures = [type(lm).__name__.removeprefix("FSDP")]
+    for name in config._get_generation_parameters():  # they are in generation_config.json, or it replaces them
+        config.__dict__.pop(name, None)
+    path.mkdir(parents=True, exist_ok=True)
+    with as_config_error(f"{config.name_or_path}/config.json"):
+        config.save_pretrained(path)
+    # save_pretrained would refuse values that Transformers loads with a warning.
+    lm.generation_config.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config"])
+    if tokenizer_from is not None:
+        folder = local_folder(tokenizer_from, _COPIED)
+        for file in {file for pattern in _COPIED for file in folder.glob(pattern) if file.is_file()}:
+            to = path / file.relative_to(folder)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, to)
 
 
-def _write(lm: PreTrainedModel, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, int]:
+def _write(
+    lm: PreTrainedModel, tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
+) -> dict[str, int]:
     """Write one file, with hub names. Returns {hub name: bytes}."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -171,7 +183,7 @@ def _write(lm: PreTrainedModel, tensors: dict[str, torch.Tensor], path: Path) ->
     for name, tensor in tensors.items():
         if name not in computed:
             named |= {hub_name: view for hub_name, _, view in names.split(name, (0,) * tensor.dim(), tensor)}
-    write_tensors(named, path)
+    write_tensors(named, path, metadata)
     return {name: t.numel() * t.element_size() for name, t in named.items()}
 
 
@@ -185,11 +197,3 @@ def _write_index(path: Path, written: Sequence[dict[str, int]], num_files: int) 
         "weight_map": {name: _file_name(i, num_files) for i, names in enumerate(written) for name in sorted(names)},
     }
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_tokenizer(tokenizer_from: str | Path | None, path: Path) -> None:
-    if tokenizer_from is None:
-        return
-    for name in TOKENIZER_FILES:
-        if (Path(tokenizer_from) / name).is_file():
-            shutil.copy(Path(tokenizer_from) / name, path / name)

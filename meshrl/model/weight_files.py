@@ -124,7 +124,7 @@ def _by_index(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in places.items()}
 
 
-def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
+def write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file of these tensors that Transformers can read, with the mode of other new files."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -132,7 +132,9 @@ def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     file.touch()
     mode = stat.S_IMODE(file.stat().st_mode)
     try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata={"format": "pt"})
+        save_file(
+            {name: t.contiguous() for name, t in tensors.items()}, file, metadata={"format": "pt"} | (metadata or {})
+        )
     except SafetensorError as cause:  # the library's own form of an OSError
         raise OSError(None, str(cause), str(file)) from cause
     file.chmod(mode)  # safetensors lets only the owner read a file

@@ -306,12 +306,6 @@ def newest_model(run: Path) -> str | None:
     return next((str(model) for model in reversed(models) if model.is_dir()), None)
 
 
-def write_template(model: Path, text: str | None) -> None:
-    """Replace the chat template in a written model's folder; None = keep the tokenizer's template."""
-    if text is not None:  # Transformers prefers this file to a template in tokenizer_config.json
-        (model / "chat_template.jinja").write_text(text, encoding="utf-8", newline="")
-
-
 def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> None:
     """Record the best model in checkpoints/best.json, and remove the former best models, unless a checkpoint records
     them as its best. is_retained: whether the model of a step is retained in any case.

@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from meshrl.cluster.groups import TrainGroup
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.core.files import CONTINUE_LATER, output_errors, replacing, write_text
 from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric
+from meshrl.data.chat import ChatFiles, read_tokenizer, write_chat
 from meshrl.loops.job import Resumable
+from meshrl.model.lora import ADAPTER_FOLDER, LEAST_MERGED
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.notes import REWARDS_BYTES, REWARDS_FILE, NotesFile
@@ -41,13 +45,12 @@ from meshrl.run.folder import (
     run_name,
     set_aside,
     with_date,
-    write_template,
 )
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
 from meshrl.run.lease import FolderLease
 from meshrl.run.signals import Stop
 from meshrl.run.tracing import Tracing
-from meshrl.train.checkpoint_files import require_space
+from meshrl.train.checkpoint_files import require_space, state_folder
 
 AUTO_SAVE_S = 600.0  # at most so much time is lost with a run's processes, if save_every_steps is null
 WriteReport = Callable[[Path], object]
@@ -60,8 +63,8 @@ class LiveRun:
 
     start: the checkpoint from which the run continues, None for a new run; before `continue_from`, a resumed run
     changes no file in its folder, because it may still be refused. summary: more entries for result.json; called once,
-    at the end. chat_template: the text that replaces the tokenizer's template in written models. evaluation: identity
-    of the run's evaluations, {} before it is known. save_every_steps: the value of save_key.
+    at the end. chat: of the models that are written. evaluation: identity of the run's evaluations, {} before it is
+    known. save_every_steps: the value of save_key.
     """
 
     checkpoints: Checkpoints  # while the loop runs
@@ -113,7 +116,7 @@ class LiveRun:
         self.is_open = self.ends_early = False
         self.sink_error: Exception | None = None  # raised when the step is counted
         self.restarts = 0
-        self.chat_template: str | None = None
+        self.chat = ChatFiles()
         self.evaluation: dict[str, str] = {}
         self.summary: Callable[[], dict[str, Any]] = dict
         self.save_key = "sft.save_every_steps" if is_sft else "loop.save_every_steps"
@@ -189,7 +192,8 @@ class LiveRun:
             "kind": self.kind,
             "best": best_facts(self.folder),
             "config": self.loaded.config.model_dump(mode="json"),
-            "chat_template": self.chat_template,
+            "chat_template": self.chat.template,
+            "stop_token_ids": self.chat.stop_token_ids,
             "wall_s": self._wall_s,
         }
         with self.stop.saving(), self.spans("save"):
@@ -208,11 +212,27 @@ class LiveRun:
             needed += await trainer.state_bytes()  # the adapters alone are a third of that
         require_space(path.parent, needed, "a model")
         with output_errors(path, CONTINUE_LATER), replacing(path) as aside:
-            await trainer.export(str(aside), cfg.model.path)
-            write_template(aside, self.chat_template)
+            share = await trainer.export(str(aside), cfg.model.path)
+            write_chat(aside, self.chat)
         self.note(f"wrote {path}")
+        if share is not None and share < LEAST_MERGED:
+            self.note(
+                f"its {cfg.model.dtype} weights have {share:.0%} of the change by the LoRA adapters; the rest is below "
+                f"half a step of that dtype. {path / ADAPTER_FOLDER} has the adapters for peft, and this writes all of "
+                f"it: meshrl convert {state_folder(path.parent.parent, step).parent} FOLDER --dtype float32"
+            )
         prune_models(self.folder, cfg.run.keep_models)
         return path
+
+    async def try_export(self, trainer: TrainGroup) -> None:
+        """Write all files of a model except its weights to a temporary folder, and load its tokenizer, so that nothing
+        refuses the model after the steps that made it. Raises: ConfigError; DataError; OutputError."""
+        if not self.objects.saves:
+            return
+        with output_errors(self.folder, _OTHER_FOLDER), TemporaryDirectory(dir=self.folder) as name:
+            await trainer.export(name, self.loaded.config.model.path, weights=False)
+            write_chat(Path(name), self.chat)
+            read_tokenizer(name)
 
     async def keep_best(self, step: int, score: float) -> None:
         """Make the model of `step` the best one if its score is higher, or if that of the former best one is of

@@ -22,6 +22,7 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
 from meshrl.core.terminal import counted, print_message
+from meshrl.data.chat import ChatFiles
 from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
 from meshrl.loops.evaluate import evaluation_identity
@@ -155,8 +156,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             run.note(f"first prompt: {prompt}")
         if (overlap := note_on_overlap(task)) is not None:
             run.note(overlap)
-        if cfg.data.chat_template is not None:
-            run.chat_template = task.tokenizer.chat_template
+        template = task.tokenizer.chat_template if cfg.data.chat_template is not None else None
+        run.chat = ChatFiles(template, task.stop_token_ids)
         async with (
             # Detects rewards that can't work.
             reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
@@ -211,7 +212,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
     with live_run(loaded, "sft", cfg.sft.num_steps, stop, write_report, objects) as run:
         cfg = run.loaded.config
         _note_start(run)
-        source, left_out, run.chat_template = await asyncio.to_thread(load_sft_source, cfg, objects)
+        source, left_out, run.chat = await asyncio.to_thread(load_sft_source, cfg, objects)
         async with launched(cfg, cfg.cluster.num_train_ranks, 0) as groups:
             assert groups.trainer is not None
             job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source, cursor=source.state())
@@ -237,6 +238,7 @@ def _note_start(run: LiveRun) -> None:
 async def _note_ready(
     run: LiveRun, trainer: TrainGroup, num_eval_prompts: int = 0, max_context_tokens: int = 0
 ) -> None:
+    await run.try_export(trainer)
     run.note(f"ready after {run.seconds:.1f} s")
     for line in await trainer.compute_notes():
         run.note(line)

@@ -10,7 +10,7 @@ from meshrl.agent.loop import AGENTS, Task, require_tools_in_template
 from meshrl.agent.resolve import resolve_agent
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.types import Prompt
-from meshrl.data.chat import load_tokenizer, stop_token_ids
+from meshrl.data.chat import ChatFiles, load_tokenizer, stop_token_ids
 from meshrl.data.datasets import PromptMaker, load_sft_rows
 from meshrl.data.order import SftSource, load_eval_prompts, open_feed
 from meshrl.model.limits import limits_of, text_config
@@ -42,7 +42,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
         train_prompts=feed,
         eval_prompts=held_out,
         num_eval_left_out=left_out,
-        stop_token_ids=stop_token_ids(tokenizer, cfg.model.path),
+        stop_token_ids=stop_token_ids(tokenizer, cfg.model.path, cfg.rollout.sampling.stop_token_ids),
         max_context_tokens=max_context_tokens,
     )
     for prompt in _first_prompts(task)[:1] if agent.tools else ():
@@ -72,15 +72,16 @@ def note_on_overlap(task: Task) -> str | None:
     return f"{count}, {advice}" if shared else None
 
 
-def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int, str | None]:
-    """The rows, the number of rows left out as too long, and the text of sft.chat_template."""
+def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int, ChatFiles]:
+    """The rows, the number of rows left out as too long, and the text of sft.chat_template with the stop ids."""
     path = cfg.model.path
     tokenizer = load_tokenizer(path, cfg.sft.chat_template, cfg.sft.chat_template_kwargs, cfg.run.date)
     table = objects.table("sft.path") or cfg.sft.path
     vocab_size = text_config(path).vocab_size
-    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stop_token_ids(tokenizer, path), vocab_size)
+    stops = stop_token_ids(tokenizer, path)
+    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size)
     template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
-    return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out, template
+    return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out, ChatFiles(template, stops)
 
 
 @asynccontextmanager

@@ -320,7 +320,8 @@ class Ack:
     have the trainer's digests; None = the engine can't read back. num_bytes: received. num_changed: tensors whose
     digest differs from the last commit; None = no earlier commit. num_changed_elements: elements that differ from the
     version before, if the senders compared them (delta). extra_bytes: memory of this sync and of the base for the next
-    one, all senders together. seconds: of the slowest rank in each stage: "cast" (to the sampler's dtype, into the
+    one, all senders together. lora_change: (projection, square); their quotient is the share of the adapters' change
+    that merged weights have. seconds: of the slowest rank in each stage: "cast" (to the sampler's dtype, into the
     transfer, and the search for changes), "load" (into the target tensors), "verify" (digests), "wait" (the rest: for
     other ranks and their bytes).
     """
@@ -334,4 +335,5 @@ class Ack:
     num_changed: int | None = None
     num_changed_elements: int | None = None
     extra_bytes: int = 0
+    lora_change: tuple[float, float] = (0.0, 0.0)
     seconds: dict[str, float] = field(default_factory=dict)

@@ -75,12 +75,13 @@ class SourceBox(NamedTuple):
 @dataclass(kw_only=True, slots=True)
 class SendReport:
     """What one rank sent. num_changed: elements that differ from the version before; None = nothing was compared.
-    extra_bytes: memory of the base. seconds: "cast" (to the sampler's dtype, into the transfer, and the search for
-    changes), "verify" (digests)."""
+    extra_bytes: memory of the base. lora_change: as in Ack. seconds: "cast" (to the sampler's dtype, into the transfer,
+    and the search for changes), "verify" (digests)."""
 
     num_bytes: int = 0
     num_changed: int | None = None
     extra_bytes: int = 0
+    lora_change: tuple[float, float] = (0.0, 0.0)
     seconds: dict[str, float] = field(default_factory=lambda: {"cast": 0.0, "verify": 0.0})
 
 

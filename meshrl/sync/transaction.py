@@ -320,12 +320,14 @@ def with_reports(acks: Sequence[Ack], reports: Sequence[SendReport], header: Syn
     counts = [report.num_changed for report in reports if report.num_changed is not None]
     changed = sum(counts) if reports and len(counts) == len(reports) else None
     extra = sum(report.extra_bytes for report in reports)
+    projection, square = (sum(report.lora_change[i] for report in reports) for i in (0, 1))
     return [
         replace(
             ack,
             seconds={stage: taken + ack.seconds.get(stage, 0.0) for stage, taken in slowest.items()},
             num_changed_elements=changed,
             extra_bytes=extra,
+            lora_change=(projection + ack.lora_change[0], square + ack.lora_change[1]),
         )
         for ack in acks
     ]

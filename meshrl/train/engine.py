@@ -41,7 +41,7 @@ from meshrl.model.lora import (
 )
 from meshrl.model.recipe import DTYPES, Recipe, build_model, parallelize
 from meshrl.model.routing import RouterSums, Routing, require_routing
-from meshrl.model.save import save_pretrained
+from meshrl.model.save import save_pretrained, write_configs
 from meshrl.monitor.recorder import recorder
 from meshrl.parallel.fsdp import full_tensor, local_shard, reshard
 from meshrl.parallel.mesh import coordinates, replica_group
@@ -377,19 +377,26 @@ class TrainEngine:
         """Bytes of an exported model's weights."""
         return sum(p.numel() for p in self.model.parameters()) * self.compute_dtype.itemsize
 
-    def export(self, path: str | Path, tokenizer_from: str | Path | None = None) -> None:
+    def export(self, path: str | Path, tokenizer_from: str | Path | None = None, weights: bool = True) -> float | None:
         """Write a folder that `from_pretrained` loads, in the compute dtype (a collective). Each rank writes one file,
         all of about the same size, and gathers only the tensors in it. LoRA adapters are merged into these weights, and
-        also written for peft into a folder below."""
+        also written for peft into a folder below. weights: False = the first rank writes all other files.
+
+        Returns: `save_pretrained`'s share of the adapters' change."""
         reshard(self.model)
         with output_errors(Path(path), CONTINUE_LATER):
-            save_pretrained(self.model.lm, self.compute_dtype, Path(path), tokenizer_from)
+            if not weights:
+                if dist.get_rank() == 0:
+                    write_configs(self.model.lm, self.compute_dtype, Path(path), tokenizer_from)
+                return None
+            share = save_pretrained(self.model.lm, self.compute_dtype, Path(path), tokenizer_from)
             if self.lora is not None:
                 tensors = {name: full_tensor(p.detach()) for name, p in trained_weights(self.model.lm).items()}
                 if dist.get_rank() == 0:
                     base = str(self.model.lm.config.name_or_path)
                     is_mixture = bool(joint_experts(self.model.lm))
                     save_adapter(tensors, self.lora, base, Path(path) / ADAPTER_FOLDER, is_mixture)
+            return share
 
     # ---- checkpoints
 

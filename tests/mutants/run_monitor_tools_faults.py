@@ -112,7 +112,7 @@ FAULTS = [
     Fault(
         "a model is saved without the chat template of its training",
         "meshrl/run/live.py::LiveRun.export_model",
-        "write_template(aside, self.chat_template) => write_template(aside, None)",
+        "write_chat(aside, self.chat) => write_chat(aside, ChatFiles())",
         "tests/e2e/test_template_and_stops.py::test_supervised_training_takes_the_same_keys_and_saves_the_template",
     ),
     Fault(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import SyncError, UnloadedParamsError
-from meshrl.model.lora import adapter_names, is_adapter, merged_rows
+from meshrl.model.lora import RoundedChange, adapter_names, is_adapter, merged_rows
 from meshrl.sync.delivery import Delivery, delivery_to_json
 from meshrl.sync.digest import BlockDigests, kind_for, lap, require_in_place
 from meshrl.sync.layout import Ack, Layout, SyncHeader, layout_to_json, make_layout
@@ -117,6 +117,7 @@ class ServerWeights:
                     lap(ack.seconds, "load", started_at)
                     await self._forward(delivery)
                     started_at = time.perf_counter()
+                ack = replace(ack, lora_change=self._copy.rounded.sums())
             answers = await self._call("commit", {})
             faults = list(dict.fromkeys(fault for answer in answers for fault in answer["differing"]))
             require_in_place(self.state.name, header.version, faults, len(self._served.tensors))
@@ -169,6 +170,7 @@ class _HostCopy:
     def __init__(self, layout: Layout, scale: float):
         """scale: factor of B A."""
         self._layout, self._scale = layout, scale
+        self.rounded = RoundedChange(next((t.torch_dtype for t in layout.tensors), torch.float32))
         self._tensors = {t.name: torch.empty(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
         self._incoming: Incoming | None = None
         self._committed: BlockDigests | None = None
@@ -200,6 +202,7 @@ class _HostCopy:
             rows = None
             if a in self._tensors:
                 rows = merged_rows(weight, self._tensors[a], self._tensors[b], self._scale)
+                rows = self.rounded.measured(weight, rows)
             boxes[name] = [SourceBox((0,) * weight.dim(), tuple(weight.shape), Elements(weight, rows))]
         self._sender.begin(boxes)
         for transfer in self.served.transfers:
