@@ -15,7 +15,9 @@ from tiny_run import steps_of, train, write_run
 from tiny_tokenizers import tiny_tokenizer
 from vllm_servers import MISSING, MODEL
 
+from meshrl.core.errors import SamplerMismatchError
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.rollout.vllm.dialect import VllmDialect
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(600)]
 
@@ -97,6 +99,19 @@ def test_vllm_samples_while_the_trainer_trains(config: Path, others: set[int]):
     assert Counter(r.trajectory.prompt.ordinal for r in records) == dict.fromkeys(range(12), 4)
     assert any(turn.versions.min() < r.step - 1 for r in records for turn in r.trajectory.turns)
     assert of_vllm(others) == []
+
+
+def test_a_stale_prefix_cache_ends_a_run_that_trains_older_samples(config: Path, monkeypatch: pytest.MonkeyPatch):
+    """The probe has a context that the cache has, too. On a CPU vLLM caches blocks of 128 tokens."""
+
+    async def keep_cache(self: VllmDialect, label: str, has_cache: bool) -> None: ...
+
+    monkeypatch.setattr(VllmDialect, "begin_update", keep_cache)
+    stale = ("cluster.executor=inline", "loop.kind=one_step_off", "loop.num_steps=4", "train.optimizer.lr=0.05")
+    long = (f"data.system={'0+1=1 ' * 40}", "data.max_prompt_tokens=600", "train.max_tokens_per_microbatch=2000")
+    with pytest.raises(SamplerMismatchError, match="at weight version 1 the logprobs of sampler vllm-0"):
+        train(config, "stale", *VLLM, *stale, *long)
+    assert len(steps_of(config.parent / "runs" / "stale")) == 1
 
 
 @pytest.mark.slow

@@ -141,8 +141,9 @@ FAULTS: dict[Fault, tuple[str, ...]] = {
     joint_experts: ("model.path=mixture",),
 }
 IN_FLIGHT = ("rollout.sampling.max_new_tokens=96", "rollout.max_running_requests=8")
-CASES = [(fault, kind, options) for fault, options in FAULTS.items() for kind in KINDS]
-CASES += [(keys_and_values, "fully_async", IN_FLIGHT)]
+CASES = {f"{fault.__name__}-{kind}": (fault, kind, options) for fault, options in FAULTS.items() for kind in KINDS}
+CASES["prepacked_head-several updates"] = (prepacked_head, "colocated", ("train.updates_per_step=2",))
+CASES["keys_and_values-fully_async"] = (keys_and_values, "fully_async", IN_FLIGHT)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("fault", "kind", "options"), CASES, ids=[f"{f.__name__}-{kind}" for f, kind, _ in CASES])
+@pytest.mark.parametrize(("fault", "kind", "options"), CASES.values(), ids=CASES)
 def test_a_stale_copy_ends_the_run_before_the_next_update(
     fault: Fault, kind: str, options: Sequence[str], config: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -173,7 +174,7 @@ def test_a_stale_copy_ends_the_run_before_the_next_update(
         return answer
 
     monkeypatch.setattr(RankWorker, "sync", leaves_a_copy)
-    name = f"{fault.__name__}_{kind}"
+    name = f"{fault.__name__}_{kind}_{len(options)}"
     texts = {fused_projections: "is not a view of the fused", keys_and_values: "keys and values of weight version 1"}
     text = texts.get(fault, f"at weight version {STALE_VERSION} the logprobs of sampler")
     with pytest.raises(SyncError if fault in texts else SamplerMismatchError, match=text):
