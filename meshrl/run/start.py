@@ -151,6 +151,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
         if (prompt := first_prompt(task)) is not None:
             run.note(f"first prompt: {prompt}")
+        if task.tool_note:
+            run.note(f"note: {task.tool_note}")
         if cfg.data.chat_template is not None:
             run.chat_template = task.tokenizer.chat_template
         async with (
