@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from meshrl.agent.tools import TOOLS, Tool, as_tool, call_tool, tool_calls
+from meshrl.agent.tools import TOOLS, Tool, ToolError, as_tool, call_tool, name_and_arguments, tool_calls
 from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.lookup import look_up
@@ -35,6 +36,7 @@ from meshrl.data.order import PromptFeed
 # Aborted turns are continued below the agent: an abort that is returned here means that the engine failed.
 _STATUS: dict[StopReason, Status] = {"stop": "done", "length": "truncated", "context": "truncated", "abort": "failed"}
 _ANSWER = "stand-in answer of a tool"  # no template contains it
+_ARGUMENTS = {"stand_in": "stand-in argument"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,7 @@ class Task:
     num_eval_left_out: int  # held-out prompts over data.max_prompt_tokens
     stop_token_ids: tuple[int, ...]
     max_context_tokens: int
+    tool_note: str | None = None  # about the chat template's calls of tools
 
 
 def start_trajectory(prompt: Prompt, index: int, ctx: AgentContext) -> Trajectory:
@@ -184,7 +187,8 @@ def next_context(
     if not is_prefix:
         return render(ctx.tokenizer, [*history, answer, *new], tools=tools)
     so_far, stops = path_ids(trajectory.turns, len(trajectory.turns) - 1), ctx.sampling.stop_token_ids
-    added = continuation_ids(ctx.tokenizer, new, stops, tools, ended_by_id=int(so_far[-1]) in stops)
+    last = int(so_far[-1])
+    added = continuation_ids(ctx.tokenizer, new, stops, tools, ended_by=last if last in stops else None)
     return np.concatenate([so_far, added])
 
 
@@ -231,7 +235,7 @@ class MultiTurn:
         if len(self._tools) < len(resolved):
             twice = next(t.name for t in resolved if self._tools[t.name] is not t or resolved.count(t) > 1)
             raise ConfigError(f"{key}: two tools are named {twice!r}; give each its own name")
-        self._max_turns = max_turns
+        self.max_turns = max_turns
         self.tools = [tool.schema for tool in resolved]
 
     async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
@@ -246,33 +250,82 @@ class MultiTurn:
             calls = tool_calls(turn.messages[-1]["content"])
             if not calls:
                 return trajectory
-            if len(trajectory.turns) == self._max_turns:
+            if len(trajectory.turns) == self.max_turns:
                 trajectory.status = "truncated"
                 return trajectory
             new = [{"role": "tool", "content": await call_tool(self._tools, call)} for call in calls]
             context = next_context(trajectory, new, ctx, self.tools)
 
 
-def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[Message], template: str) -> None:
+def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[Message], template: str) -> str | None:
     """Check that the chat template describes the agent's tools to the model, and for MultiTurn that it renders the
-    answers of tools. messages: of a prompt. template: what the template is, for errors. Raises: ConfigError."""
+    answers of tools, also after a second call, and that the calls it renders are those that `tool_calls` reads.
+    messages: of a prompt. template: what the template is, for errors.
+
+    Returns: a note about a template that renders no calls. Raises: ConfigError."""
     if not agent.tools:
-        return
-    advice = "Set data.chat_template to a template that describes tools, or use an agent without tools"
+        return None
+    advice = "Set data.chat_template to a template that describes tools (chatml_tools is built in), or use {}"
     if render_text(tokenizer, messages, tools=agent.tools) == render_text(tokenizer, messages):
         names = ", ".join(str(tool.get("function", tool).get("name")) for tool in agent.tools)
         raise ConfigError(
             f"{template}: it renders the same text with and without `tools`, so the model would not see the agent's "
-            f"tools ({names}). {advice}"
+            f"tools ({names}). {advice.format('an agent without tools')}"
         )
-    if isinstance(agent, MultiTurn):
+    if not isinstance(agent, MultiTurn):
+        return None
+    call, answer = {"role": "assistant", "content": "a call"}, {"role": "tool", "content": _ANSWER}
+    contexts = {"the answer of a tool": [call, answer], "two calls in one answer": [call, answer, answer]}
+    if agent.max_turns > 2:
+        contexts["the answer to a second call"] = [call, answer, call, answer]
+    for name, new in contexts.items() if agent.max_turns > 1 else ():
         try:
-            answered = [*messages, {"role": "assistant", "content": "a call"}, {"role": "tool", "content": _ANSWER}]
-            rendered = render_text(tokenizer, answered, tools=agent.tools)
+            rendered = render_text(tokenizer, [*messages, *new], tools=agent.tools)
         except DataError as cause:
-            raise ConfigError(f"{template}: it can't render the answer of a tool: {cause}. {advice}") from cause
+            fewer = ", or agent.args.max_turns: 2" if name == "the answer to a second call" else ""
+            other = advice.format(f"an agent without tools{fewer}")
+            raise ConfigError(f"{template}: it can't render {name}: {cause}. {other}") from cause
         if _ANSWER not in rendered:
-            raise ConfigError(f"{template}: it leaves out messages of the role tool, the answers of tools. {advice}")
+            raise ConfigError(
+                f"{template}: it leaves out messages of the role tool, the answers of tools. "
+                f"{advice.format('an agent without tools')}"
+            )
+    shown_call = _rendered_call(agent, tokenizer, messages)
+    if shown_call is None:
+        return (
+            f"{template}: it renders no `tool_calls` of messages, so it does not show how the model writes a call. "
+            'The only form that is executed is <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+        )
+    if not any(map(_is_stand_in, tool_calls(shown_call))):
+        shown = shown_call[max(0, shown_call.rindex(_ARGUMENTS["stand_in"]) - 120) :][:200]
+        raise ConfigError(
+            f"{template}: it writes a call as {shown!r}, but the only form that is executed is "
+            '<tool_call>{"name": ..., "arguments": {...}}</tool_call>: no call would be. '
+            + advice.format("an agent of your own that reads this form")
+        )
+    return None
+
+
+def _rendered_call(agent: Agent, tokenizer: Any, messages: Sequence[Message]) -> str | None:
+    """The text of a conversation that ends in a call of the first tool; None if the template does not write it."""
+    name = agent.tools[0].get("function", agent.tools[0]).get("name")
+    for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):  # templates want one or the other
+        call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": arguments}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            text = render_text(tokenizer, [*messages, message], tools=agent.tools)
+        except DataError:
+            continue
+        if _ARGUMENTS["stand_in"] in text:
+            return text
+    return None
+
+
+def _is_stand_in(body: str) -> bool:
+    try:
+        return name_and_arguments(body)[1] == _ARGUMENTS
+    except ToolError:
+        return False
 
 
 AGENTS: dict[str, Callable[..., Agent]] = {"single_turn": SingleTurn, "multi_turn": MultiTurn}

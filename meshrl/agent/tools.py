@@ -85,7 +85,7 @@ async def call_tool(tools: Mapping[str, Tool], body: str) -> str:
     A tool that never returns ends the run when the phase misses its deadline.
     """
     try:
-        name, arguments = _name_and_arguments(body)
+        name, arguments = name_and_arguments(body)
         if name not in tools:
             raise ToolError(f"no tool is called {name!r}; there are: {', '.join(tools)}")
         tool = tools[name]
@@ -143,7 +143,8 @@ def _description(error: BaseException) -> str:
     return one_line(error_text(error))
 
 
-def _name_and_arguments(body: str) -> tuple[str, dict[str, Any]]:
+def name_and_arguments(body: str) -> tuple[str, dict[str, Any]]:
+    """Of the body of a call. Raises: ToolError for a malformed one."""
     try:
         call = json.loads(body)
         json.dumps(call, ensure_ascii=False).encode()  # an escaped half of a surrogate pair is not a text

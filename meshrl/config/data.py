@@ -66,8 +66,8 @@ class DataConfig(Slice):
     system: str | None = None
     """system message put before each question"""
     chat_template: str | None = None
-    """Jinja chat template in place of the tokenizer's own, as a file, as the text itself, or chatml for that format; it
-    is also saved with exported models; null = the tokenizer's"""
+    """Jinja chat template in place of the tokenizer's own, as a file, as the text itself, or chatml for that format and
+    chatml_tools for it with tools; it is also saved with exported models; null = the tokenizer's"""
     chat_template_kwargs: dict[str, Any] = Field({})
     """variables that the chat template gets in every rendering, such as enable_thinking: false"""
     max_prompt_tokens: int = Field(1024, ge=1)

@@ -21,6 +21,7 @@ import numpy as np
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, is_there, read_json, read_text, size_of
 from meshrl.core.lookup import did_you_mean
+from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.data.files import as_data_error
 from meshrl.data.hub import require_reachable
 from meshrl.data.time_limit import TooLongError, time_limit
@@ -29,10 +30,6 @@ Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None  # JSON schemas
 TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template may loop for years
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-BUILT_IN = {  # name in data.chat_template -> template
-    "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
-    "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-}
 _VARIABLES, _DATE = "chat_template_kwargs", "date"  # in init_kwargs, as Transformers stores a tokenizer's arguments
 _CONTENT = "stand-in answer"  # of a placeholder message that shows how a template ends one; no template contains it
 
@@ -54,11 +51,11 @@ def load_tokenizer(
     a template or variables that can't be used.
     """
     tokenizer = read_tokenizer(path)
-    missing = set(CHATML_TOKENS) - set(tokenizer.get_vocab()) if chat_template == "chatml" else ()
+    missing = set(CHATML_TOKENS) - set(tokenizer.get_vocab()) if chat_template in BUILT_IN else ()
     if missing:
         raise DataError(
             f"the tokenizer {str(path)!r} has no token {' and no token '.join(sorted(missing))}, which chat_template: "
-            "chatml writes; an answer would never end. Give a template with this tokenizer's own tokens"
+            f"{chat_template} writes; an answer would never end. Give a template with this tokenizer's own tokens"
         )
     with as_data_error(f"the chat template for {str(path)!r} ({(chat_template or 'its own'):.80}) "):
         if chat_template is not None:
@@ -230,7 +227,7 @@ def _apply_template(
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so messages can't become tokens. "
             "Put a chat_template.jinja into its folder (base models often have none), or name one in "
-            "data.chat_template (sft.chat_template), where chatml is built in."
+            "data.chat_template (sft.chat_template), where chatml and chatml_tools are built in."
         )
     if not messages:
         raise DataError("no messages to render: a conversation needs at least one message")
@@ -422,21 +419,27 @@ def continuation_ids(
     messages: Sequence[Message],
     stop_ids: Iterable[int],
     tools: Tools = None,
-    ended_by_id: bool = True,
+    ended_by: int | None = None,
 ) -> np.ndarray:
     """The context tokens that follow a sampled answer: the template's tokens from just after the answer's stop token,
     through these messages, to the next generation prompt. int32[C]. Sampled text is not encoded again.
 
     They are taken from a placeholder conversation, so they fit every history that the template does not rewrite.
 
-    ended_by_id: whether the answer ends with one of stop_ids. If a stop string ended it, the template's own end of the
-    turn comes first, as context that is not trained.
+    ended_by: the one of stop_ids with which the answer ends. None = a stop string ended it: then the template's own end
+    of the turn comes first, as context that is not trained. Some templates, such as GLM's, write no end: their stop ids
+    begin the next message. Then this token is context, too, unless it is the one that was sampled.
 
     Raises: DataError when the template ends an assistant turn with none of stop_ids.
     """
     full = render(tokenizer, [*_placeholder(), *messages], tools=tools)
     start = _content_end(tokenizer, full)
-    return full[_turn_end(tokenizer, full, start, frozenset(stop_ids)) :] if ended_by_id else full[start:]
+    if ended_by is None:
+        return full[start:]
+    end = _turn_end(tokenizer, full, start, frozenset(stop_ids))
+    if ended_by != full[end - 1] and int(full[end - 1]) not in _end_of_turn(tokenizer):
+        return full[end - 1 :]
+    return full[end:]
 
 
 def _turn_end(tokenizer: Any, ids: np.ndarray, start: int, stops: frozenset[int]) -> int:

@@ -147,7 +147,8 @@ def _chat_template(case: Case, section: str, template: str | None, variables: di
         looked = " and ".join(str(place) for place in places)
         yield Problem(
             (key,),
-            f"no such file; looked for {looked}. The text of a template has {{{{ or {{% in it; chatml is built in.",
+            f"no such file; looked for {looked}. The text of a template has {{{{ or {{% in it; chatml and "
+            "chatml_tools are built in.",
         )
         return
     try:

@@ -23,7 +23,7 @@ Pair = tuple[float | Failure, float | Failure]
 
 NUM_ROWS = 4  # rows of the data on which a user's functions are tried
 NUM_REFERENCES = 256  # rows of the data whose answers are tried with math_answer
-_REFERENCES_S = 2.0  # no further answer is tried after this time
+_BATCH, _REFERENCES_S = 64, 2.0  # no further batch of answers is tried after this time
 _TRIAL_S = 0.2  # no further row is tried after this time: a judge model may take seconds for each
 
 TEXTS = (
@@ -70,19 +70,18 @@ async def try_references(scorer: Scorer, terms: dict[str, RewardTerm], prompts: 
     for name, term in terms.items():
         if term.kind not in NEEDS_ANSWER:
             continue
-        rule, deadline, num_tried = term.args.get("rule", "auto"), time.monotonic() + _REFERENCES_S, 0
+        rule, deadline = term.args.get("rule", "auto"), time.monotonic() + _REFERENCES_S
         failed: list[str] = []
-        for prompt in unique.values():
-            texts = [form.format(_own_answer(prompt.answer)) for form in REFERENCE_FORMS[rule]]
-            results = await scorer.grade([(name, _attempt(prompt, text)) for text in texts])
-            num_tried += 1
-            for text, result in zip(texts, results):
-                if result != 1.0:
-                    why = result.message[:120] if isinstance(result, Failure) else f"{text[:80]!r} is graded wrong"
-                    failed.append(f"\n  row {prompt.id}, answer {str(prompt.answer)[:80]!r}: {why}")
-                    break
-            if time.monotonic() > deadline:
-                break
+        rows, num_tried = list(unique.values()), 0
+        while num_tried < len(rows) and time.monotonic() < deadline:
+            batch = rows[num_tried : num_tried + _BATCH]
+            cases = [(row, form.format(_own_answer(row.answer))) for row in batch for form in REFERENCE_FORMS[rule]]
+            results = await scorer.grade([(name, _attempt(row, text)) for row, text in cases])
+            wrong = {row.id: (row, text, result) for (row, text), result in zip(cases, results) if result != 1.0}
+            for row, text, result in wrong.values():
+                why = result.message[:120] if isinstance(result, Failure) else f"{text[:80]!r} is graded wrong"
+                failed.append(f"\n  row {row.id}, answer {str(row.answer)[:80]!r}: {why}")
+            num_tried += len(batch)
         if failed:
             text = (
                 f"reward.terms.{name} of kind {term.kind!r} with rule {rule} grades {len(failed)} of the data's own "

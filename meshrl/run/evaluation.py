@@ -69,6 +69,8 @@ async def run_evaluation(
     with live_run(loaded, "eval", num_answers, stop, write_report, objects) as run:
         run.note(f"evaluates {subject.text if subject.model is not None else cfg.model.path}")
         run.note(f"eval {folder}: {len(task.eval_prompts)} held-out prompts, {evaluation_text(cfg)}")
+        if task.tool_note:
+            run.note(f"note: {task.tool_note}")
         answers = _Answers(run, cfg, task, subject)
         run.summary = answers.summary
         model = cfg.model

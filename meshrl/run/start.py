@@ -156,6 +156,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             run.note(f"first prompt: {prompt}")
         if (overlap := note_on_overlap(task)) is not None:
             run.note(overlap)
+        if task.tool_note:
+            run.note(f"note: {task.tool_note}")
         template = task.tokenizer.chat_template if cfg.data.chat_template is not None else None
         run.chat = ChatFiles(template, task.stop_token_ids)
         async with (

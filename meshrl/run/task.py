@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from meshrl.agent.loop import AGENTS, Task, require_tools_in_template
 from meshrl.agent.resolve import resolve_agent
@@ -48,7 +49,8 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     for prompt in _first_prompts(task)[:1] if agent.tools else ():
         own = f"the chat template of {cfg.model.path}"
         template = own if cfg.data.chat_template is None else f"data.chat_template = {cfg.data.chat_template[:200]}"
-        require_tools_in_template(agent, tokenizer, prompt.messages or [], template)
+        note = require_tools_in_template(agent, tokenizer, prompt.messages or [], template)
+        task = replace(task, tool_note=note)
     return task
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from meshrl.core.device import device_count, device_type
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import is_there, output_errors, replacing, write_text
-from meshrl.data.chat import BUILT_IN, CHATML_TOKENS, load_tokenizer, render
+from meshrl.data.built_in_templates import BUILT_IN
+from meshrl.data.chat import CHATML_TOKENS, load_tokenizer, render
 from meshrl.model.limits import limits_of, text_config
 from meshrl.run.subject import find_subject
 from meshrl.tools.problems import Row, doublings, jsonl, word_problems

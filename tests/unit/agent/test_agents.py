@@ -24,6 +24,7 @@ from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.types import Media, Prompt, Request, SamplingParams, Turn, turn_seed
+from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.data.chat import render
 
 USER = {"role": "user", "content": "ab?"}
@@ -380,7 +381,64 @@ def test_a_template_that_ignores_tools_is_refused():
     with pytest.raises(ConfigError, match=r"the template of a test: .*same text with and without .*calculator"):
         require_tools_in_template(MultiTurn(), tiny_tokenizer(), [USER], "the template of a test")
     require_tools_in_template(SingleTurn(), tiny_tokenizer(), [USER], "")
-    require_tools_in_template(MultiTurn(), tiny_tokenizer(SHOWS_TOOLS), [USER], "")
+    assert "renders no `tool_calls`" in require_tools_in_template(MultiTurn(), tiny_tokenizer(SHOWS_TOOLS), [USER], "")
+    assert require_tools_in_template(MultiTurn(), tiny_tokenizer(BUILT_IN["chatml_tools"]), [USER], "") is None
+
+
+@pytest.mark.parametrize(
+    ("form", "is_read"),
+    [
+        ('<tool_call>{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}</tool_call>', True),
+        (
+            '<tool_call>{"name": "{{ f.name }}", "arguments": {{ "" + f.arguments }}}</tool_call>',
+            True,
+        ),  # of a JSON text
+        ('{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', False),
+        ("<tool_call><function={{ f.name }}>{{ f.arguments.stand_in }}</function></tool_call>", False),
+        ("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", False),
+        ('<tool_call>{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}</tool_call>', False),
+    ],
+)
+def test_a_template_whose_calls_are_not_read_is_refused(form, is_read):
+    calls = "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + form + "{% endfor %}"
+    tokenizer = tiny_tokenizer(SHOWS_TOOLS.replace("{{ m.content }}", "{{ m.content }}" + calls))
+    if is_read:
+        assert require_tools_in_template(MultiTurn(), tokenizer, [USER], "T") is None
+    else:
+        with pytest.raises(
+            ConfigError, match=r"T: it writes a call as .*stand-in argument.*no call would be.*chatml_tools"
+        ):
+            require_tools_in_template(MultiTurn(), tokenizer, [USER], "T")
+
+
+@pytest.mark.parametrize(
+    ("condition", "max_turns", "refused"),
+    [
+        (
+            "ns.answers > 1 and loop.previtem.role != 'tool'",
+            3,
+            "the answer to a second call",
+        ),  # as templates that want other roles in turn
+        ("ns.answers > 1 and loop.previtem.role == 'tool'", 4, "two calls in one answer"),
+        ("ns.answers > 1 and loop.previtem.role != 'tool'", 2, None),
+        ("ns.answers > 2", 4, None),
+    ],
+)
+def test_a_template_that_refuses_a_context_of_the_run_is_refused_at_the_start(condition, max_turns, refused):
+    count = (
+        "{% if m.role == 'tool' %}{% set ns.answers = ns.answers + 1 %}{% if "
+        + condition
+        + " %}{{ raise_exception('not these roles') }}{% endif %}{% endif %}"
+    )
+    template = "{% set ns = namespace(answers=0) %}" + SHOWS_TOOLS.replace(
+        "{% for m in messages %}", "{% for m in messages %}" + count
+    )
+    agent = MultiTurn(max_turns=max_turns)
+    if refused is None:
+        require_tools_in_template(agent, tiny_tokenizer(template), [USER], "T")
+    else:
+        with pytest.raises(ConfigError, match=rf"T: it can't render {refused}: .*not these roles"):
+            require_tools_in_template(agent, tiny_tokenizer(template), [USER], "T")
 
 
 @pytest.mark.parametrize(

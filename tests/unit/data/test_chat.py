@@ -7,7 +7,8 @@ import pytest
 from tiny_tokenizers import CHATML, DROPS_THINKING, sentencepiece_tokenizer, tiny_tokenizer
 
 from meshrl.core.errors import DataError
-from meshrl.data.chat import continuation_ids, load_tokenizer, render, sft_row, stop_token_ids
+from meshrl.data.built_in_templates import BUILT_IN
+from meshrl.data.chat import continuation_ids, load_tokenizer, render, render_text, sft_row, stop_token_ids
 
 USER = {"role": "user", "content": "ab?"}
 ANSWER = {"role": "assistant", "content": "12"}
@@ -147,7 +148,7 @@ def test_sft_rows_of_several_turns_have_the_same_ids_as_sampler_and_agent_would_
     assert names(tokenizer, ids, mask) == ["12", "<|im_end|>", "ab", "<|im_end|>"]
     eos = tokenizer.eos_token_id
     first, second = (tokenizer(t, add_special_tokens=False).input_ids for t in ("12", "ab"))
-    added = continuation_ids(tokenizer, [TOOL], (eos,))
+    added = continuation_ids(tokenizer, [TOOL], (eos,), ended_by=eos)
     assert tokenizer.decode(added.tolist()) == "\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
     assert ids.tolist() == [*render(tokenizer, [USER]), *first, eos, *added, *second, eos]
 
@@ -155,9 +156,56 @@ def test_sft_rows_of_several_turns_have_the_same_ids_as_sampler_and_agent_would_
 def test_after_a_stop_string_the_template_ends_the_turn_itself():
     """The answer has no end token, and the next turn must not follow without one."""
     tokenizer = tiny_tokenizer()
-    added = continuation_ids(tokenizer, [TOOL], (2,), ended_by_id=False)
+    added = continuation_ids(tokenizer, [TOOL], (2,))
     assert tokenizer.decode(added.tolist()) == "<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
-    np.testing.assert_array_equal(added[1:], continuation_ids(tokenizer, [TOOL], (2,)))
+    np.testing.assert_array_equal(added[1:], continuation_ids(tokenizer, [TOOL], (2,), ended_by=2))
+
+
+ROLE_TOKENS = (  # no end of a turn: the token of the next message's role ends it
+    "{% for m in messages %}{{ {'user': '<|im_start|>', 'tool': '<|im_end|>'}.get(m.role, 'assistant:') }}"
+    "{{ m.content }}{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ended_by", "expected"),
+    [
+        (ROLE_TOKENS, 2, "okassistant:"),
+        (ROLE_TOKENS, 1, "<|im_end|>okassistant:"),
+        (ROLE_TOKENS, 3, "<|im_end|>okassistant:"),
+        (ROLE_TOKENS, None, "<|im_end|>okassistant:"),
+        (CHATML, 2, "\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"),
+        (CHATML, 3, "\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_the_next_role_has_its_token_whichever_stop_id_was_sampled(template, ended_by, expected):
+    tokenizer = tiny_tokenizer(template)
+    added = continuation_ids(tokenizer, [TOOL], (1, 2, 3) if template == ROLE_TOKENS else (2, 3), ended_by=ended_by)
+    assert tokenizer.decode(added.tolist()) == expected
+
+
+def test_chatml_tools_is_chatml_without_tools_and_writes_tools_calls_and_results_with_them():
+    tokenizer = tiny_tokenizer(BUILT_IN["chatml_tools"])
+    system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    plain = [system, question, {"role": "assistant", "content": "Ok"}, question]
+    assert render_text(tokenizer, plain) == render_text(tiny_tokenizer(BUILT_IN["chatml"]), plain)
+    calls = [
+        {"function": {"name": "f", "arguments": {"a": '"<é>"', "b": [1, None]}}},
+        {"name": "g", "arguments": '{"c": 1.50}'},
+    ]
+    schema = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    text = render_text(tokenizer, [system, question, called, TOOL, TOOL, question], [schema])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n") and text.count("system") == 1 and '"name": "f"' in text
+    bodies = [
+        '{"name": "f", "arguments": {"a": "\\"<é>\\"", "b": [1, null]}}',
+        '{"name": "g", "arguments": {"c": 1.50}}',
+    ]
+    wrapped = "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    results = "\n<tool_response>\nok\n</tool_response>" * 2
+    turn = f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{wrapped}<|im_end|>\n"
+    rest = f"{turn}<|im_start|>user{results}<|im_end|>\n"
+    assert text.endswith(f"</tool_call><|im_end|>\n{rest}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_a_continuation_of_a_template_that_drops_answers_is_refused():

@@ -43,7 +43,7 @@ def test_variables_reach_prompts_continuations_and_sft_rows_alike(folder: Path):
     tokenizer = load_tokenizer(folder, THINKING, OFF)
     prompt = "<|im_start|>user\nab?<|im_end|>\n<|im_start|>assistant\n<think></think>"
     assert render_text(tokenizer, [USER]) == prompt
-    added = continuation_ids(tokenizer, [TOOL], (2,))
+    added = continuation_ids(tokenizer, [TOOL], (2,), ended_by=2)
     assert (
         tokenizer.decode(added.tolist()) == "\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n<think></think>"
     )

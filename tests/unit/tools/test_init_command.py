@@ -11,7 +11,7 @@ from tiny_models import tiny_qwen2
 from tiny_tokenizers import tiny_tokenizer
 
 from meshrl.cli import main
-from meshrl.data.chat import BUILT_IN
+from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.run.inputs import Objects, load_run
 from meshrl.run.task import load_task
 from meshrl.tools.init import NUM_HELDOUT, NUM_TRAIN, TASKS
