@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -101,6 +102,32 @@ def test_ranks_get_equal_work_and_not_equal_rows():
     loads = [sum(row_cost(lengths[i]) for i in plan.rows(rank)) for rank in range(8)]
     assert max(loads) < 1.01 * min(loads)
     assert len(plan.micro_batches[0]) <= 1.3 * sum(lengths) / 8 / 8192 + 1
+
+
+@pytest.mark.parametrize("num_groups", [2048, 4])
+def test_the_work_for_a_plan_grows_little_faster_than_its_rows(num_groups):
+    """Rows of more than half of the budget, each in a micro-batch of its own, in many small or few large groups: the
+    calls of functions, not seconds, for 4 times the rows."""
+
+    def calls(num_rows: int) -> int:
+        count = 0
+
+        def profile(_frame: object, event: str, _arg: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        rng = np.random.default_rng(num_rows)
+        groups = (np.arange(num_rows) * num_groups // 4096).tolist()
+        arguments = (rng.integers(900, 1900, num_rows).tolist(), 2, 2048, groups, [50] * num_rows)
+        sys.setprofile(profile)
+        try:
+            plan = make_batch_plan(*arguments)
+        finally:
+            sys.setprofile(None)
+        assert sorted(i for rank in range(2) for i in plan.rows(rank)) == list(range(num_rows))
+        return count
+
+    assert calls(4096) < 6.5 * calls(1024)
 
 
 def _sample(length: int, **changes) -> Sample:
