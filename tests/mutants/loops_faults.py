@@ -10,6 +10,7 @@ _BUFFER = "tests/unit/loops/test_buffer.py::"
 _EVALUATED_PROMPTS = "tests/unit/loops/test_evaluated_prompts.py::"
 _JOB_STATE = "tests/unit/loops/test_job_state.py::"
 _PROBE = "tests/unit/loops/test_sync_probe.py::"
+_STALE = "tests/faults/test_stale_copies.py::test_a_stale_copy_ends_the_run_before_the_next_update"
 _RESUMED_GROUPS = "tests/unit/loops/test_resumed_groups.py::"
 _SAMPLER_PROOF = "tests/unit/loops/test_sampler_proof.py::"
 _STEP_METRICS = "tests/unit/loops/test_step_metrics.py::"
@@ -190,7 +191,7 @@ FAULTS = [
     Fault(
         "a probe asks only for the first token, in which no cache has a part",
         "meshrl/loops/sync_and_probe.py::_probe",
-        "max_new_tokens=PROBED_TOKENS => max_new_tokens=1",
+        "PROBED_TOKENS => 1",
         _PROBE + "test_a_probe_is_a_request_of_the_run_and_urgent",
     ),
     Fault(
@@ -210,6 +211,19 @@ FAULTS = [
         "meshrl/loops/sync_and_probe.py::contexts_to_probe",
         "NUM_PROBES // 2 => 1",
         _PROBE + "test_the_shortest_contexts_of_different_groups_are_probed",
+    ),
+    Fault(
+        "requests continue with keys and values of the old weights",
+        "meshrl/rollout/embedded/engine.py::EmbeddedEngine.step",
+        "self._cached_version != self._state.version => False",
+        _STALE + "[keys_and_values-fully_async]",
+    ),
+    Fault(
+        "a probe waits for the answers of a busy sampler",
+        "meshrl/rollout/embedded/scheduler.py::Scheduler.admit",
+        "self.waiting[0].request.is_urgent => False",
+        "tests/unit/rollout/test_embedded_generation.py::"
+        "test_an_urgent_request_waits_for_no_other_and_the_others_keep_their_rows",
     ),
     Fault(
         "a probe that compares nothing counts as a proof",

@@ -238,12 +238,6 @@ FAULTS = [
         _SGLANG_CLIENT + "test_lost_tokens_are_detected",
     ),
     Fault(
-        "a row with the last id of the vocabulary is not scored by SGLang",
-        "meshrl/rollout/sglang/dialect.py::SglangDialect.score",
-        "token == self._last_id => True",
-        _SGLANG_CLIENT + "test_scores_belong_to_the_ids_that_were_sent[sent1-scored1-True]",
-    ),
-    Fault(
         "a stop string that spans two tokens is not found",
         "meshrl/rollout/stop_strings.py::StopSearch.ends_with",
         "self._tail += self._token_bytes(token) => self._tail = self._token_bytes(token)",

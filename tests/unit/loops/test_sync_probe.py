@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_samples import random_samples
 
+from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Metric, Request, Sample, Turn
@@ -146,9 +147,19 @@ def test_tokens_of_other_weights_prove_nothing(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_probe_compares_every_sampler(wrong, monkeypatch):
-    """And names the one that differs; the metric is the largest difference of a row."""
+    """And names the one that differs; the metric is the largest difference of a row. Probes are no load of a route."""
     nats = 0.0009
-    job = job_of(lambda requests: [answer(r, rank, nats * (rank == wrong)) for rank in (0, 1) for r in requests])
+
+    class Ranks:
+        specs = tuple(SimpleNamespace(rank=rank, samples=True, trains=False) for rank in (0, 1))
+
+        async def call(self, rank: int, method: Any, request: Request) -> Turn:
+            assert job.rollouts.routes.num_running == 0
+            return answer(request, rank, nats * (rank == wrong))
+
+    ranks: Any = Ranks()
+    job = job_of(lambda requests: [])
+    job.rollouts = RolloutGroup(ranks)
     (metric,) = probed(job, monkeypatch, CONTEXTS) or []
     assert (metric.name, metric.reduce) == ("proof/probe_diff_mean", "max")
     assert metric.sum == pytest.approx(nats, rel=1e-3)
