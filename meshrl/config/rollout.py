@@ -42,10 +42,11 @@ class SamplingConfig(Slice):
     repetition_penalty: float = Field(1.0, gt=0)
     """above 1 makes tokens that are already in the row less likely; 1 = off, as training requires"""
     stop_token_ids: list[int] = Field([])
-    """ids that end a turn, in addition to those of the tokenizer, its chat template and generation_config.json"""
+    """ids that end a turn, in addition to those of the tokenizer, its chat template and generation_config.json;
+    exported models have all of them"""
     stop: list[str] = Field([])
     """texts that end a turn, such as </tool_call>; the token that completes one stays in the answer: it is trained, and
-    rewards and agents read it"""
+    rewards and agents read it. Exported models do not have them: generate takes stop_strings and the tokenizer"""
 
 
 class EvalSamplingConfig(Slice):

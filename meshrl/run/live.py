@@ -18,7 +18,7 @@ from typing import Any
 from meshrl.cluster.groups import TrainGroup
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
-from meshrl.core.errors import MeshrlError, RankFailure
+from meshrl.core.errors import DataError, MeshrlError, RankFailure
 from meshrl.core.files import CONTINUE_LATER, output_errors, replacing, write_text
 from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric
@@ -230,9 +230,12 @@ class LiveRun:
         if not self.objects.saves:
             return
         with output_errors(self.folder, _OTHER_FOLDER), TemporaryDirectory(dir=self.folder) as name:
-            await trainer.export(name, self.loaded.config.model.path, weights=False)
+            await trainer.export(name, path := self.loaded.config.model.path, weights=False)
             write_chat(Path(name), self.chat)
-            read_tokenizer(name)
+            if read_tokenizer(name).get_vocab() != read_tokenizer(path).get_vocab():
+                raise DataError(
+                    f"a tokenizer with the files that an export copies has other tokens than that of {path}"
+                )
 
     async def keep_best(self, step: int, score: float) -> None:
         """Make the model of `step` the best one if its score is higher, or if that of the former best one is of

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from harness import LORA, engine_over, partitioned, random_partition, unsharded, worst
+from safetensors import safe_open
+from safetensors.torch import load_file
 from test_checkpoint_reshard import save
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
@@ -105,7 +107,7 @@ def _trained(rank: int, world: int, path: Path, out: Path, dtype: str) -> dict[s
     results |= {"last": scored(True), "last_reference": scored(False), "end": weights()}
     results["memory"] = engine.memory()
     results["optimizer"] = sum(len(group["params"]) for group in engine.optimizer.param_groups)
-    engine.export(out)
+    results["share"] = engine.export(out)
     return results
 
 
@@ -174,6 +176,28 @@ def test_an_exported_folder_is_the_merged_model_and_peft_loads_its_adapter(pool,
     assert result["memory"]["optimizer"] < result["memory"]["params"]
 
 
+def test_an_export_in_bf16_states_the_share_of_the_adapters_change_that_it_has(pool, uneven, tmp_path):
+    """Compared with the projection by peft's files, on one rank and on four."""
+    shares = []
+    for world in (1, 4):
+        out = tmp_path / str(world)
+        results = pool.run(_trained, world, uneven, out, "bfloat16")
+        (share,) = {result["share"] for result in results}
+        before, after = (load_file(folder / "model.safetensors") for folder in (uneven, out))
+        adapter = load_file(out / "adapter" / "adapter_model.safetensors")
+        projection = square = 0.0
+        for name in (name for name in adapter if "lora_A" in name):
+            change = LORA.scale * adapter[name.replace("lora_A", "lora_B")].double() @ adapter[name].double()
+            weight = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            got = after[weight].double() - before[weight].bfloat16().double()
+            projection, square = projection + float((got * change).sum()), square + float(change.square().sum())
+        assert share == pytest.approx(projection / square, rel=1e-3)
+        with safe_open(out / "model.safetensors", "pt") as opened:
+            assert opened.metadata()["lora_merged_share"] == f"{share:.4f}"
+        shares.append(share)
+    assert 0 < shares[0] != 1 and shares[0] == pytest.approx(shares[1], abs=0.02)
+
+
 def _rows(
     rank: int, world: int, dtype: torch.dtype, train: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -235,8 +259,6 @@ def _resumed(rank: int, world: int, path: Path, folder: Path, begin: bool) -> di
 
 def test_a_checkpoint_has_only_the_adapters_and_restores_them_on_other_ranks(pool, tmp_path):
     """Also what `meshrl convert` reads."""
-    from safetensors import safe_open
-
     tiny_qwen2().save_pretrained(tmp_path / "model")
     args = (tmp_path / "model", state_folder(tmp_path, 1))
     saved = pool.run(_resumed, 2, *args, True)[0]

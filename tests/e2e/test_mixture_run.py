@@ -36,6 +36,18 @@ def test_a_run_replays_and_balances_its_routers_and_samples_from_the_trainers_we
     for step in steps_of(train(config, "adapters", *ROUTERS, *usual, *adapters), ()):
         assert step["train/grad_norm"] > 0 and step["proof/logprob_abs_diff_mean"] < 1e-5
         assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
+    narrow = train(
+        config,
+        "narrow",
+        *usual,
+        *adapters[:2],
+        "train.optimizer.lr=1e-5",
+        "model.dtype=bfloat16",
+        "reward.terms.ascii.kind=tiny_run:length",
+    )
+    shares = [step.get("sync/lora_merged_share") for step in steps_of(narrow, ())]
+    assert 0 < max(shares) < 0.9
+    assert (narrow / "run_notes.txt").read_text().count("% of the adapters' change") == 1
     note = "the model's config.json has router_aux_loss_coef 0.001"
     assert note not in (folder / "run_notes.txt").read_text()
     again = train(config, "default", *usual, "loop.num_steps=1")

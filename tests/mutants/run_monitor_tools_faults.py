@@ -110,6 +110,25 @@ FAULTS = [
         _RUN_FOLDER + "test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_default",
     ),
     Fault(
+        "an exported model ends only at the first stop id of its run",
+        "meshrl/data/chat.py::write_chat",
+        "[first, *more] if more else first => first",
+        "tests/unit/data/test_chat.py::test_the_files_of_a_written_model_have_exactly_the_stop_ids_of_its_run",
+    ),
+    Fault(
+        "the files of a model are tried only when it is exported",
+        "meshrl/run/start.py::_note_ready",
+        "await run.try_export(trainer) => pass",
+        "tests/e2e/test_template_and_stops.py::"
+        "test_a_file_that_no_export_could_write_ends_the_run_before_its_first_step",
+    ),
+    Fault(
+        "the share of the LoRA change is computed without the rounding",
+        "meshrl/model/lora.py::RoundedChange.measured",
+        "after.to(self.dtype).float().sub_(weight) => change",
+        "tests/dist/test_lora.py::test_an_export_in_bf16_states_the_share_of_the_adapters_change_that_it_has",
+    ),
+    Fault(
         "a model is saved without the chat template of its training",
         "meshrl/run/live.py::LiveRun.export_model",
         "write_chat(aside, self.chat) => write_chat(aside, ChatFiles())",

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,32 @@ def test_rows_longer_than_the_positions_are_refused_by_either_name_of_their_numb
     with pytest.raises(ConfigError, match="positions for 64") as error:
         load_run_config(good)
     assert "longrope" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("room", "overrides", "lengths"),
+    [
+        (1024, [], (768, 256)),
+        (300, [], (150, 150)),
+        (1280, [], (1024, 256)),
+        (1024, ["rollout.sampling.max_new_tokens=100"], (924, 100)),
+        (1024, ["data.max_prompt_tokens=1000"], (1000, 24)),
+        (1024, ["data.max_prompt_tokens=1024"], None),
+        (1024, ["data.max_prompt_tokens=1000", "rollout.sampling.max_new_tokens=25"], None),
+    ],
+)
+def test_default_lengths_fit_into_the_model_and_given_ones_are_refused(good: Path, room, overrides, lengths):
+    without = [line for line in good.read_text().splitlines() if "_tokens" not in line]
+    good.write_text("\n".join(line.replace("  sampling:", "  sampling: {}") for line in without))
+    (good.parent / "tiny" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": room}))
+    if lengths is None:
+        with pytest.raises(ConfigError, match=f"positions for {room}"):
+            load_run_config(good, overrides)
+        return
+    loaded = load_run_config(good, overrides)
+    assert (loaded.config.data.max_prompt_tokens, loaded.config.rollout.sampling.max_new_tokens) == lengths
+    changed = [line for line in explain(loaded).splitlines() if "no positions for longer rows" in line]
+    assert len(changed) == 2 - (lengths[1] in (256, 100)) - (lengths[0] in (1024, 1000))
 
 
 def test_a_loss_or_a_reward_that_changes_nothing_gives_a_notice(good: Path):

@@ -8,7 +8,16 @@ from tiny_tokenizers import CHATML, DROPS_THINKING, sentencepiece_tokenizer, tin
 
 from meshrl.core.errors import DataError
 from meshrl.data.built_in_templates import BUILT_IN
-from meshrl.data.chat import continuation_ids, load_tokenizer, render, render_text, sft_row, stop_token_ids
+from meshrl.data.chat import (
+    ChatFiles,
+    continuation_ids,
+    load_tokenizer,
+    render,
+    render_text,
+    sft_row,
+    stop_token_ids,
+    write_chat,
+)
 
 USER = {"role": "user", "content": "ab?"}
 ANSWER = {"role": "assistant", "content": "12"}
@@ -103,6 +112,27 @@ def test_the_token_with_which_the_template_ends_a_turn_is_a_stop_id(template, ex
 def test_stop_ids_of_tokenizer_template_and_generation_config_come_together(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9]}))
     assert stop_token_ids(tiny_tokenizer(eos="<|endoftext|>"), tmp_path) == (1, 2, 3, 9)
+
+
+@pytest.mark.parametrize(
+    ("stops", "config", "generation", "eos"),
+    [
+        ((0, 2), {"eos_token_id": 0}, {"eos_token_id": 0, "top_k": 5}, (0, [0, 2])),
+        ((2,), {"eos_token_id": [2, 7]}, {}, (2, 2)),  # config.json names an id at which the run did not stop
+        ((2, 3), {"text_config": {"eos_token_id": 7}}, {"eos_token_id": [7]}, (2, [2, 3])),
+        ((), {"eos_token_id": 2}, {"eos_token_id": 2}, (None, None)),  # the run ended answers by their length only
+        (None, {"eos_token_id": 2}, {"eos_token_id": 3}, (2, 3)),  # not known
+    ],
+)
+def test_the_files_of_a_written_model_have_exactly_the_stop_ids_of_its_run(tmp_path, stops, config, generation, eos):
+    for name, values in (("config.json", config), ("generation_config.json", generation)):
+        (tmp_path / name).write_text(json.dumps(values))
+    write_chat(tmp_path, ChatFiles("a template", stops))
+    written = json.loads((tmp_path / "config.json").read_text())
+    written_generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (written.get("text_config", written)["eos_token_id"], written_generation["eos_token_id"]) == eos
+    assert written_generation | {"eos_token_id": 0} == generation | {"eos_token_id": 0}
+    assert (tmp_path / "chat_template.jinja").read_text() == "a template"
 
 
 def test_stop_ids_need_no_generation_config(tmp_path):

@@ -57,7 +57,8 @@ class Pair:
             for delivery in damaged(self.deliveries(), fault):
                 await self.weights.receive(delivery)
             self.sender.finish(version)
-            return await self.weights.commit()
+            self.ack = await self.weights.commit()
+            return self.ack
         except SyncError:
             await self.weights.cancel()
             raise
@@ -73,6 +74,9 @@ class Pair:
         wanted = {name: self.tensors[name] for name in BASE}
         base = wanted["layer.q_proj.weight"].float()
         wanted["layer.q_proj.weight"] = torch.addmm(base, b, a, alpha=SCALE).bfloat16()
+        exact, rounded = SCALE * b @ a, wanted["layer.q_proj.weight"].float() - base
+        projection, square = self.ack.lora_change
+        assert projection / square == pytest.approx(float((exact * rounded).sum() / exact.square().sum()), abs=1e-5)
         held = load_file(self.folders[-1] / "model-00001.safetensors")
         assert held.keys() == BASE.keys() and all(torch.equal(held[name], wanted[name]) for name in wanted)
 
@@ -98,7 +102,7 @@ def test_adapters_are_sent_alone_and_the_server_gets_merged_weights(pair):
         first = await pair.sync(0)
         pair.check()
         for name in ADAPTERS:
-            pair.tensors[name] += 1
+            pair.tensors[name] *= 0.05  # a change of about a step of the weights
         ack = await pair.sync(1, alone=True)
         pair.check()
         assert (ack.num_changed, pair.weights.state.version) == (2, 1)
