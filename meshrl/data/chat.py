@@ -65,7 +65,7 @@ def load_tokenizer(
         checked = named.values() if chat_template is not None or chat_template_kwargs else ()
         reads = {name for text in checked for name in variables_read_by(text)}
     require_read(chat_template_kwargs or (), reads)
-    tokenizer.init_kwargs |= {_VARIABLES: dict(chat_template_kwargs or {}), _DATE: date}
+    tokenizer.init_kwargs |= {_VARIABLES: dict(chat_template_kwargs or {}), _DATE: date and date.isoformat()}
     _require_content(tokenizer)
     return tokenizer
 
@@ -218,11 +218,9 @@ def _apply_template(
 ) -> Any:
     from jinja2 import TemplateError
 
-    variables = dict(tokenizer.init_kwargs.get(_VARIABLES, {}))
-    if (
-        date := tokenizer.init_kwargs.get(_DATE)
-    ) is not None:  # in place of Transformers' function, which reads the clock
-        variables["strftime_now"] = date.strftime
+    variables, date = dict(tokenizer.init_kwargs.get(_VARIABLES, {})), tokenizer.init_kwargs.get(_DATE)
+    if date is not None:  # Transformers' function reads the clock
+        variables["strftime_now"] = datetime.fromisoformat(date).strftime
     if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so messages can't become tokens. "

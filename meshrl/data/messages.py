@@ -16,17 +16,21 @@ from meshrl.data.chat import Message, render_text
 # Templates may have further roles, so only a role that looks like a misspelled one of these is refused, or one of
 # another layout.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_OTHER_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant")}
+_OTHER_ROLES = dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant")
+_OTHER_ROLES |= dict.fromkeys(("human", "prompter"), "user")
 # How chat templates begin a turn, perhaps after a token that begins a text; and templates that are plain text.
 _RENDERED = re.compile(
-    r"\s*(<s>|<bos>|<BOS_TOKEN>|\[gMASK\]|<sop>|<\|(begin_of_text|endoftext)\|>|<｜begin▁of▁sentence｜>)*\s*"
+    r"(<s>|<bos>|<BOS_TOKEN>|\[gMASK\]|<sop>|<\|(begin_of_text|endoftext)\|>|<｜begin▁of▁sentence｜>)*\s*"
     r"(<\|(im_|start_header|header_start|start_of_role|START_OF_TURN|start\||turn>|user\||system\||assistant\|)"
     r"|<｜(User|Assistant|System)｜>|<start_of_turn>|\[(INST|SYSTEM_PROMPT|AVAILABLE_TOOLS)\]|\[\|user\|\])"
 )
-_PLAIN_RENDERED = re.compile(
-    r"\s*(Human|User|USER):.*\n\s*(Assistant|ASSISTANT|AI):|.*(Human|User|USER):.*(Assistant|ASSISTANT):\s*(<think>\s*)?$"
-    r"|.*### (Instruction|Human|User):.*### (Response|Assistant):\s*$",
-    re.DOTALL,
+_SEARCHED = 500  # characters at the beginning of a text: a long one must not take long
+_PLAIN_RENDERED = re.compile(r"(Human|User|USER):.*?\n[ \t]*(Assistant|ASSISTANT|AI):", re.DOTALL)
+_PLAIN_QUESTION = re.compile(r"(Human|User|USER|### Instruction):")
+_PLAIN_END = re.compile(r"(Assistant|ASSISTANT|### Response):\s*(<think>\s*)?$")  # within the last 60 characters
+_ROLE = r"""['"](role|from)['"]\s*:\s*['"](system|user|human|assistant|gpt)['"]"""
+_MESSAGES_AS_TEXT = re.compile(  # as JSON, or as Python writes them
+    rf"""\[?\s*\{{\s*({_ROLE}|['"](messages|conversations|content|value)['"]\s*:.*{_ROLE})""", re.DOTALL
 )
 
 
@@ -35,7 +39,7 @@ def messages_of(value: Any, name: str, template: Any, is_filled: bool, takes_tex
     arguments of tool calls that are JSON text are parsed, as chat templates expect them. name: of the value, for
     errors. is_filled: as in RawRow. Raises: DataError."""
     wanted = "a list of {role, content} messages" + (" or a string" if takes_text else "")
-    if isinstance(value, str) and _is_layout(parsed(value)):
+    if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value.lstrip()[:_SEARCHED]):
         raise DataError(f"{name} is JSON text, {shown(value)}; it should be the list: parse it in a data.map function")
     if isinstance(value, str) and takes_text:
         if not value.strip():
@@ -45,10 +49,6 @@ def messages_of(value: Any, name: str, template: Any, is_filled: bool, takes_tex
         raise DataError(f"{name} is {shown(value)}; it should be {wanted}")
     given = without_nulls(value) if is_filled else value
     return [_message(message, f"message {i} of {name}", template) for i, message in enumerate(given)]
-
-
-def _is_layout(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(m, dict) and ("role" in m or "from" in m) for m in value)
 
 
 def _message(given: Any, name: str, template: Any) -> Message:
@@ -109,9 +109,12 @@ def require_rendered(tokenizer: Any, messages: Sequence[Message], tools: Any, na
             "data.chat_template (sft.chat_template), or remove them"
         )
     for i, message in enumerate(messages):
-        text, is_only = message["content"], len(messages) == 1
-        is_rendered = message["role"] in ("user", "system") and _RENDERED.match(text)
-        if (is_rendered or (is_only and _PLAIN_RENDERED.match(text))) and render_text(tokenizer, messages) != text:
+        text, is_rendered = message["content"], message["role"] in ("user", "system")
+        if not _RENDERED.match(text.lstrip()[:_SEARCHED]):
+            ends = _PLAIN_END.search(text[-60:]) and _PLAIN_QUESTION.search(text)
+            is_plain = _PLAIN_RENDERED.match(text.lstrip()) or ends
+            is_rendered = len(messages) == 1 and bool(is_plain)
+        if is_rendered and render_text(tokenizer, messages) != text:
             raise DataError(
                 f"message {i} of {name} is a rendered prompt, {shown(text)}: the template would be applied again. Give "
                 "the messages, or set data.chat_template to '{{ messages[0].content }}', which adds nothing to a text"

@@ -103,8 +103,7 @@ def is_dataset(rows: Any) -> TypeGuard[Sequence[Row]]:
 
 
 class RowTable(Table):
-    """Rows in memory, such as a list. name: the caller's name of them in errors, such as "data": row 11 is then
-    data[11]."""
+    """Rows in memory. name: the caller's name of them in errors, such as "data": row 11 is then data[11]."""
 
     def __init__(self, name: str, rows: Sequence[Any]):
         self.name, self._rows = name, rows

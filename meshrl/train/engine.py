@@ -405,7 +405,7 @@ class TrainEngine:
         meanwhile, so that the state is copied first. reference: its `reference_digest`. Raises: CheckpointError."""
         reshard(self.model)
         counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
-        state = state_tensors(self.model.lm, self.optimizer, counters, self.device, reference)
+        state = state_tensors(self.model.lm, self.optimizer, counters, self.device) | dict(reference)
         with recorder.span("stage", "copy", bytes=self.state_bytes()):
             slices = stage(state, self._host.readable, copy=continues)
         self._write = write_in_background(Path(folder), self.role, slices)

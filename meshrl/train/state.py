@@ -38,15 +38,11 @@ _SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
 
 
 def state_tensors(
-    lm: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    counters: Counters,
-    device: torch.device,
-    reference: Tensors = NO_TENSORS,
+    lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, counters: Counters, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The full state of this rank, as views of the engine's tensors: copy them before the next optimizer step.
-    reference: `reference_digest` of the run's reference model, if it has one."""
-    tensors = _model_tensors(lm) | base_digest(lm) | dict(reference)
+    """The full state of this rank, as views of the engine's tensors: copy them before the next optimizer step. That of
+    a run with a reference model has also its `reference_digest`."""
+    tensors = _model_tensors(lm) | base_digest(lm)
     for name, p in trained_weights(lm).items():
         for slot, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             tensors[f"optimizer.{slot}.{name}"] = value

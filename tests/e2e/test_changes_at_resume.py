@@ -18,6 +18,7 @@ from meshrl.cli import main
 from meshrl.config.train import SchedulerConfig
 from meshrl.core.errors import CheckpointError, DataError
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.run import folder as run_folder
 from meshrl.run.folder import config_of
 from meshrl.train.optim import learning_rate
 
@@ -43,14 +44,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tomorrow(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The clock of Transformers is a day later. The value is today's date, as DATED writes it."""
+    """The clock is a day later. The value is today's date, as DATED writes it."""
 
     class Clock(datetime):
         @classmethod
         def now(cls, tz=None):
             return datetime.now(tz) + timedelta(days=1)
 
-    monkeypatch.setattr(of_transformers, "datetime", Clock)
+    for module in (of_transformers, run_folder):
+        monkeypatch.setattr(module, "datetime", Clock)
     return f"{datetime.now():%d.%m.%y}"
 
 
@@ -104,10 +106,10 @@ def test_supervised_rows_have_the_date_of_the_runs_start(config: Path, tomorrow:
     sft = {"path": "chats.jsonl", "num_steps": 1, "rows_per_step": 1, "max_row_tokens": 99, "chat_template": DATED}
     kept = {key: values[key] for key in ("model", "cluster")} | {"run": {**values["run"], "name": "sft"}}
     (config.parent / "sft.yaml").write_text(json.dumps({**kept, "sft": sft}))
-    later = of_transformers.datetime
-    monkeypatch.setattr(of_transformers, "datetime", datetime)
-    assert main(["sft", str(config.parent / "sft.yaml")]) == 0
-    monkeypatch.setattr(of_transformers, "datetime", later)
+    with monkeypatch.context() as today:
+        for module in (of_transformers, run_folder):
+            today.setattr(module, "datetime", datetime)
+        assert main(["sft", str(config.parent / "sft.yaml")]) == 0
     assert main(["sft", str(config.parent / "sft.yaml"), "run.resume=auto", "sft.num_steps=2"]) == 0
 
 

@@ -153,4 +153,10 @@ FAULTS = [
         "list(cpu_limits) => []",
         _SCORER + "test_an_answer_that_math_answer_can_not_evaluate_in_its_cpu_time_is_wrong_and_counted",
     ),
+    Fault(
+        "nulls that unified columns fill in are trained",
+        "meshrl/data/messages.py::messages_of",
+        "without_nulls(value) if is_filled else value => value",
+        "tests/unit/data/test_messages.py::test_keys_that_unified_columns_fill_with_null_are_not_trained",
+    ),
 ]

@@ -256,4 +256,11 @@ FAULTS = [
         "metrics += report.metrics => metrics += report.metrics; await job.trainer.optim_step('policy', 1e-6)",
         "tests/contract/test_executors.py::test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step",
     ),
+    Fault(
+        "a resumed run begins the schedule of the learning rate again",
+        "meshrl/loops/train_step.py::update",
+        "job.step * cfg.train.updates_per_step => 0",
+        "tests/e2e/test_changes_at_resume.py::"
+        "test_after_a_resume_a_day_later_with_other_updates_date_and_learning_rate_are_those_of_the_step[linear-1]",
+    ),
 ]

@@ -263,4 +263,11 @@ FAULTS = [
         "1.0 / value => value",
         _FAMILIES + "[granite]",
     ),
+    Fault(
+        "a resumed run renders the date of the resume",
+        "meshrl/run/folder.py::with_date",
+        'former.get("run", {}) => {}',
+        "tests/e2e/test_changes_at_resume.py::"
+        "test_after_a_resume_a_day_later_with_other_updates_date_and_learning_rate_are_those_of_the_step[linear-1]",
+    ),
 ]

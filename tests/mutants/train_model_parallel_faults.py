@@ -482,4 +482,10 @@ FAULTS = [
         "_wrap(dtype, block, block.modules()) => None",
         "tests/dist/test_compute_dtype.py::test_a_step_in_bf16_equals_that_of_fsdp2_to_the_bit[full-]",
     ),
+    Fault(
+        "a resume takes any weights as the reference",
+        "meshrl/cluster/actors.py::RankWorker.load",
+        "engine.load(folder, self._reference()) => engine.load(folder)",
+        "tests/e2e/test_changes_at_resume.py::test_weights_that_were_replaced_below_the_reference_end_the_resume",
+    ),
 ]

@@ -26,6 +26,7 @@ from meshrl.tools.runs import table
 from meshrl.tools.state import read_part
 
 MAX_RUNS = 12  # as many as the page has colours
+_NOT_GIVEN = ("unused", "start of the run")
 _OWN = ("run.name", "run.folder", "run.resume")  # keys that differ in every two runs
 Asked = dict[tuple[str, str], LoggedPrompt]
 Evaluation = tuple[int, float, str, Asked]
@@ -84,12 +85,8 @@ def _read(folder: Path, label: str) -> Compared:
 def configuration(runs: Sequence[Compared]) -> ComparisonTable:
     """The keys with different values, the models of evaluations, and groups of runs that differ in the seed at most."""
     configs = [
-        {
-            s.key: s
-            for s in run.run.settings
-            if not s.origin.startswith(("unused", "start of the run")) and s.key not in _OWN
-        }
-        for run in runs
+        {s.key: s for s in one.run.settings if not s.origin.startswith(_NOT_GIVEN) and s.key not in _OWN}
+        for one in runs
     ]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = []
