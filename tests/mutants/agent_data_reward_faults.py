@@ -168,13 +168,13 @@ FAULTS = [
     Fault(
         "two times are compared as quotients",
         "meshrl/reward/answer_forms.py::equal_by_form",
-        "if moments and wanted_moments: => if False:",
+        "moments and wanted_moments => False",
         "tests/unit/reward/test_answer_forms.py::test_the_default_rule_grades_answers_of_every_form",
     ),
     Fault(
         "a reference that can't be read counts as right in the trial",
         "meshrl/reward/self_test.py::try_references",
-        "if result != 1.0 => if result == 0.0",
+        "result != 1.0 => result == 0.0",
         _SELF_TEST + "test_rows_whose_answer_no_completion_meets_are_named_and_more_than_half_of_them_end_the_run",
     ),
 ]
