@@ -290,14 +290,14 @@ def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[M
                 f"{template}: it leaves out messages of the role tool, the answers of tools. "
                 f"{advice.format('an agent without tools')}"
             )
-    shown_call = _rendered_call(agent, tokenizer, messages)
-    if shown_call is None:
+    written = _rendered_call(agent, tokenizer, messages)
+    if written is None:
         return (
             f"{template}: it renders no `tool_calls` of messages, so it does not show how the model writes a call. "
             'The only form that is executed is <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
         )
-    if not any(map(_is_stand_in, tool_calls(shown_call))):
-        shown = shown_call[max(0, shown_call.rindex(_ARGUMENTS["stand_in"]) - 120) :][:200]
+    if not any(map(_is_stand_in, tool_calls(written))):
+        shown = written[max(0, written.rindex(_ARGUMENTS["stand_in"]) - 120) :][:200]
         raise ConfigError(
             f"{template}: it writes a call as {shown!r}, but the only form that is executed is "
             '<tool_call>{"name": ..., "arguments": {...}}</tool_call>: no call would be. '

@@ -35,7 +35,7 @@ FAULTS = [
     Fault(
         "no end-of-turn token follows a turn that a stop string ended",
         "meshrl/agent/loop.py::next_context",
-        "int(so_far[-1]) in stops => True",
+        "last if last in stops else None => last",
         "tests/unit/agent/test_agents.py::test_after_a_stop_string_the_template_ends_the_turn_with_untrained_tokens",
     ),
     Fault(
@@ -112,8 +112,8 @@ FAULTS = [
     ),
     Fault(
         "numbers below 1e-6 are all equal",
-        "meshrl/reward/math_answer.py::math_verify",
-        "max(0, -1 - number.adjusted()) => 0",
+        "meshrl/reward/math_answer.py::_equal",
+        "max(0, -1 - math.floor(math.log10(size))) => 0",
         _MATH_ANSWER_STYLES + "test_the_rule_math_verify_reads_the_same_styles",
     ),
     Fault(
@@ -158,5 +158,29 @@ FAULTS = [
         "meshrl/data/messages.py::messages_of",
         "without_nulls(value) if is_filled else value => value",
         "tests/unit/data/test_messages.py::test_keys_that_unified_columns_fill_with_null_are_not_trained",
+    ),
+    Fault(
+        "the role token of the next message is lost after another stop id",
+        "meshrl/data/chat.py::continuation_ids",
+        "return full[end - 1 :] => return full[end:]",
+        _CHAT + "test_the_next_role_has_its_token_whichever_stop_id_was_sampled",
+    ),
+    Fault(
+        "a template with another form of calls is accepted",
+        "meshrl/agent/loop.py::require_tools_in_template",
+        "not any(map(_is_stand_in, tool_calls(written))) => not tool_calls(written)",
+        "tests/unit/agent/test_agents.py::test_a_template_whose_calls_are_not_read_is_refused",
+    ),
+    Fault(
+        "two times are compared as quotients",
+        "meshrl/reward/answer_forms.py::equal_by_form",
+        "moments and wanted_moments => False",
+        "tests/unit/reward/test_answer_forms.py::test_the_default_rule_grades_answers_of_every_form",
+    ),
+    Fault(
+        "a reference that can't be read counts as right in the trial",
+        "meshrl/reward/self_test.py::try_references",
+        "result != 1.0 => result == 0.0",
+        _SELF_TEST + "test_rows_whose_answer_no_completion_meets_are_named_and_more_than_half_of_them_end_the_run",
     ),
 ]

@@ -38,5 +38,6 @@ def test_a_template_with_tools_is_accepted_and_the_order_of_the_data_stays(folde
     options = ["data.chat_template=tools.jinja"]
     cfg = load_run(folder / "config.yaml", options).config
     with_tools, without = (load_task(cfg, Objects(agent=agent), True) for agent in (MultiTurn(), None))
+    assert "renders no `tool_calls`" in with_tools.tool_note and without.tool_note is None
     assert "calculator" in with_tools.tokenizer.decode(with_tools.train_prompts.next(1)[0].ids)
     assert [p.id for p in with_tools.train_prompts.next(3)] == [p.id for p in without.train_prompts.next(4)[1:]]
