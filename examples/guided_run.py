@@ -207,7 +207,7 @@ def print_greedy_answers(folder: str, pairs: list[Pair], max_new_tokens: int) ->
 
 
 def score(trajectory: Trajectory) -> float:
-    """Of the first term of the reward, as in evaluations."""
+    """Of the first term of the reward, by which evaluations are scored."""
     first = next(iter(trajectory.rewards.values()), 0.0)
     return first if isinstance(first, float) else 0.0  # else the grader failed
 

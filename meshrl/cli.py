@@ -118,8 +118,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     start.add_argument(
         "--model", required=True, metavar="MODEL", help="the model to train: its folder, a hub id, or runs/NAME"
     )
-    talk = add("chat", _chat, "talk to a model in the terminal: one question, or a conversation")
-    _add_chat_options(talk)
+    _add_chat_options(talk := add("chat", _chat, "talk to a model in the terminal: one question, or a conversation"))
     diagnose = add("diagnose", _diagnose, "report where the time of a run goes, and what to change; see docs/see.md")
     _add_diagnose_options(diagnose)
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")

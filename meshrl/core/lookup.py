@@ -19,6 +19,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from meshrl.core.errors import ConfigError
@@ -80,8 +81,8 @@ def code_of(path: str, given: Any = None) -> str:
             text = inspect.getsource(given if hasattr(given, "__qualname__") else type(given))
         elif ":" not in path:
             return version("meshrl")
-        elif (spec := importlib.util.find_spec(module := path.partition(":")[0])) is not None:
-            text = getattr(spec.loader, "get_source", lambda _: None)(module)
+        elif (spec := importlib.util.find_spec(path.partition(":")[0])) and str(spec.origin).endswith(".py"):
+            text = importlib.util.decode_source(Path(str(spec.origin)).read_bytes())
         return ast.unparse(ast.parse(textwrap.dedent(text or "")))
     except (ImportError, OSError, TypeError, ValueError, SyntaxError):  # no text, or one line of a longer expression
         return text or ""

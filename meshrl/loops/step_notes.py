@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from meshrl.agent.attempt import crash_note
 from meshrl.config.algo import ADVANTAGE_NAMES
+from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Trajectory
 from meshrl.loops.job import Job
 from meshrl.monitor.sinks import read_metrics
@@ -41,18 +42,22 @@ def note_what_is_wrong(
 
 def run_without_signal(job: Job) -> str | None:
     """Why nothing was learned, if no step of the run has changed a weight by its rewards; else None. Steps before a
-    resume count, too."""
-    lines, _ = read_metrics(job.run.folder / "metrics.jsonl")
+    resume count, too. None also if the metrics can't be read."""
+    try:
+        lines, _ = read_metrics(job.run.folder / "metrics.jsonl")
+    except MeshrlError:
+        return None
     steps = [line.metrics for line in lines if "train/num_tokens" in line.metrics]  # without evaluations
+    of = f"all {len(steps)} steps" if len(steps) > 1 else "the step"
     if all(_has_no_signal(job, values) or not values["train/num_tokens"] for values in steps):
         rollouts = job.run.folder / "rollouts"
         place = f"in {rollouts}" if rollouts.exists() else "of a run with monitor.rollout_log_every_steps=1"
         cause = NO_SIGNAL if any(values["train/num_tokens"] for values in steps) else "no answer was trained"
         advice = f"Check the rewards {place}; change the reward function if it does not distinguish answers, or the "
-        return f"{cause}. {advice}prompts if all are too hard or too easy" if steps else None
+        return f"{of}: {cause}. {advice}prompts if all are too hard or too easy" if steps else None
     for name, text in (("train/grad_norm", "every gradient is 0"), ("train/lr", "the learning rate is 0")):
         if not any(values.get(name) for values in steps):
-            return f"{text}, so no weight has changed"
+            return f"{of}: {text}, so no weight has changed"
     return None
 
 

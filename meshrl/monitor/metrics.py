@@ -15,7 +15,7 @@ class NamedValues(dict[str, Any]):
     """Values by the name of a metric. The KeyError for an unknown name has the nearest names."""
 
     def __missing__(self, name: str) -> Any:
-        inside = [each for each in self if each.startswith(f"{name}/")]
+        inside = sorted((e for e in self if e.startswith(f"{name}/")), key=lambda e: (not e.endswith("/mean"), len(e)))
         near = ", ".join(map(repr, [*inside, *similar_names(str(name), self)][:3]))
         raise KeyError(f"no metric {name!r}" + (f"; did you mean {near}?" if near else ""))
 

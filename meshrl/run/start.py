@@ -200,7 +200,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
         if job.feed.num_left_out > num_left_out:  # streaming finds them one by one
             _note_left_out(run, job, job.feed.num_left_out)
         if (no_signal := run_without_signal(job)) is not None:
-            run.note(f"no signal in all {counted(job.step, 'step')}: {no_signal}")
+            run.note(no_signal)
         if (verdict := read_verdict(run.folder)) is not None:
             for line in verdict.lines:
                 run.note(line)

@@ -56,11 +56,11 @@ data:
   max_prompt_tokens: {max_prompt_tokens}      # rows with longer prompts are left out
   chat_template: chat_template.jinja   # how messages become text; it was {template}
 reward:
-  terms:                       # functions in my_reward.py; evaluations report the first
+  terms:                       # functions in my_reward.py
     answer: {{kind: "my_reward:score"}}
     finished: {{kind: "my_reward:finished", weight: 0.2}}
 rollout: {{sampling: {{max_new_tokens: {max_new_tokens}}}}}   # longer answers are cut
-loop: {{num_steps: 20, prompts_per_step: 8, samples_per_prompt: 8, eval_every_steps: 10}}
+loop: {{num_steps: 20, prompts_per_step: 8, samples_per_prompt: 8, eval_every_steps: 10, eval_term: answer}}
 train: {{optimizer: {{lr: {lr}}}}}   # larger models need smaller ones
 cluster: {{num_train_ranks: {ranks}}}
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.errors import ConfigError
-from meshrl.core.lookup import can_be_imported, look_up, similar_names
+from meshrl.core.lookup import can_be_imported, code_of, look_up, similar_names
 
 TABLE = {"grpo": 1, "rloo": 2}
 
@@ -43,6 +43,25 @@ def test_a_module_of_the_working_folder_is_found_when_sys_path_does_not_contain_
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.chdir(tmp_path)
     assert look_up("lookup_module_of_a_test:f", {}, "algo.advantage")() == 7
+
+
+def test_the_code_of_a_function_is_its_module_without_comments_and_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is read from the file, because a run may have imported an earlier text."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, name = tmp_path / "code_module_of_a_test.py", "code_module_of_a_test:f"
+    texts = ["B = 1\ndef f(x): return x + B\n", "# changed\nB = 1\n\ndef f(x):\n    return (x + B)\n"]
+    texts += ["B = 2\ndef f(x): return x + B\n", "def f(x:"]
+    found = [code_of(name) for text in texts if module.write_text(text)]
+    assert found[0] == found[1] != found[2] and found[3] == texts[3]
+    assert code_of("no_module_of_a_test:f") == "" == code_of("__main__:f")
+    assert code_of("math:sqrt") == "" and code_of("format")  # the version of meshrl
+
+    def given(x: int) -> int:
+        return x + 1  # a comment
+
+    assert code_of(name, given) == "def given(x: int) -> int:\n    return x + 1" and code_of(name, math.sqrt) == ""
 
 
 @pytest.mark.parametrize("code", ["raise OSError('no disk')", "import sys; sys.exit(3)"])

@@ -6,6 +6,7 @@ import json
 import tracemalloc
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_tokenizers import tiny_tokenizer
@@ -14,6 +15,7 @@ from meshrl.config.data import DataConfig, DataSource
 from meshrl.core.errors import DataError
 from meshrl.data.datasets import PromptMaker
 from meshrl.data.order import load_eval_prompts, open_feed
+from meshrl.run.task import note_on_overlap
 
 
 def write(path, n, text="{}+1="):
@@ -53,6 +55,18 @@ def drawn(prompts):
 
 
 FEEDS = ["memory", "stream", "mixture", "mixture of streams"]
+
+
+@pytest.mark.parametrize(("kind", "count"), zip(FEEDS, (45, 7, 52, 14)))
+def test_held_out_prompts_that_are_training_prompts_are_found_by_their_text(config, tmp_path, kind, count):
+    """Also in a file of another name. A stream compares only its first rows, of which one here is too long."""
+    rows = [row for name in ("train.jsonl", "more.jsonl") for row in (tmp_path / name).read_text().split("\n")]
+    (tmp_path / "copy.jsonl").write_text("\n".join([json.dumps({"question": "new", "answer": "1"}), *rows[::-1]]))
+    make = PromptMaker(config(kind, eval_path=str(tmp_path / "copy.jsonl")), tiny_tokenizer())
+    task = SimpleNamespace(train_prompts=open_feed(make, 0), eval_prompts=load_eval_prompts(make)[0])
+    assert note_on_overlap(task).startswith(f"{count} of 53 held-out prompts are training prompts, too, so the ")
+    task.eval_prompts = task.eval_prompts[:1]
+    assert note_on_overlap(task) is None
 
 
 @pytest.mark.parametrize("kind", [*FEEDS, "eval"])

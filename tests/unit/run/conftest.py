@@ -29,7 +29,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny run whose reward is GRADER, evaluated on one held-out row after every step."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "grader_of_this_test.py").write_text(GRADER)
-    (tmp_path / "held_out.jsonl").write_text(json.dumps({"question": "1+1", "answer": "held-out"}))
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"question": "1+2", "answer": "held-out"}))
     path = write_run(tmp_path)
     written = json.loads(path.read_text())
     written["cluster"] = {"executor": "inline"}

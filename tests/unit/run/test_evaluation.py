@@ -77,7 +77,7 @@ def test_a_run_is_evaluated_by_its_folder_alone_into_a_new_folder_of_it(home: Pa
     assert len(lines) == 1 and result["metrics"].items() <= lines[0].metrics.items()
     assert units["eval/reward/term/length"] == "" and result["metrics"]["eval/reward/term/length"] > 1
     assert (result["status"], result["answers"], result["step"]) == ("done", 8, step)
-    assert (result["eval_term"], result["samples"], result["sampling"]["top_k"]) == ("ascii", 2, 50)
+    assert (result["eval_term"], result["samples"], result["sampling"]["top_k"]) == ("weighted_sum", 2, 50)
     assert "the best model of runs/one" in printed.err and "answer 8/8  mean reward " in printed.err
     assert f"see {Path('runs/one/eval_1')}" in printed.err.splitlines()[-1]
     assert printed.out.splitlines()[0].startswith("mean score (mean@2)") and "answer 8/8" not in printed.out

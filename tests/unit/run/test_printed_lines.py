@@ -24,6 +24,8 @@ def test_an_evaluation_prints_readable_names_with_its_values(tmp_path: Path, cap
     assert list(printed) == [
         "mean score (mean@2)",
         "standard error of the mean score",
+        "lowest score",
+        "highest score",
         "prompts with a passed answer (pass@2)",
         "mean reward",
         "mean score of ascii",

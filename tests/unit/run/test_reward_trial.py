@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_run import write_run
@@ -13,7 +14,10 @@ from meshrl.cli import main
 from meshrl.config.load import load_run_config
 from meshrl.data.datasets import PromptMaker
 from meshrl.data.order import open_feed
+from meshrl.loops.step_notes import run_without_signal
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.monitor.sinks import JsonlSink
+from meshrl.tools.runs import list_runs
 
 MODULE = """
 from meshrl.agent.loop import SingleTurn
@@ -119,8 +123,13 @@ def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step
     constant = "reward.terms.ascii.kind=graders_of_this_test:constant"
     assert main([*overrides, constant]) == 0
     folder = config.parent / "runs" / "short"
-    lines = [line for line in capsys.readouterr().out.splitlines() if WITHOUT_SIGNAL in line]
+    output = capsys.readouterr().out.splitlines()
+    lines = [line for line in output if WITHOUT_SIGNAL in line]
     assert [line.partition(": ")[0] for line in lines] == ["step 1", "all 3 steps"]
+    assert output[-1].startswith("done: 3 steps without a training signal in ")
+    assert json.loads((folder / "result.json").read_text())["no_signal"] == lines[1]
+    assert "  done, no signal  3 of 3 steps  " in list_runs(folder.parent)
+    assert '<span class="badge unsure">done, no signal</span>' in (folder / "report.html").read_text()
     names = sorted(path.stem for path in (folder / "rollouts").glob("*.jsonl"))
     if every_steps:
         assert names == ["eval_000000", "eval_000003", "step_000001", "step_000003"]
@@ -133,4 +142,26 @@ def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step
     assert [line.partition(": ")[0] for line in lines] == ["step 4", "all 4 steps"]
 
     assert main([*overrides, "loop.num_steps=5", "run.resume=auto"]) == 0  # with the config's own reward
-    assert WITHOUT_SIGNAL not in capsys.readouterr().out
+    assert WITHOUT_SIGNAL not in capsys.readouterr().out and "done  " in list_runs(folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ([], None),
+        ([(0, 0.5, 0.5), (1, 0.0, 9)], None),
+        ([(1, 0.0, 9), (1, 0.5, 9)], "all 2 steps: no group has answers with different rewards"),
+        ([(0, 0.0, 0)], "the step: no answer was trained"),
+        ([(0, 0.0, 9), (0.5, 0.0, 9)], "all 2 steps: every gradient is 0, so no weight has changed"),
+    ],
+)
+def test_a_run_that_changes_no_weight_by_its_rewards_has_a_reason(tmp_path: Path, steps, reason):
+    """steps: (share of groups without a signal, norm of the gradient, trained tokens)."""
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step, (share, norm, tokens) in enumerate(steps, start=1):
+        values = {"reward/groups_without_signal": share, "train/grad_norm": norm, "train/num_tokens": tokens}
+        sink.write(step, {**values, "train/lr": 1e-6}, {})
+    sink.close()
+    cfg = SimpleNamespace(algo=SimpleNamespace(advantage="grpo"))
+    found = run_without_signal(SimpleNamespace(cfg=cfg, run=SimpleNamespace(folder=tmp_path)))
+    assert found is None if reason is None else found.startswith(reason)

