@@ -109,7 +109,7 @@ def _run(
             return await main(stop)
 
     try:
-        return run_in_own_loop(guarded())
+        return run_in_own_loop(guarded(), f"agent {cfg.agent.kind}" if isinstance(cfg, RunConfig) else "the run")
     except asyncio.CancelledError:
         if stop.signal is None:  # user code has raised it
             raise
