@@ -11,10 +11,11 @@ from contextlib import nullcontext, suppress
 import pytest
 
 from meshrl.config.cluster import ClusterConfig
+from meshrl.process.spawn import STOPS
 from meshrl.run.signals import Stop
 from meshrl.run.watchdog import run_in_own_loop, watchdog
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+HANDLED = (signal.SIGINT, *STOPS, signal.SIGUSR1)
 
 
 async def work() -> tuple[asyncio.AbstractEventLoop, threading.Thread, str]:
