@@ -1,7 +1,7 @@
 """The command line. Only the standard library is imported here, so that `--help` and config errors appear at once.
 
 Exit codes: 0 done, 1 the run failed, 2 the config or the command line is wrong, 130 ended by Ctrl-C, 143 by SIGTERM,
-129 by SIGHUP, which a lost terminal sends.
+140 by SIGUSR2, 129 by SIGHUP, which a lost terminal sends.
 MESHRL_TRACEBACK=1 also prints the traceback of errors; by default only the message is printed.
 """
 
@@ -65,9 +65,9 @@ class _Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
+        from meshrl.api import __version__
 
-        print_output(f"meshrl {version('meshrl')}")
+        print_output(f"meshrl {__version__}")
         parser.exit()
 
 
@@ -297,7 +297,7 @@ def _train(is_sft: bool, args: argparse.Namespace) -> None:
     if not args.explain:
         (sft if is_sft else train)(args.config, args.overrides)
     elif is_sft:
-        _explain(load_sft(args.config, args.overrides))
+        _explain(load_sft(args.config, args.overrides, starts=False))
     else:
         _explain(load_run(args.config, args.overrides, starts=False))
 
@@ -326,7 +326,8 @@ def _launch(args: argparse.Namespace) -> None:
     from meshrl.run.inputs import load_run, load_sft
 
     is_sft = args.run == "sft"
-    load = partial(load_sft, args.config) if is_sft else partial(load_run, args.config, purpose=args.run, starts=False)
+    load = partial(load_sft, args.config) if is_sft else partial(load_run, args.config, purpose=args.run)
+    load = partial(load, starts=False)
     options = {"time": args.time, "partition": args.partition, "account": args.account}
     size = args.nodes, args.gpus_per_node
     text = batch_file(load, args.run, args.config, args.overrides, *size, options, args.measured)

@@ -18,19 +18,22 @@ PYTHONPATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHON
 MARK = "MESHRL_TEST_RUN"
 
 
-def start_torchrun(config: Path, name: str, *overrides: str, nodes: int, ranks: int) -> list[subprocess.Popen[str]]:
+def start_torchrun(
+    config: Path, name: str, *overrides: str, nodes: int, ranks: int, max_restarts: int = 0, **variables: str
+) -> list[subprocess.Popen[str]]:
     """One torchrun for each node, with its share of the ranks and of this machine's cores."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     where = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-id={name}"]
     where += [f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"] if nodes > 1 else []
+    where += [f"--max-restarts={max_restarts}"]
     cores = sorted(os.sched_getaffinity(0))
     run = ["-m", "meshrl", "train", str(config), f"run.name={name}", *overrides]
     return [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks // nodes}", *run],
             cwd=config.parent,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH, MARK: name},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, MARK: name, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

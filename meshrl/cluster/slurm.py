@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from meshrl.config.load import Loaded
-from meshrl.config.rollout import missing_server
+from meshrl.config.rollout import missing_server, split_replica
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.monitor.sinks import read_metrics
@@ -115,6 +115,9 @@ def batch_file(
             f"{nodes}; give --gpus-per-node, or change one of the numbers"
         )
     local = ranks // nodes
+    rollout = loaded.config.rollout if isinstance(loaded.config, RunConfig) else None
+    if rollout is not None and (text := split_replica(rollout, cluster.num_train_ranks, ranks, local)):
+        raise ConfigError(f"--nodes {nodes}, {local} ranks on each: {text}")
     lead = _Lead() if measured is None else _measured_lead(measured)
     _check_time(options.get("time"), lead)
     gpus = local if gpus_per_node is None else gpus_per_node
@@ -135,7 +138,7 @@ def batch_file(
     continues = loaded.config.run.name != "auto" and loaded.config.run.resume == "auto"
     lead_text = f"The run gets SIGTERM {lead.seconds} s before the time limit, to end with a checkpoint. {lead.source}"
     comments = [lead_text, _CONTINUES if continues else _STARTS_AGAIN]
-    if isinstance(loaded.config, RunConfig) and (missing := missing_server(loaded.config.rollout)) is not None:
+    if rollout is not None and (missing := missing_server(rollout)) is not None:
         comments.append(f"The nodes need what this machine lacks: {missing.keys[0]}: {missing.text}")
     run = ["meshrl", command, str(Path(config).resolve()), *overrides]
     return _SCRIPT.format(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.node_agent import NodeAgent
 from meshrl.cluster.remote import RemoteExecutor
+from meshrl.config.rollout import split_replica
 from meshrl.core.errors import ConfigError
 from meshrl.process.connect import LOOPBACK, interface_of
 from meshrl.process.run_token import RunToken, read_announcement
@@ -29,6 +30,11 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def is_launched() -> bool:
     """Whether torchrun started this process as one of several of a run."""
     return all(name in os.environ for name in _VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def is_restarted() -> bool:
+    """Whether torchrun (--max-restarts) or Slurm (a requeue) has started this run again, and not its user."""
+    return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def is_follower() -> bool:
@@ -54,7 +60,7 @@ class TorchrunExecutor(RemoteExecutor):
 
     def __init__(self, specs: Sequence[WorkerSpec], folder: Path):
         """folder: run.folder, in which the run's token is made. Raises: ConfigError when the number of processes
-        differs from the config's number of ranks; errors of RunToken."""
+        differs from the config's number of ranks, or a replica would be on two machines; errors of RunToken."""
         started, asked = int(os.environ["WORLD_SIZE"]), specs[0].num_ranks
         if started != asked:
             raise ConfigError(
@@ -62,6 +68,9 @@ class TorchrunExecutor(RemoteExecutor):
                 f"{asked}. Make them equal: nnodes x nproc-per-node is the number of ranks"
             )
         local = int(os.environ.get("LOCAL_WORLD_SIZE", started))
+        rollout, num_train = specs[0].rollout, specs[0].num_train_ranks
+        if rollout is not None and (text := split_replica(rollout, num_train, asked, local)):
+            raise ConfigError(f"torchrun started {local} processes on this machine, but {text}")
         super().__init__([dataclasses.replace(spec, nodes=started // local) for spec in specs])
         self._launch_store: dist.Store | None = None
         self.can_restart_trainers = False  # torchrun does this with its --max-restarts

@@ -95,7 +95,7 @@ def machine_problems(case: Case) -> Iterator[Problem]:
             text = f"{reason}. Or start the run with torchrun, and leave nodes out."
             yield Problem(("cluster.nodes", "cluster.executor"), text, void=("cluster.nodes",), reason=reason)
         return
-    if importlib.util.find_spec("ray") is None:
+    if case.starts and importlib.util.find_spec("ray") is None:
         yield Problem(("cluster.executor",), "ray is not installed: pip install 'meshrl[ray]', on every machine.")
     if cluster.address == "local" and cluster.nodes > 1:
         pair, reason = ("cluster.address", "cluster.nodes"), "a local Ray has one machine"

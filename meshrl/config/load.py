@@ -23,7 +23,7 @@ from meshrl.config.base import Slice
 from meshrl.config.case import Case, Check, Problem, Purpose, Value
 from meshrl.config.model import fitting_lengths
 from meshrl.config.of_run import code_of_the_run, trusted_folder
-from meshrl.config.other_frameworks import meanings, misspelt_meanings
+from meshrl.config.other_frameworks import FRAMEWORKS, meanings, misspelt_meanings
 from meshrl.config.precedence import DEFAULT, Layers, cut, value_and_origin
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import NAME, Key, all_keys, locate, nearest
@@ -54,7 +54,8 @@ PATH_KEYS = (
     *("sft.path", "sft.chat_template", "run.resume"),
 )
 ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # one of them is required
-MAX_SHOWN = 50  # wrong keys that are reported at once; each is compared with all known keys
+MAX_SHOWN = 50  # wrong keys that are explained at once; each is compared with all known keys
+MAX_LISTED = 100  # others, whose names are listed
 NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path
 
 
@@ -116,9 +117,10 @@ def load_sft_config(
     overrides: Sequence[str] = (),
     in_memory: InMemory = NOTHING_IN_MEMORY,
     further: Sequence[Check] = (),
+    starts: bool = True,
 ) -> Loaded[SftRunConfig]:
     """The config of `meshrl sft`. Raises: ConfigError, as load_run_config."""
-    return _load(SftRunConfig, source, overrides, {}, "sft", in_memory, further)
+    return _load(SftRunConfig, source, overrides, {}, "sft", in_memory, further, starts)
 
 
 def is_sft(source: Source) -> bool:
@@ -275,8 +277,9 @@ def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> 
             text = f"this is a config of `{COMMANDS[other]}`: this command does not read {_listed(foreign)}."
             problems.insert(0, Problem(("config",), text, "entire config"))
         if len(faults) > MAX_SHOWN:
-            more = len(faults) - MAX_SHOWN
-            text = f"{more} more keys are wrong. Is this a config of meshrl? Correct the others first."
+            more = [cut(path) for _, path in faults[MAX_SHOWN:]]
+            listed = f": {', '.join(more)}" if len(more) <= MAX_LISTED else ""
+            text = f"{len(more)} more keys are wrong{listed}. Correct the others first; then these are explained."
             problems.append(Problem(("config",), text, "entire config"))
         return None, problems
 
@@ -354,6 +357,8 @@ def _report(path: Path, problems: list[Problem], given: dict[str, Value], defaul
             value, origin = value_and_origin(key, given, defaults)
             lines.append(f"  {cut(key)}{value}   [{problem.origin or origin}]")
         lines.append(wrapped.fill(problem.text))
+    if any(f" of {name} is " in problem.text for problem in problems for name in FRAMEWORKS.values()):
+        lines += ["", "docs/from_verl_and_trl.md lists the keys of verl, TRL and prime-rl, with those of meshrl."]
     return "\n".join(lines)
 
 

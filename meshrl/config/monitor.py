@@ -26,6 +26,7 @@ class MonitorConfig(Slice):
 
 
 def sink_problems(case: Case) -> Iterator[Problem]:
-    for name in case.config.monitor.sinks if case.purpose != "eval" else ():  # an evaluation does not use them
+    is_used = case.purpose != "eval" and case.starts  # an evaluation does not use them
+    for name in case.config.monitor.sinks if is_used else ():
         if importlib.util.find_spec(name) is None:
             yield Problem(("monitor.sinks",), f"{name} is not installed: pip install {name}, or leave it out here.")

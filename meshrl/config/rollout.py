@@ -340,11 +340,21 @@ def _ranks(case: Case) -> Iterator[Problem]:
     if ranks % tp:
         yield Problem((*tp_keys, ranks_key), f"{ranks} ranks can't be split into replicas of {tp} ranks each.")
         return
-    first = cluster.num_train_ranks if cluster.num_rollout_ranks else 0
-    per_node = max(1, (cluster.num_train_ranks + cluster.num_rollout_ranks) // cluster.nodes)
-    if any(lead // per_node != (lead + tp - 1) // per_node for lead in range(first, first + ranks, tp)):
-        text = f"a replica of {tp} ranks would be on two machines, of {per_node} ranks each."
+    num_ranks = cluster.num_train_ranks + cluster.num_rollout_ranks
+    if text := split_replica(config.rollout, cluster.num_train_ranks, num_ranks, num_ranks // cluster.nodes):
         yield Problem((*tp_keys, "cluster.nodes"), text)
+
+
+def split_replica(rollout: RolloutConfig, num_train_ranks: int, num_ranks: int, per_node: int) -> str:
+    """The problem that a server's replica has ranks on two machines, of per_node ranks each; "" if none has."""
+    tp, per_node = rollout.tp_size, max(1, per_node)
+    first = num_train_ranks if num_ranks > num_train_ranks else 0  # of those that sample
+    if rollout.engine in OWN_ARGS and any(i % per_node + tp > per_node for i in range(first, num_ranks, tp)):
+        return (
+            f"a replica of rollout.mesh.infer_tp = {tp} ranks would be on two machines, of {per_node} ranks each: use "
+            "an infer_tp that divides the ranks of a machine, and as many train ranks as fill replicas."
+        )
+    return ""
 
 
 _NOT_INSTALLED = {

@@ -15,6 +15,7 @@ from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import data_errors, read_object, to_line
 
 STATUS_FILE = "status.json"
+STOP_FILE = "stopped"  # `meshrl stop` writes it; the next start by a user removes it
 _SHOWN = ("reward/mean", "loss/nll", "run/train_idle", "run/rollout_idle", "rollout/staleness_versions/p95")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from meshrl.config.monitor import MonitorConfig
 from meshrl.core.errors import ConfigError
+from meshrl.core.files import write_text
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import Sink
@@ -125,19 +127,25 @@ def _event_files(folder: Path) -> Any:
 
 
 class WandbSink:
-    """One W&B run, with its files in `folder`/wandb. WANDB_MODE=offline keeps it on this machine until `wandb sync`.
-
-    where: the run's page; offline, the command that uploads the run.
+    """One W&B run, with its files in `folder`/wandb. WANDB_MODE=offline keeps it on this machine until `wandb sync`. A
+    run that continues in this folder continues the W&B run, whose id is in the file run_id; repeated steps are logged
+    again.
     """
 
     def __init__(self, folder: Path, project: str | None, resolved: dict[str, Any]):
         import wandb
 
+        place = folder / "wandb" / "run_id"
+        if not place.is_file():
+            place.parent.mkdir(exist_ok=True)
+            write_text(place, secrets.token_hex(4))
         settings = wandb.Settings(console="off", silent=True)  # its lines would break the live display
         try:
             self._run = wandb.init(
                 project=project or os.environ.get("WANDB_PROJECT", "meshrl"),
                 name=folder.name,
+                id=place.read_text(encoding="utf-8").strip(),
+                resume="allow",  # a run of this id, if there is one
                 dir=str(folder),
                 config=resolved,
                 settings=settings,
@@ -145,7 +153,8 @@ class WandbSink:
         except wandb.errors.Error as e:
             raise ConfigError(
                 f"monitor.sinks has wandb, which reports: {e}\nRun `wandb login` (or set WANDB_API_KEY), set "
-                "WANDB_MODE=offline to keep the run on this machine, or remove wandb from monitor.sinks"
+                "WANDB_MODE=offline to keep the run on this machine, or remove wandb from monitor.sinks. If the W&B "
+                f"run was deleted, remove {place}: another one begins"
             ) from e
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

@@ -34,6 +34,8 @@ from meshrl.process.guard import OF_A_RANK, end_with_parent
 from meshrl.process.leases import sweep
 from meshrl.process.private_caches import CACHES
 
+STOPS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+"""End a run with a checkpoint: SIGUSR2 is sent by submitit, and SIGHUP by a lost terminal."""
 _OWN_VARIABLES = {
     *OF_A_RANK,
     *("GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"),
@@ -107,8 +109,8 @@ def inherited_channel() -> socket.socket:
 
 
 def ignore_interrupts() -> None:
-    """Ctrl-C, SIGTERM and SIGHUP are sent to a complete process group; only the controller of the run handles them."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    """Ctrl-C and STOPS are sent to a complete process group or job; only the controller of the run handles them."""
+    for number in (signal.SIGINT, *STOPS):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which a program that this one starts would inherit
 
 

@@ -25,8 +25,6 @@ from meshrl.train.checkpoint_files import (
     write_json,
 )
 
-_HEADER_BYTES = 16 << 20  # more than headers and JSON files need
-
 
 class Checkpoints:
     """Saves the checkpoints of one run, one at a time, and keeps the newest. An asynchronous context manager: when the
@@ -68,7 +66,7 @@ class Checkpoints:
         await self.settle()
         with output_errors(self.folder, CONTINUE_LATER, CheckpointError):
             self.folder.mkdir(exist_ok=True)
-        require_space(self.folder, await self.trainer.state_bytes() + _HEADER_BYTES)
+        require_space(self.folder, await self.trainer.state_bytes())
         final = state_folder(self.folder, step)
         temporary = make_temporary_folder(final)
         await self.trainer.save(str(temporary), continues)

@@ -147,9 +147,11 @@ def load_run(
     return loaded
 
 
-def load_sft(source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS) -> Loaded[SftRunConfig]:
-    """The checked config of an SFT run. Raises: ConfigError, as load_run."""
-    return load_sft_config(source, overrides, objects.in_memory(), [check_data])
+def load_sft(
+    source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS, starts: bool = True
+) -> Loaded[SftRunConfig]:
+    """The checked config of an SFT run. starts: as in load_run. Raises: ConfigError, as load_run."""
+    return load_sft_config(source, overrides, objects.in_memory(), [check_data], starts)
 
 
 def begin(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], quiet: bool) -> None:

@@ -30,7 +30,7 @@ from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.notes import REWARDS_BYTES, REWARDS_FILE, NotesFile
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.spans import Spans
-from meshrl.monitor.status import StatusFile
+from meshrl.monitor.status import STOP_FILE, StatusFile
 from meshrl.monitor.trackers import open_trackers
 from meshrl.run.checkpoints import Checkpoints
 from meshrl.run.folder import (
@@ -81,6 +81,7 @@ class LiveRun:
     ):
         self.loaded, self.kind, self.num_steps, self.folder = loaded, kind, num_steps, folder
         self.start, self.stop, self.objects, self.began = start, stop, objects, time.monotonic()
+        stop.is_of_command = (folder / STOP_FILE).is_file
         first_step = start.step if start else 0
         self._earlier_s = 0.0  # run time of the parts that it continues
         if start is not None and start.is_of(folder):
@@ -207,7 +208,7 @@ class LiveRun:
             return path
         with output_errors(path, CONTINUE_LATER):
             path.parent.mkdir(parents=True, exist_ok=True)
-        needed = await trainer.model_bytes() + (64 << 20)  # a model's config, tokenizer and headers
+        needed = await trainer.model_bytes() + (256 << 10)  # of the header
         if cfg.model.lora.enabled:
             needed += await trainer.state_bytes()  # the adapters alone are a third of that
         require_space(path.parent, needed, "a model")
@@ -278,7 +279,8 @@ class LiveRun:
         if not self.is_open:
             self.is_open = True
             with output_errors(self.folder, _OTHER_FOLDER):
-                (self.folder / "result.json").unlink(missing_ok=True)  # of the earlier part of this run
+                for name in ("result.json", STOP_FILE):  # of the earlier part of this run
+                    (self.folder / name).unlink(missing_ok=True)
                 write_text(self.folder / "config.yaml", to_yaml(self.loaded))
             resolved = cfg.model_dump(mode="json")
             self.sinks += open_trackers(cfg.monitor, self.folder, resolved, self.note, self.writes)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a run ends with a checkpoint of its last finished step."""
+"""Ctrl-C, SIGTERM, SIGUSR2 and SIGHUP: a run ends with a checkpoint of its last finished step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from meshrl.loops.job import Resumable
+from meshrl.process.spawn import STOPS
 
 GRACE_S = 4.0  # after Ctrl-C, for the running command of the ranks; saving and ending take a few seconds more
 
@@ -21,8 +22,8 @@ class Stop:
     Inside `updating`, once the weights have changed, and inside `saving`, the task is cancelled at the end of the
     block. Everywhere else it is cancelled at once, because the trainer still has the weights of the last finished step.
 
-    After Ctrl-C, an update gets at most GRACE_S, if there is a checkpoint (can_fall_back). SIGTERM has no such limit,
-    because the scheduler that sends it has its own, and neither has SIGHUP, which means a lost terminal.
+    After Ctrl-C, an update gets at most GRACE_S, if there is a checkpoint (can_fall_back). SIGTERM and
+    SIGUSR2 have no such limit, because the scheduler that sends them has its own, and neither has SIGHUP.
     trainer_is_valid: the trainer has the weights of a finished step, or will have them at the end of the block;
     otherwise no checkpoint can be saved.
     """
@@ -31,6 +32,7 @@ class Stop:
         self.signal: int | None = None
         self.trainer_is_valid = True
         self.can_fall_back: Callable[[], bool] = lambda: False
+        self.is_of_command: Callable[[], bool] = lambda: False  # whether `meshrl stop` has sent the signal
         self._task: asyncio.Task[Any] | None = None
         self._has_changed: Callable[[], bool] = lambda: False  # whether the running update has changed the weights
         self._num_delays = 0  # open blocks that no signal interrupts
@@ -97,7 +99,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP for the running task. A second Ctrl-C ends it at once. SIGHUP stays ignored
+        """Handle SIGINT and STOPS for the running task. A second Ctrl-C ends it at once. SIGHUP stays ignored
         under nohup. Only the main thread receives signals: a run in another thread handles none."""
         self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
         first: list[int] = []
@@ -111,9 +113,9 @@ class Stop:
                 raise KeyboardInterrupt
 
         is_main = threading.current_thread() is threading.main_thread()
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if is_main else []
+        numbers = [signal.SIGINT, *STOPS] if is_main else []
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            numbers = numbers[:2]
+            numbers = numbers[:-1]
         before = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield

@@ -17,7 +17,7 @@ from meshrl.algo.trial import try_user_functions
 from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.launch import check_devices, launched
 from meshrl.cluster.rank_program import prepare_ranks
-from meshrl.cluster.torchrun import follow, is_follower
+from meshrl.cluster.torchrun import follow, is_follower, is_launched, is_restarted
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
@@ -37,6 +37,7 @@ from meshrl.monitor.curve import save_curve
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.monitor.status import STOP_FILE
 from meshrl.process.leases import sweep
 from meshrl.run.evaluation import Convert, Evaluated, run_evaluation
 from meshrl.run.folder import LOGS, bytes_of, newest_model, read_best
@@ -92,11 +93,16 @@ def _run(
     are node agents. num_ranks: that train, that only sample.
 
     Raises: ConfigError when this machine has too few devices; KeyboardInterrupt after Ctrl-C; SystemExit with 143 after
-    SIGTERM, with 129 after SIGHUP, and in a node agent's process with its exit code.
+    SIGTERM, with 129 after SIGHUP, and in a node agent's process with its exit code; under torchrun with 0 after
+    `meshrl stop`, and at once when torchrun or Slurm has started the stopped run again.
     """
     prepare_ranks(cfg.cluster)
     sweep()
     note = check_devices(cfg.cluster, cfg.rollout if isinstance(cfg, RunConfig) else None, *num_ranks)
+    folder = Path(cfg.run.folder, cfg.run.name)
+    if is_restarted() and (folder / STOP_FILE).is_file():  # else a stopped run would go on costing
+        print_message(f"meshrl: `meshrl stop` has ended {folder}; to continue it, remove {folder / STOP_FILE}")
+        raise SystemExit(0)
     if is_follower():
         raise SystemExit(follow(Path(cfg.run.folder)))
     if (notice := device_notice()) is not None:
@@ -111,13 +117,15 @@ def _run(
             return await main(stop)
 
     try:
-        return run_in_own_loop(guarded())
+        return run_in_own_loop(guarded(), f"agent {cfg.agent.kind}" if isinstance(cfg, RunConfig) else "the run")
     except asyncio.CancelledError:
         if stop.signal is None:  # user code has raised it
             raise
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
         print_message(f"meshrl: ended by {signal.Signals(stop.signal).name}")
+        if is_launched() and stop.is_of_command():
+            raise SystemExit(0) from None  # a failure would make torchrun start the run again
         raise SystemExit(128 + stop.signal) from None
 
 

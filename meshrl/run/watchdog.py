@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError
@@ -23,15 +23,18 @@ T = TypeVar("T")
 _CHECK_EVERY_S = 1.0
 _SLACK_S = 10.0
 _GRACE_S = 20.0  # after the DeadlineError, for the run to end by itself
+_END_S = 5.0  # after the end of a run, for tasks that an agent has started and that are cancelled
 _FRAMES_SHOWN = 8
 _PHASES = {"save": "checkpoint"}  # spans with another name than their phase
 
 
-def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
+def run_in_own_loop(main: Coroutine[Any, Any, T], owner: str = "the run") -> T:
     """asyncio.run that also works where a loop already runs in this thread, as in a notebook; that loop waits
     meanwhile. The run is in the caller's thread: Ctrl-C and the watchdog need signals, which only the main thread
-    handles."""
+    handles. Tasks that are left are cancelled; those that do not end within _END_S are named as tasks of `owner`, and
+    not awaited."""
     loop = asyncio._get_running_loop()  # asyncio has these functions for libraries that have their own event loops
+    main = _with_an_end(main, owner)
     if loop is None:
         return asyncio.run(main)
     task = asyncio.current_task()
@@ -45,6 +48,25 @@ def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
         asyncio.set_event_loop(loop)  # asyncio.run has removed it
         if task is not None:
             asyncio._enter_task(loop, task)
+
+
+async def _with_an_end(main: Coroutine[Any, Any, T], owner: str) -> T:
+    try:
+        return await main
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        places = []
+        for task in (await asyncio.wait(left, timeout=_END_S))[1] if left else ():
+            asyncio._unregister_task(task)  # asyncio.run would wait for it for ever
+            code = cast(Any, task.get_coro()).cr_code
+            places.append(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})")
+        if places:
+            print_message(
+                f"note: {owner} has started {', '.join(places)}, which did not end within {_END_S:g} s after it was "
+                "cancelled. Let asyncio.CancelledError end it"
+            )
 
 
 @contextmanager

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
+from meshrl.core.files import write_text
 from meshrl.core.terminal import command
 from meshrl.monitor.notes import NOTES_FILE, important
-from meshrl.monitor.status import read_status
+from meshrl.monitor.status import STOP_FILE, read_status
 from meshrl.process.family import family
 from meshrl.run.folder import read_best
 from meshrl.run.lease import holds_lease, is_running
@@ -86,6 +87,7 @@ def stop(folder: Path) -> str:
             f"{folder}: the run runs, but process {status.pid} of this machine does not hold its lease: it is in "
             "another container, or it belongs to another user. Run the command there, or send it SIGTERM"
         )
+    write_text(folder / STOP_FILE, "")
     os.kill(status.pid, signal.SIGTERM)
     until = time.monotonic() + _STOP_S
     while holds_lease(status.pid, folder):  # another start may take the lease as soon as this run has ended

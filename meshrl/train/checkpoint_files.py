@@ -71,13 +71,17 @@ def states(checkpoints: Path) -> list[tuple[int, Path]]:
 # ---- writing
 
 
+_RESERVE_BYTES = 64 << 20  # the tokenizers of the largest vocabularies have 40 MB
+
+
 def require_space(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
-    """Raises: CheckpointError when the disk of `folder` has less room than `what` takes."""
+    """Raises: CheckpointError when the disk of `folder` has less room than the tensors of `what` and _RESERVE_BYTES."""
     free = shutil.disk_usage(folder).free
-    if free < num_bytes:
+    if free < num_bytes + _RESERVE_BYTES:
         raise CheckpointError(
             f"{what} below {folder} takes {num_bytes:,} bytes, but its disk has {free:,} free; nothing was written, "
-            "and existing files stay. Make room, lower run.keep_checkpoints or run.keep_models, or save less often"
+            f"and existing files stay. {_RESERVE_BYTES:,} more are needed for tokenizer, JSON files and headers. Make "
+            "room, lower run.keep_checkpoints or run.keep_models, or save less often"
         )
 
 

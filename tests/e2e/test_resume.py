@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -248,9 +249,14 @@ def test_a_save_that_fails_in_the_background_ends_the_run(config, monkeypatch):
         assert [step for step, _ in states(folder / "checkpoints")] == [1, *last] and len(written) == 2 + len(last)
 
 
-def test_too_little_disk_space_is_an_error_before_anything_is_written(tmp_path):
+def test_too_little_disk_space_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"takes .* bytes, but its disk has .* free; nothing was written"):
         require_space(tmp_path, 1 << 60)
+    room = SimpleNamespace(free=100_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: room)
+    with pytest.raises(CheckpointError, match=r"takes 32,891,137 bytes, but .* 67,108,864 more are needed"):
+        require_space(tmp_path, room.free - (64 << 20) + 1, "a model")
+    require_space(tmp_path, room.free - (64 << 20), "a model")
 
 
 def test_supervised_training_resumes_to_the_bit(tmp_path):

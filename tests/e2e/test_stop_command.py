@@ -74,6 +74,31 @@ def test_status_prints_the_state_of_a_run_and_stop_ends_it_with_a_checkpoint(tmp
     assert "the run is not running" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(600)
+def test_a_stopped_run_is_not_started_again_by_torchrun_or_slurm_but_by_its_user(tmp_path: Path, capsys):
+    """A failed one would be: torchrun takes each exit code except 0 for a failure."""
+    config, folder = write_run(tmp_path), tmp_path / "runs" / "long"
+    layout = ("cluster.num_train_ranks=2", "run.resume=auto")
+    (run,) = start_torchrun(config, "long", "loop.num_steps=100000", *layout, nodes=1, ranks=2, max_restarts=3)
+    try:
+        while not (folder / "status.json").exists() or read_status(folder).step < 2:
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.1)
+        assert main(["stop", str(folder)]) == 0
+        output, _ = run.communicate()
+    finally:
+        run.kill()
+    assert run.returncode == 0 and "meshrl: ended by SIGTERM" in output, output
+    assert output.count("starting 2 train ranks") == 1 and processes_of_run("long") == []
+    step, overrides = _saved_step(folder), (*layout, "loop.num_steps=1000000")
+    (again,) = start_torchrun(config, "long", *overrides, nodes=1, ranks=2, SLURM_RESTART_COUNT="1")
+    output, _ = again.communicate()
+    assert again.returncode == 0 and output.count("`meshrl stop` has ended") == 2, output
+    assert read_status(folder).step == step
+    train_by_torchrun(config, "long", *layout, f"loop.num_steps={step + 1}", nodes=1, ranks=2)
+    assert len(steps_of(folder)) == step + 1 and not (folder / "stopped").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_loses_its_terminal_ends_with_a_checkpoint(tmp_path: Path):

@@ -251,8 +251,11 @@ that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and
 
 When the controller is killed, the fork server ends the ranks and removes their temporary resources; without a fork
 server, the kernel kills the ranks (`PR_SET_PDEATHSIG`). The reward workers end because their standard input closes.
-Ctrl-C, SIGTERM and SIGHUP end the run with a checkpoint; see
+Ctrl-C, SIGTERM, SIGUSR2 and SIGHUP end the run with a checkpoint; see
 [checkpoints](checkpoints.md#ctrl-c-sigterm-and-sighup).
+
+A task that an agent has started, and that goes on after its cancellation, is named 5 s after the end of the run, and
+not awaited.
 
 When all processes are killed at the same time, no process is left that could remove the segments of shared memory
 (`/dev/shm/meshrl_*`) and the temporary folders of the ranks. The next run of the same user on that machine removes

@@ -24,6 +24,15 @@ from meshrl.train.checkpoint_files import states
 PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
 
+SERVER = "cluster.num_train_ranks=4 rollout.engine=vllm rollout.vllm.python=python3 rollout.mesh.infer_tp"
+
+
+@pytest.mark.parametrize("gpus, more", [("8", ""), ("4", ""), ("8", "cluster.num_rollout_ranks=4")])
+def test_replicas_that_fill_nodes_are_accepted(config: Path, gpus: str, more: str):
+    done = _launch(config, "--nodes", "2", "--gpus-per-node", gpus, *f"{SERVER}=4 {more}".split())
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("it's a run"))
@@ -120,6 +129,12 @@ def test_without_gpus_the_config_sets_the_number_of_ranks_and_each_gets_a_core(c
     [
         ("--nodes 2 cluster.num_train_ranks=3", "3 ranks .* can't be spread evenly over --nodes 2"),
         ("--gpus-per-node 1 cluster.num_rollout_ranks=1", "leaves no GPU to train"),
+        (
+            f"--nodes 2 --gpus-per-node 6 {SERVER}=4",
+            "a replica of .*infer_tp = 4 ranks .* 6 ranks each: use",
+        ),
+        (f"--nodes 2 --gpus-per-node 6 {SERVER}=2 cluster.num_rollout_ranks=3", "can't be split into replicas"),
+        (f"--nodes 4 --gpus-per-node 3 {SERVER}=2 cluster.num_rollout_ranks=4", "infer_tp = 2 ranks .* 3 ranks each"),
         ("--nodes 0", "--nodes 0: give 1 or more"),
         ("--gpus-per-node -1", "--gpus-per-node -1: give 0 or more"),
         ("--time 5", "--time 5 is 300 s, but the run gets SIGTERM 300 s before the time limit"),

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from tiny_tokenizers import tiny_tokenizer
 
+import meshrl as meshrl_package
 from meshrl.cli import main
+from meshrl.config.load import load_run_config
 
 REPOSITORY = Path(__file__).parents[3]
 WITHOUT_TORCH = "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
@@ -124,6 +126,18 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], words: str):
 def test_the_version_is_that_of_the_installed_package():
     done = meshrl("--version")
     assert done.returncode == 0 and done.stdout == f"meshrl {version('meshrl')}\n", done.stderr
+    assert meshrl_package.__version__ == version("meshrl")
+
+
+@pytest.mark.parametrize("sink", ["tensorboard", "wandb"])
+def test_a_config_is_explained_and_a_batch_file_written_where_its_packages_are_missing(
+    good: Path, good_sft: Path, sink: str, monkeypatch: pytest.MonkeyPatch
+):
+    for package in (sink, "ray"):
+        monkeypatch.setitem(sys.modules, package, None)  # as for a module that is not installed
+    load_run_config(good, [f"monitor.sinks=[{sink}]", "cluster.executor=ray"], starts=False)
+    for words in (["sft", str(good_sft), "--explain"], ["launch", "slurm", str(good_sft), "--command", "sft"]):
+        assert main([*words, f"monitor.sinks=[{sink}]"]) == 0
 
 
 def test_eval_takes_its_model_from_the_option(good: Path):

@@ -82,7 +82,7 @@ def _sent_run(folder: Path, kind: str, module_folder: str) -> Path:
 @pytest.mark.parametrize(
     "kind, module_folder, working_folder, refusal",
     [
-        ("planted:f", "null", "elsewhere", "no module of a run's folder is imported.*set PYTHONPATH=.*/runs/sent"),
+        ("planted:f", "null", "elsewhere", "no module of a run's folder is imported.*set\\s+PYTHONPATH=.*/runs/sent"),
         ("planted:f", "RUN", "elsewhere", "no module of a run's folder is imported"),
         ("planted:f", "..", "elsewhere", "no module of a run's folder is imported"),
         ("runs.sent.planted:f", "null", ".", "no module of a run's folder is imported"),

@@ -188,6 +188,15 @@ def test_a_large_config_of_another_framework_is_reported_in_part(write: Callable
     lines = "".join(f"  option_{i}: {i}\n" for i in range(3 * MAX_SHOWN))
     text = refusal(write(good.read_text() + "trainer:\n  total_epochs: 3\n" + lines))
     assert f"{2 * MAX_SHOWN + 1} more keys are wrong" in text and f" trainer.option_{MAX_SHOWN}" not in text
+    assert "docs/from_verl_and_trl.md" in text
+
+
+def test_all_wrong_keys_of_a_usual_config_of_another_framework_are_named(write: Callable[..., Path], good: Path):
+    assert "docs/" not in refusal(good, "train.optimizer.lrr=1")
+    lines = "".join(f"  option_{i}: {i}\n" for i in range(MAX_SHOWN + 25))
+    text = refusal(write(good.read_text() + "trainer:\n  total_epochs: 3\n" + lines))
+    assert all(f"trainer.option_{i}" in text for i in range(MAX_SHOWN + 25)) and "26 more keys are wrong: " in text
+    assert "docs/from_verl_and_trl.md lists the keys of verl" in text
 
 
 @pytest.mark.parametrize(

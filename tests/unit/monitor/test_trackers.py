@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +128,26 @@ def test_wandb_keeps_an_offline_run_below_the_runs_folder(tmp_path: Path, wandb:
     words = (tmp_path.name, "a_project_of_this_test", "a_model_of_this_test", "eval/mean_at_k", "train/grad_norm")
     for word in words:
         assert word.encode() in raw, word
+
+
+def test_a_run_that_continues_in_its_folder_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run in another folder, or one whose files were moved aside, begins another one."""
+    begun: list[dict[str, Any]] = []
+
+    def init(**arguments: Any) -> Any:
+        begun.append(arguments)
+        return SimpleNamespace(define_metric=lambda *_, **__: None, dir="", offline=False, url="its page")
+
+    package = SimpleNamespace(init=init, Settings=dict, errors=SimpleNamespace(Error=OSError))
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for name in ("one", "one", "two"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        open_trackers(MonitorConfig(sinks=["wandb"]), tmp_path / name, {}, print, FailedWrites())
+    (tmp_path / "one" / "wandb").rename(tmp_path / "earlier_1")
+    open_trackers(MonitorConfig(sinks=["wandb"]), tmp_path / "one", {}, print, FailedWrites())
+    first, again, other, last = (each["id"] for each in begun)
+    assert first == again and len({first, other, last}) == 3
+    assert {each["resume"] for each in begun} == {"allow"}
 
 
 def test_wandb_without_a_login_raises_an_error_with_instructions(tmp_path: Path, wandb: Any):

@@ -6,14 +6,16 @@ import asyncio
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 
 import pytest
 
 from meshrl.config.cluster import ClusterConfig
+from meshrl.process.spawn import STOPS
 from meshrl.run.signals import Stop
 from meshrl.run.watchdog import run_in_own_loop, watchdog
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+HANDLED = (signal.SIGINT, *STOPS, signal.SIGUSR1)
 
 
 async def work() -> tuple[asyncio.AbstractEventLoop, threading.Thread, str]:
@@ -57,6 +59,41 @@ def test_an_exception_in_the_run_leaves_the_outer_loop_unchanged():
         run_in_own_loop(work())
 
     asyncio.run(notebook())
+
+
+@pytest.mark.timeout(60)  # else the run never returns
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_task_that_swallows_its_cancellation_is_named_and_does_not_keep_the_run(fails, monkeypatch, capfd):
+    """Others end as before."""
+    ended = []
+
+    async def keeps_alive() -> None:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def ends() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append(True)
+
+    async def main() -> str:
+        tasks.extend(asyncio.create_task(each()) for each in (keeps_alive, keeps_alive, ends))
+        await asyncio.sleep(0)
+        if fails:
+            raise KeyError("inner")
+        return "result"
+
+    tasks: list[asyncio.Task[None]] = []
+    monkeypatch.setattr("meshrl.run.watchdog._END_S", 0.2)
+    with pytest.raises(KeyError) if fails else nullcontext():
+        assert run_in_own_loop(main(), "agent mine:Agent") == "result"
+    assert ended == [True]
+    text = capfd.readouterr().err
+    assert "agent mine:Agent has started" in text and text.count(f"keeps_alive ({__file__}:") == 2, text
+    for task in tasks[:2]:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 def test_in_another_thread_no_signal_handler_is_changed():

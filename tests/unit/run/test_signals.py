@@ -15,6 +15,7 @@ from tiny_specs import worker_spec
 
 from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.inline import InlineExecutor
+from meshrl.process.spawn import STOPS
 from meshrl.run import signals as module
 from meshrl.run.signals import Stop
 
@@ -66,16 +67,16 @@ def _interrupted(number: int, num_optim_steps: int, has_checkpoint: bool = True)
     return done, not stops[0].trainer_is_valid
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, *STOPS])
 def test_an_update_that_has_not_changed_the_weights_ends_at_once(number):
     """The trainer still has the state of the last finished step."""
     assert _interrupted(number, num_optim_steps=0) == ([], False)
 
 
 def test_an_update_that_has_changed_the_weights_is_finished_first():
-    """With SIGTERM and SIGHUP always; with Ctrl-C only if there is no checkpoint."""
-    assert _interrupted(signal.SIGTERM, num_optim_steps=1) == (["update"], False)
-    assert _interrupted(signal.SIGHUP, num_optim_steps=1) == (["update"], False)
+    """With SIGTERM, SIGUSR2 and SIGHUP always; with Ctrl-C only if there is no checkpoint."""
+    for number in STOPS:
+        assert _interrupted(number, num_optim_steps=1) == (["update"], False)
     assert _interrupted(signal.SIGINT, num_optim_steps=1, has_checkpoint=False) == (["update"], False)
 
 
