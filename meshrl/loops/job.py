@@ -112,6 +112,7 @@ class Job:
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
     num_refused_steps: int = 0  # in succession, in which the engine refused every answer
+    num_abstained_steps: int = 0  # in succession, in which no term of the reward applied to any answer
     noted: set[str] = field(default_factory=set)  # notes of this start that are written once
     step_started_at: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
     probed: list[Sample] | None = None  # rows that the next sync scores on both sides; None = no row
