@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshrl.agent.loop import Agent, AgentContext, start_trajectory
 from meshrl.agent.tools import is_being_cancelled
@@ -18,13 +20,15 @@ _SHOWN = 3
 async def attempt(
     agent: Agent, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext, name: str
 ) -> Trajectory:
-    """The agent's trajectory, with valid turns; a failed one without turns when the agent raised an exception. name: of
-    the agent, for errors.
+    """The agent's trajectory, with valid turns; a failed one without turns when the agent raised an exception. The
+    agent gets a copy of the prompt: what it changes, no other attempt sees. name: of the agent, for errors.
 
     Raises: the errors of meshrl, such as TurnError and DataError; the first exception of `generate`, except a
     RequestError, whatever the agent does with it: a lost rank or a bug of an engine is no fault of this attempt.
     """
     of_engine: list[BaseException] = []
+    fields = {name: getattr(prompt, name) for name in ("messages", "answer", "meta")}
+    own = replace(prompt, **copy.deepcopy(fields))
 
     async def observed(request: Request) -> Turn:
         try:
@@ -38,7 +42,7 @@ async def attempt(
 
     failure = None
     try:
-        trajectory = await agent.run(prompt, index, observed, ctx)
+        trajectory = await agent.run(own, index, observed, ctx)
     except RequestError as refusal:
         failure = Failure(kind="engine", message=str(refusal))
     except MeshrlError:
@@ -63,6 +67,8 @@ async def attempt(
             "meshrl.agent.loop:start_trajectory makes of the prompt, index and ctx of this call"
         )
     check_turns(trajectory)
+    if trajectory.prompt is own and {name: getattr(own, name) for name in fields} == fields:
+        trajectory.prompt = prompt  # all attempts at it share one object, which is logged once
     return trajectory
 
 

@@ -192,7 +192,7 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
 
     messages = [m for t in train for turn in t.turns for m in turn.messages if m.get("role") == "tool"]
     errors = sum(str(m.get("content")).startswith(ERROR) for m in messages)
-    unscored = (t.reward is None and t.status != "failed" for t in train)
+    unscored = (t.reward is None and t.status != "failed" and not t.has_abstained for t in train)
     return [
         Metric(name="rollout/length_mean_tokens", sum=float(sum(lengths)), weight=num, unit="tokens"),
         Metric(name="rollout/length_max_tokens", sum=float(max(lengths)), reduce="max", unit="tokens"),

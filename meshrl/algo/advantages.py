@@ -108,12 +108,14 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
         )
         for name, of_group in members.items()
     ]
-    metrics += _group_metrics(groups, cfg.advantage_eps)  # before a user-defined function, which may write into rewards
+    group_metrics = _group_metrics(groups, cfg.advantage_eps)  # before a user's function, which may write into rewards
     function = look_up(cfg.advantage, ADVANTAGES, "algo.advantage")
     if cfg.advantage in ADVANTAGES:
         _assign(groups, [_group_advantages(function, group, cfg.advantage_eps) for group in groups], cfg.advantage)
     else:
         _assign(groups, function(groups), cfg.advantage)
+        group_metrics[1:] = [_without_advantage(groups)]
+    metrics += group_metrics
     rewards = [t.reward for t in trajectories]
     metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
     if rewards:
@@ -166,6 +168,13 @@ def _group_metrics(groups: list[Group], eps: float) -> list[Metric]:
         Metric(name="reward/groups_without_signal", sum=no_signal + singles, weight=len(groups), unit="fraction"),
         Metric(name="reward/groups_of_one", sum=singles, weight=len(groups), unit="fraction"),
     ]
+
+
+def _without_advantage(groups: list[Group]) -> Metric:
+    """The groups without a signal by a user-defined function, whose advantages need not be relative to the group."""
+    rows = [[row for of_one in group.rows for row in of_one] for group in groups]
+    num = sum(not any(row.advantages is not None and row.advantages.any() for row in of_group) for of_group in rows)
+    return Metric(name="reward/groups_without_signal", sum=num, weight=len(groups), unit="fraction")
 
 
 def _assign(groups: list[Group], returned: Any, path: str) -> None:

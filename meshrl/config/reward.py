@@ -36,4 +36,5 @@ class RewardConfig(Slice):
     max_memory_bytes: int = Field(2 << 30, ge=64 << 20)
     """limit of the address space of one worker, in bytes"""
     max_failure_fraction: float = Field(0.2, ge=0, le=1)
-    """share of a step's gradings that may fail; with a higher share the run ends"""
+    """share of a step's answers that may be without a reward because a grading failed, and of an evaluation's attempts
+    without a score; with a higher share the run ends"""

@@ -100,3 +100,7 @@ class Failure:
 
     kind: str
     message: str
+
+
+Graded = float | Failure | None
+"""The result of one grading. None = abstained: the term does not apply to the row."""

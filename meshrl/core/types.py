@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from meshrl.core.errors import DataError, Failure
+from meshrl.core.errors import DataError, Failure, Graded
 
 SCHEMA = 1  # written into every file that contains records
 
@@ -152,7 +152,7 @@ class Trajectory:
     and ordinal); group statistics are taken by it.
 
     status `failed` has a Failure and never a reward of 0. Filled by the scorer: rewards, by term; reward, the weighted
-    sum of the terms plus the rewards of all turns. reward None = masked out of training, and counted.
+    sum of the terms that apply, plus the rewards of all turns. reward None = masked out of training, and counted.
     """
 
     prompt: Prompt
@@ -162,12 +162,19 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     status: Status = "done"
     failure: Failure | None = None
-    rewards: dict[str, float | Failure] = field(default_factory=dict)
+    rewards: dict[str, Graded] = field(default_factory=dict)
     reward: float | None = None
 
     @property
     def id(self) -> str:
         return f"{self.group_id}/{self.index}"
+
+    @property
+    def has_abstained(self) -> bool:
+        """Whether this answer has no reward although nothing failed: a reward function returned None, and no other
+        term with a weight applies."""
+        nothing_failed = self.status != "failed" and not any(isinstance(r, Failure) for r in self.rewards.values())
+        return self.reward is None and nothing_failed and None in self.rewards.values()
 
     @property
     def text(self) -> str:

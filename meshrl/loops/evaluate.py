@@ -1,10 +1,12 @@
-"""Evaluation on held-out prompts: mean@k and pass@k of loop.eval_term, and the mean of every reward term."""
+"""Evaluation on held-out prompts: mean@k and pass@k of loop.eval_term, and the mean of every reward term. An attempt
+that failed has the lowest score, an attempt to which a term does not apply has none."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,41 +16,43 @@ from meshrl.agent.loop import Task
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.run import RunConfig
+from meshrl.core.errors import Failure, RewardError
 from meshrl.core.lookup import code_of
 from meshrl.core.types import Metric, Prompt, Trajectory
 from meshrl.loops.collect import check_failures, collect
 from meshrl.loops.job import Job
-from meshrl.reward.score import Scorer
+from meshrl.reward.score import Scorer, example
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Metric]:
     """mean@k: mean of the scores of loop.eval_term. standard_error: of mean@k. pass@k: fraction of prompts with an
     attempt whose score is at least cfg.eval_pass_score. eval/reward/*: means over all attempts, named as in training.
 
-    A failed attempt scores 0 here and is counted: failures must not improve the score.
+    An attempt that failed, or whose grading failed, has the lowest score of all, at most 0, and is counted: failures
+    must not improve the score. An attempt to which the term does not apply is left out, and counted.
     """
     groups: dict[str, list[float]] = {}
-    for t in trajectories:
-        groups.setdefault(t.group_id, []).append(score_of(t, cfg.eval_term))
-    rows, count = [np.array(scores) for scores in groups.values()], len(trajectories)
+    scores = scores_by(cfg.eval_term, trajectories)
+    for t, score in zip(trajectories, scores, strict=True):
+        if score is not None:
+            groups.setdefault(t.group_id, []).append(score)
+    rows = [np.array(of_group) for of_group in groups.values()]
     passed = float(sum(row.max() >= cfg.eval_pass_score for row in rows))
-    num_failed = float(sum(t.reward is None for t in trajectories))
+    num_failed = float(sum(_has_failed(t, cfg.eval_term) for t in trajectories))
     lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
-    terms = [
-        Metric(name=f"eval/reward/term/{term}", sum=sum(score_of(t, term) for t in trajectories), weight=count)
-        for term in cfg.reward.terms
-    ]
+    terms = [_mean(f"eval/reward/term/{term}", scores_by(term, trajectories)) for term in cfg.reward.terms]
     return [
         Metric(name="eval/mean_at_k", sum=float(sum(row.mean() for row in rows)), weight=len(rows), unit="score"),
         Metric(name="eval/standard_error", sum=standard_error([r.mean() for r in rows]), reduce="max", unit="score"),
-        Metric(name="eval/score_min", sum=min(map(min, rows)), reduce="min", unit="score"),
-        Metric(name="eval/score_max", sum=max(map(max, rows)), reduce="max", unit="score"),
+        Metric(name="eval/score_min", sum=min(map(min, rows), default=math.nan), reduce="min", unit="score"),
+        Metric(name="eval/score_max", sum=max(map(max, rows), default=math.nan), reduce="max", unit="score"),
         Metric(name="eval/pass_at_k", sum=passed, weight=len(rows), unit="fraction"),
-        Metric(name="eval/reward/mean", sum=sum(score_of(t, WEIGHTED_SUM) for t in trajectories), weight=count),
+        _mean("eval/reward/mean", scores_by(WEIGHTED_SUM, trajectories)),
         *terms,
         Metric(name="eval/length_mean_tokens", sum=float(sum(lengths)), weight=len(lengths), unit="tokens"),
         Metric(name="eval/num_prompts", sum=float(len(rows)), reduce="sum", unit="prompts"),
         Metric(name="eval/num_failed", sum=num_failed, reduce="sum", unit="attempts"),
+        Metric(name="eval/num_abstained", sum=float(scores.count(None)), reduce="sum", unit="attempts"),
     ]
 
 
@@ -59,14 +63,50 @@ def standard_error(means: Sequence[float]) -> float:
     Source: Agresti and Caffo, The American Statistician 54 (2000), for scores of 0 and 1. They also multiply the
     difference of two means by n / (n + 2), for n prompts; here the error is divided by it.
     """
+    if not means:
+        return math.nan
     padded = [*means, min(0.0, *means), max(1.0, *means)]
     return float(np.std(padded) * len(padded) ** 0.5 / len(means))
 
 
-def score_of(trajectory: Trajectory, term: str) -> float:
-    """The score of a term, or of weighted_sum; 0 if the attempt or its grading failed."""
-    value = trajectory.rewards.get(term, trajectory.reward if term == WEIGHTED_SUM else None)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+def _mean(name: str, scores: Sequence[float | None]) -> Metric:
+    values = [score for score in scores if score is not None]
+    return Metric(name=name, sum=sum(values), weight=len(values))
+
+
+def scores_by(term: str, trajectories: Sequence[Trajectory]) -> list[float | None]:
+    """The score of each attempt by a term, or by weighted_sum: None if it does not apply, and if the attempt or its
+    grading failed the lowest score of all, at most 0."""
+    found = [t.reward if term == WEIGHTED_SUM else t.rewards.get(term) for t in trajectories]
+    lowest = min([0.0, *(float(value) for value in found if isinstance(value, (int, float)))])
+    return [
+        lowest if _has_failed(t, term) else float(value) if isinstance(value, (int, float)) else None
+        for t, value in zip(trajectories, found, strict=True)
+    ]
+
+
+def _has_failed(trajectory: Trajectory, term: str) -> bool:
+    """Whether the attempt, or its grading by this term or by one of the weighted sum, has failed."""
+    if term == WEIGHTED_SUM:
+        return trajectory.reward is None and not trajectory.has_abstained
+    return trajectory.status == "failed" or isinstance(trajectory.rewards.get(term), Failure)
+
+
+def check_scores(cfg: RunConfig, trajectories: Sequence[Trajectory]) -> None:
+    """Raises: RewardError for an evaluation that is no score: its term does not apply to any attempt, or has failed on
+    a larger share than reward.max_failure_fraction. (check_failures counts the failures of the weighted sum.)"""
+    term, total, allowed = cfg.eval_term, len(trajectories), cfg.reward.max_failure_fraction
+    failures = [(t, term, r) for t in trajectories if isinstance(r := t.rewards.get(term), Failure)]
+    if len(failures) > allowed * total:
+        raise RewardError(
+            f"the evaluation has no score: loop.eval_term = {term} failed on {len(failures)} of {total} attempts; "
+            f"reward.max_failure_fraction = {allowed:g} allows fewer. The first: {example(*failures[0])}"
+        )
+    if total and scores_by(term, trajectories).count(None) == total:
+        raise RewardError(
+            f"the evaluation has no score: the reward function of loop.eval_term = {term} returned None for all of "
+            f"{total} attempts, so it applies to none of them. Let it return a number, or name another term"
+        )
 
 
 async def evaluate_prompts(
@@ -91,6 +131,7 @@ async def evaluate_prompts(
 
     trajectories = await collect(cfg, task, rollouts, task.eval_prompts, "eval", min_version, ended)
     check_failures(cfg, scorer, trajectories)
+    check_scores(cfg, trajectories)
     return trajectories, eval_metrics(trajectories, cfg)
 
 
@@ -153,10 +194,12 @@ async def evaluate_if_due(job: Job) -> None:
     job.rollout_log.write(job.step, trajectories, name="eval")
     values = run.report(job.step, metrics + run.spans.take("eval"))
     job.evals.append((job.step, values["eval/mean_at_k"]))
-    k = job.cfg.loop.eval_samples
+    k, failed = job.cfg.loop.eval_samples, values["eval/num_failed"]
+    lowest = f"; {failed:g} attempts failed and have the lowest score" if failed else ""
     run.note(
         f"eval after {job.step} step{'' if job.step == 1 else 's'}: mean@{k} {values['eval/mean_at_k']:.3f}, pass@{k} "
         f"{values['eval/pass_at_k']:.3f} on {len(job.task.eval_prompts)} held-out prompts ({evaluation_text(job.cfg)})"
+        + lowest
     )
     if job.cfg.loop.save_best:
         await run.keep_best(job.step, values["eval/mean_at_k"])

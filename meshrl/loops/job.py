@@ -116,6 +116,7 @@ class Job:
     evaluation: dict[str, str] = field(default_factory=dict)
     first_eval: int = 0
     num_refused_steps: int = 0  # in succession, in which the engine refused every answer
+    num_abstained_steps: int = 0  # in succession, in which no term of the reward applied to any answer
     noted: set[str] = field(default_factory=set)  # notes of this start that are written once
     step_started_at: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
     probed: list[np.ndarray] | None = None  # contexts of requests that prove the next sync; None = there are none

@@ -14,7 +14,7 @@ from meshrl.algo.losses import make_policy_loss, rows_without_gradient
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.rows import PlannedRows
-from meshrl.core.errors import MeshrlError
+from meshrl.core.errors import MeshrlError, RewardError
 from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.collect import check_failures
 from meshrl.loops.finish_step import rollout_metrics
@@ -26,14 +26,16 @@ from meshrl.monitor.token_log import TrainerValues
 from meshrl.train.optim import learning_rate
 
 _MAX_REFUSED_STEPS = 3  # in succession
+_MAX_ABSTAINED_STEPS = 3  # in succession
 
 
 async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Sequence[Trajectory] = ()) -> list[Metric]:
     """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
     reward there is nothing to train on, and the weights stay. replaced: answers of the step that are not trained.
 
-    Raises: AgentError or RewardError when too many attempts or gradings failed; MeshrlError when the engine refused or
-    aborted every request of the last _MAX_REFUSED_STEPS steps.
+    Raises: AgentError or RewardError when too many attempts failed, or answers were lost; MeshrlError when the engine
+    refused or aborted every request of the last _MAX_REFUSED_STEPS steps; RewardError when no answer of the last
+    _MAX_ABSTAINED_STEPS steps has a reward, because no term applied.
     """
     answers = [*trajectories, *replaced]
     check_failures(job.cfg, job.scorer, answers)
@@ -44,11 +46,22 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Seq
             f"step {job.step + 1}: in {_MAX_REFUSED_STEPS} steps in succession the engine refused or aborted every "
             f"request. First error: {refusals[0]}"
         )
+    num_abstained = sum(t.has_abstained for t in answers)
+    has_none = num_abstained > 0 and all(t.reward is None for t in answers)
+    job.num_abstained_steps = job.num_abstained_steps + 1 if has_none else 0
+    if job.num_abstained_steps == _MAX_ABSTAINED_STEPS:
+        terms = [name for name, term in job.cfg.reward.terms.items() if term.weight]
+        raise RewardError(
+            f"step {job.step + 1}: in {_MAX_ABSTAINED_STEPS} steps in succession no answer has a reward, because the "
+            f"reward functions of {', '.join(terms)} returned None, as for rows to which they don't apply. Does a "
+            "function lack a return? Let one of them return a number for each row"
+        )
     samples, metrics = flatten(trajectories)
     job.token_values = None  # of a step that failed
     if not samples:
+        abstained = f"; the reward functions returned None for {num_abstained} of them" if num_abstained else ""
         reason = f". The engine refused {len(refusals)} of them, such as: {refusals[0]}" if refusals else ""
-        text = f"none of {len(trajectories)} trajectories has a reward; nothing to train on{reason}"
+        text = f"none of {len(trajectories)} trajectories has a reward; nothing to train on{abstained}{reason}"
         job.run.note(f"step {job.step + 1}: {text}")
     else:
         if job.rollout_log.has_file(job.step + 1):

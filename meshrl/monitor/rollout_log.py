@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from meshrl.core.errors import DataError, Failure
+from meshrl.core.errors import DataError, Failure, Graded
 from meshrl.core.files import replacing
 from meshrl.core.types import SCHEMA, Media, Prompt, SamplingParams, Times, Trajectory, Turn
 from meshrl.monitor.failed_writes import FailedWrites
@@ -250,7 +250,7 @@ def _trajectory(r: Record, group: _Group) -> Trajectory:
         prompt=prompt,
         turns=turns,
         failure=Failure(**r["failure"]) if r["failure"] else None,
-        rewards={n: Failure(**v["failure"]) if isinstance(v, dict) else float(v) for n, v in r["rewards"].items()},
+        rewards={n: _graded(result) for n, result in r["rewards"].items()},
         reward=_number(r["reward"]),
     )
 
@@ -274,6 +274,10 @@ def _turn(r: Record, first_context: np.ndarray | None) -> Turn:
         sampling=SamplingParams(**sampling),
         times=Times(**r["times"]),
     )
+
+
+def _graded(saved: Any) -> Graded:
+    return Failure(**saved["failure"]) if isinstance(saved, dict) else None if saved is None else float(saved)
 
 
 def _number(value: float | str | None) -> float | None:

@@ -1,7 +1,8 @@
 """From a reward's `kind` in the config to its function: an entry of REWARDS, or the dotted path of a user's function.
 
-A reward function takes `(completion: str, answer, **keywords)` and returns a number of at most 1e12 in size; it may be
-`async`. It gets those of these keywords that its signature has:
+A reward function takes `(completion: str, answer, **keywords)` and returns a number of at most 1e12 in size, or None if
+the term does not apply to the row; it may be `async`. What it changes in its arguments, no other call sees. It gets
+those of these keywords that its signature has:
 
     prompt      dict: id, messages, env, meta of the prompt
     messages    list of every parsed message of the trajectory's turns, in order
@@ -16,6 +17,7 @@ This file imports the standard library only: it runs in the workers.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import pickle
@@ -55,10 +57,12 @@ class Grader:
     is_async: bool
 
     def __call__(self, payload: dict[str, Any]) -> Any:
-        """Call the function. payload: completion, answer and the values of all OFFERED keywords."""
-        keywords = {name: payload[name] for name in self.takes}
+        """Call the function with copies, because the items of a batch and all calls share objects. payload:
+        completion, answer and the values of all OFFERED keywords."""
+        payload, args = copy.deepcopy((payload, self.args))
+        keywords = {name: payload[name] for name in self.takes} | args
         if not self.verl:
-            return self.function(payload["completion"], payload["answer"], **keywords, **self.args)
+            return self.function(payload["completion"], payload["answer"], **keywords)
         prompt = payload["prompt"]
         values = {
             "data_source": prompt["meta"].get("data_source", prompt["env"]),
@@ -66,7 +70,7 @@ class Grader:
             "ground_truth": payload["answer"],
             "extra_info": prompt["meta"].get("extra_info", {}),
         }
-        result = self.function(**{name: values[name] for name in self.verl}, **keywords, **self.args)
+        result = self.function(**{name: values[name] for name in self.verl}, **keywords)
         return _awaited_score(result) if self.is_async else _plain_score(result)
 
 

@@ -3,15 +3,19 @@ is trusted: the functions raise ValueError for a reply that the worker's own cod
 
 from __future__ import annotations
 
+import os
+import sysconfig
 import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.core.errors import Failure
+from meshrl.core.errors import Failure, Graded
 from meshrl.core.files import decode, parse_json
 
 MAX_MESSAGE_CHARS = 400
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _KINDS = ("bad_value", "crash", "memory", "timeout")  # of failures that a worker reports
 
 
@@ -29,7 +33,7 @@ class Reply:
     """The result of one item of a batch. retire: do not use the process again."""
 
     item: int
-    result: float | Failure
+    result: Graded
     retire: bool
 
 
@@ -55,11 +59,13 @@ def parse_reply(data: bytes, batch: str, open_items: Collection[int], max_reward
         raise ValueError(f"a reply is to item {item!r:.40}, which is not open")
     match reply:
         case {"failure": [str(kind), str(message)]} if kind in _KINDS:
-            result: float | Failure = Failure(kind=kind, message=one_line(message))
+            result: Graded = Failure(kind=kind, message=one_line(message))
         case {"value": int() | float() as value} if type(value) is not bool:
             if not abs(value) <= max_reward:  # also for NaN
                 raise ValueError(f"a reply has the value {value!r:.40}; allowed: at most {max_reward:g} in size")
             result = float(value)
+        case {"abstained": True}:
+            result = None
         case _:
             raise ValueError(f"a reply has neither a number nor a failure of a known kind: {data!r:.200}")
     return Reply(item=item, result=result, retire=bool(reply.get("retire")))
@@ -71,9 +77,11 @@ def one_line(text: str) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """An exception of a user's function as a message of a Failure, with the file and line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f" at {frames[0].filename}:{frames[0].lineno}" if frames else ""
+    """An exception of a user's function as a message of a Failure, with the last file and line of the user's code: not
+    of a library that it calls, unless there are no others."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_PACKAGE, "<frozen"))]
+    users = [f for f in frames if not f.filename.startswith(_LIBRARIES) and "-packages" + os.sep not in f.filename]
+    place = "".join(f" at {f.filename}:{f.lineno}" for f in (users or frames)[-1:])
     return one_line(f"{error_text(error)}{place}")
 
 

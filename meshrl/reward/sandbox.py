@@ -1,4 +1,5 @@
-"""Grading in processes that can be killed: the result of each item is a number or a typed Failure, in any case.
+"""Grading in processes that can be killed: the result of each item is a number, None (the term does not apply) or a
+typed Failure, in any case.
 
 A thread for each worker process does the communication and measures the time, so that a busy event loop neither delays
 a grader nor counts its own pauses as a grader's. A worker that hangs, dies or runs out of memory is killed with all
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from meshrl.config.reward import MAX_REWARD, RewardConfig
-from meshrl.core.errors import ConfigError, Failure, RewardError
+from meshrl.core.errors import ConfigError, Failure, Graded, RewardError
 from meshrl.process.diagnosis import exit_text
 from meshrl.process.frames import receive_bytes, send
 from meshrl.process.guard import GuardedProcess
@@ -149,8 +150,8 @@ class Sandbox:
                 await self._with_workers([_Worker.start] * len(self._workers))
                 self._started = True
 
-    async def grade(self, items: Sequence[Item]) -> list[float | Failure]:
-        """One number or Failure for each item, in order; starts the workers if they have not been started.
+    async def grade(self, items: Sequence[Item]) -> list[Graded]:
+        """One number, None or Failure for each item, in order; starts the workers if they have not been started.
 
         Items are sent in batches, so that many quick gradings need few round trips; each item has its own timeout.
         Raises: ConfigError and RewardError as `start`; RewardError when the sandbox is closed, also while it grades.
@@ -263,10 +264,10 @@ class _Worker:
             self._running = _Running(process, ours, output)
             return self._running
 
-    def grade(self, items: list[Item]) -> list[float | Failure]:
+    def grade(self, items: list[Item]) -> list[Graded]:
         """Grade a batch that is all sync or all async, with a new process after each one that breaks."""
         is_async = items[0][0] in self.async_terms
-        results: dict[int, float | Failure] = {}
+        results: dict[int, Graded] = {}
         todo = list(range(len(items)))
         one_by_one = False
         again: set[int] = set()
@@ -287,10 +288,10 @@ class _Worker:
                 results[todo.pop(0)] = broken
         return [results[i] for i in range(len(items))]
 
-    def _exchange(self, running: _Running, items: list[Item]) -> tuple[dict[int, float | Failure], Failure | None]:
+    def _exchange(self, running: _Running, items: list[Item]) -> tuple[dict[int, Graded], Failure | None]:
         """Send items and collect answers by index, until all are complete or the process breaks; then it is killed."""
         timeout_s = self._setup["timeout_s"]
-        answered: dict[int, float | Failure] = {}
+        answered: dict[int, Graded] = {}
         broken = None
         retire, batch, is_async = False, secrets.token_hex(8), items[0][0] in self.async_terms
         try:

@@ -1,7 +1,8 @@
-"""Rewards of trajectories: the workers grade every term of the config. The reward is the weighted sum of the terms,
-plus the rewards that the agent gave its turns.
+"""Rewards of trajectories: the workers grade every term of the config. The reward is the weighted sum of the terms that
+apply, plus the rewards that the agent gave its turns.
 
-G gradings = trajectories x terms.
+A failed grading of a term with a weight loses the answer: it has no reward and is not trained. A term of weight 0 loses
+nothing. An answer to which no term with a weight applies has no reward, too; it has abstained, and is not lost.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshrl.config.reward import MAX_REWARD, RewardConfig
-from meshrl.core.errors import Failure, RewardError
+from meshrl.core.errors import Failure, Graded, RewardError
 from meshrl.core.lookup import code_of
 from meshrl.core.types import Metric, Trajectory
 from meshrl.reward.sandbox import EVENTS, Log, Sandbox
-
-_SHOWN_FAILURES = 3
 
 _ADVICE = {
     "agent": "Let the agent put a parsed message into the last turn of each trajectory.",
@@ -51,6 +50,7 @@ class Scorer:
         self.code = {name: code_of(term.kind, (functions or {}).get(name)) for name, term in cfg.terms.items()}
         self._sandbox = Sandbox(cfg, functions, log)
         self._failed, self._num_noted, self._first_failure = Counter[str](), 0, ""
+        self._weighted = [name for name, term in cfg.terms.items() if term.weight]  # the others are only shown
         self._reported = Counter[str]()  # events of the workers that are in the metrics of an earlier `score`
 
     async def start(self) -> None:
@@ -60,8 +60,8 @@ class Scorer:
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Metric]:
         """Grade every trajectory that ended by itself or was truncated; failed ones get reward None.
 
-        A trajectory with a failed grading also gets reward None, has the Failure in `rewards`, and is counted: a
-        failure of a grader is never a reward of 0. Several calls may run at once.
+        A failed grading is a Failure in `rewards`, and is counted: it is never a reward of 0. The reward is then None,
+        unless the term has weight 0. Several calls may run at once.
         """
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
         for trajectory in trajectories:
@@ -70,12 +70,11 @@ class Scorer:
         for (name, trajectory), result in zip(items, await self.grade(items)):
             trajectory.rewards[name] = result
         for trajectory in scored:
-            graded = self._weighted_sum(trajectory.rewards)
-            trajectory.reward = None if graded is None else graded + sum(_turn_rewards(trajectory))
+            trajectory.reward = self._reward(trajectory)
         failures = _failures(scored)
         self._failed.update(failure.kind for _, _, failure in failures)
         if failures and not self._first_failure:
-            self._first_failure = _example(*failures[0])
+            self._first_failure = example(*failures[0])
         if failures and self._failed.total() >= 10 * self._num_noted:
             self._note_failures()
         counts = self._sandbox.counts
@@ -83,7 +82,7 @@ class Scorer:
         counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
         return [*self._metrics(scored, Counter(failure.kind for _, _, failure in failures)), *counted]
 
-    async def grade(self, items: Sequence[tuple[str, Trajectory]]) -> list[float | Failure]:
+    async def grade(self, items: Sequence[tuple[str, Trajectory]]) -> list[Graded]:
         """The result of each (term, trajectory), in order. Trajectories are not changed and nothing is counted."""
         payloads = [_payload(trajectory) for _, trajectory in items]
         asked = [(name, payload) for (name, _), payload in zip(items, payloads) if isinstance(payload, dict)]
@@ -101,22 +100,27 @@ class Scorer:
         kinds = ", ".join(f"{n} {kind}" for kind, n in self._failed.most_common())
         self._note(
             f"calls of reward functions that failed so far: {self._num_noted} ({kinds}); such an answer is not "
-            f"trained, and scores 0 in evaluations. The first: {self._first_failure}"
+            "trained, unless the term has weight 0, and its score in an evaluation is the lowest one. The first: "
+            f"{self._first_failure}"
         )
 
-    def _weighted_sum(self, rewards: dict[str, float | Failure]) -> float | None:
-        """The sum of the terms; None when a grading failed. A sum that is too large fails its largest term."""
+    def _reward(self, trajectory: Trajectory) -> float | None:
+        """The weighted sum of the terms that apply, and the rewards of turns; None when a grading with a weight failed,
+        or nothing applies. A sum of terms that is too large fails its largest term."""
         parts: dict[str, float] = {}
-        for name, term in self._cfg.terms.items():
-            value = rewards[name]
+        for name in self._weighted:
+            value = trajectory.rewards[name]
             if isinstance(value, Failure):
                 return None
-            parts[name] = term.weight * value
-        total = sum(parts.values(), 0.0)
+            if value is not None:
+                parts[name] = self._cfg.terms[name].weight * value
+        total, of_turns = sum(parts.values(), 0.0), _turn_rewards(trajectory)
+        if self._weighted and not parts and not of_turns:
+            return None
         if abs(total) <= MAX_REWARD:
-            return total
+            return total + sum(of_turns)
         largest = max(parts, key=lambda name: abs(parts[name]))
-        rewards[largest] = Failure(
+        trajectory.rewards[largest] = Failure(
             kind="bad_value",
             message=f"the weighted sum of the terms is {total:g}, mostly from this term; allowed: at most "
             f"{MAX_REWARD:g} in size. Lower reward.terms.{largest}.weight or the function's values",
@@ -124,27 +128,38 @@ class Scorer:
         return None
 
     def check_failures(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raises: RewardError when the share of failed gradings is above `max_failure_fraction`. trajectories: all that
-        were scored for a step."""
+        """Raises: RewardError when the share of answers that failed gradings lost is above `max_failure_fraction`.
+        trajectories: all that were scored for a step."""
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
-        failures = _failures(scored)
-        gradings = len(scored) * len(self._cfg.terms)
-        if len(failures) <= self._cfg.max_failure_fraction * gradings:
+        failures = [failure for failure in _failures(scored) if failure[1] in self._weighted]
+        lost = len({id(trajectory) for trajectory, _, _ in failures})
+        if lost <= self._cfg.max_failure_fraction * len(scored):
             return
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(f.kind for _, _, f in failures).most_common())
-        examples = "".join(f"\n  {_example(*failure)}" for failure in failures[:_SHOWN_FAILURES])
+        places = ""
+        for term, count in Counter(term for _, term, _ in failures).most_common():
+            first = next(failure for failure in failures if failure[1] == term)
+            places += f"\nreward.terms.{term} failed on {count} of them, first on {example(*first)}"
         advice = " ".join(_ADVICE[kind] for kind in sorted({f.kind for _, _, f in failures}))
         raise RewardError(
-            f"{len(failures)} of {gradings} calls of reward functions failed ({kinds}), more than "
-            f"reward.max_failure_fraction = {self._cfg.max_failure_fraction:g} allows. Examples:{examples}\n"
+            f"{lost} of {len(scored)} answers have no reward, because calls of reward functions failed ({kinds}); "
+            f"reward.max_failure_fraction = {self._cfg.max_failure_fraction:g} allows fewer.{places}\n"
             + advice.format(timeout_s=self._cfg.timeout_s, max_memory_bytes=self._cfg.max_memory_bytes)
         )
 
     def _metrics(self, scored: list[Trajectory], failed: Counter[str]) -> list[Metric]:
         metrics = []
         for name in self._cfg.terms:
-            values = [r for t in scored if not isinstance(r := t.rewards[name], Failure)]
-            metrics.append(Metric(name=f"reward/term/{name}", sum=sum(values), weight=len(values)))
+            results = [t.rewards[name] for t in scored]
+            values = [result for result in results if isinstance(result, float)]
+            num_failed, num_abstained = sum(isinstance(r, Failure) for r in results), results.count(None)
+            metrics += [
+                Metric(name=f"reward/term/{name}", sum=sum(values), weight=len(values)),
+                Metric(name=f"reward/failed/{name}", sum=num_failed, weight=len(results), unit="fraction"),
+                Metric(name=f"reward/abstained/{name}", sum=num_abstained, weight=len(results), unit="fraction"),
+            ]
+        abstained = sum(t.has_abstained for t in scored)
+        metrics.append(Metric(name="reward/abstained", sum=abstained, weight=len(scored), unit="fraction"))
         turn_rewards = [_turn_rewards(t) for t in scored]
         if any(turn_rewards):
             metrics.append(Metric(name="reward/turns", sum=sum(map(sum, turn_rewards)), weight=len(scored)))
@@ -161,7 +176,7 @@ def _failures(scored: Sequence[Trajectory]) -> list[tuple[Trajectory, str, Failu
     return [(t, name, r) for t in scored for name, r in t.rewards.items() if isinstance(r, Failure)]
 
 
-def _example(trajectory: Trajectory, term: str, failure: Failure) -> str:
+def example(trajectory: Trajectory, term: str, failure: Failure) -> str:
     return f"row {trajectory.prompt.id}, answer {trajectory.index}, term {term!r}: {failure.kind}: {failure.message}"
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from meshrl.config.reward import RewardConfig, RewardTerm
-from meshrl.core.errors import ConfigError, Failure
+from meshrl.core.errors import ConfigError, Failure, Graded
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.reward.answer_forms import references
 from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.score import Scorer
 
 Note = Callable[[str], None]
-Pair = tuple[float | Failure, float | Failure]
+Pair = tuple[Graded, Graded]
 """The result of a text, mostly the row's answer, as the completion, and that of the empty completion."""
 
 NUM_ROWS = 4  # rows of the data on which a user's functions are tried
@@ -141,12 +141,12 @@ async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Pr
             note(f"note: {warning} (tried on {', '.join(tried)})")
 
 
-def _graded_alike(name: str, some: float | Failure, empty: float | Failure) -> str | None:
+def _graded_alike(name: str, some: Graded, empty: Graded) -> str | None:
     """A note about a function whose result for a text of many forms equals the one for no text, without an answer."""
     if isinstance(some, Failure) and isinstance(empty, Failure):
         result = f"failed on a text and on the empty completion alike, with {some.kind}: {some.message}"
-    elif some == empty:
-        result = f"scored a text and the empty completion alike ({some:g})"
+    elif some == empty and not isinstance(some, Failure):
+        result = f"scored a text and the empty completion alike ({'None' if some is None else f'{some:g}'})"
     else:
         return None
     return (
@@ -176,9 +176,12 @@ def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | N
             f"{which} failed on each of the data's own answers, with {first}; this is right only for a function that "
             "can't grade an answer alone. Such failures are masked, not scored 0"
         )
-    scored = [
-        (score, empty) for score, empty in pairs if not isinstance(score, Failure) and not isinstance(empty, Failure)
-    ]
+    if all(result is None for pair in pairs for result in pair):
+        return (
+            f"{which} returned None for each of the data's own answers and for empty completions; None means that the "
+            "term does not apply to the row. A function without a return returns None, too"
+        )
+    scored = [(score, empty) for score, empty in pairs if isinstance(score, float) and isinstance(empty, float)]
     if term.weight > 0 and scored and all(score <= empty for score, empty in scored):
         score, empty = scored[0]
         return (
@@ -231,7 +234,7 @@ async def _scores(scorer: Scorer, name: str, term: RewardTerm, cases: Sequence[t
                 f"grade {text!r}: {result.kind}: {result.message}. Change args, or raise reward.timeout_s after a "
                 "timeout and reward.max_memory_bytes after a lack of memory"
             )
-    return [result for result in results if not isinstance(result, Failure)]
+    return [result for result in results if isinstance(result, float)]
 
 
 def _attempt(prompt: Prompt, text: str) -> Trajectory:

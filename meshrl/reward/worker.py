@@ -12,8 +12,9 @@ run code in the parent.
     parent -> worker   dict(terms={term: (kind, args)}, functions={term: pickled function}, timeout_s,
                        max_memory_bytes, max_reward), then (name, list of (term, payload)) for each batch
     worker -> parent   {"ready": [async terms], "cpu_limited": [terms]} | {"config_error": text}, then for each item of
-                       a batch {"batch": name, "item": i} with "value": float | "failure": [kind, message], and with
-                       "retire": true where the process should not be used again. replies.py checks them.
+                       a batch {"batch": name, "item": i} with "value": float | "abstained": true |
+                       "failure": [kind, message], and with "retire": true where the process should not be used again.
+                       replies.py checks them.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ async def _grade_together(
 
 
 def _value_reply(value: Any, max_reward: float) -> dict[str, Any]:
-    """The reply for a returned value: a number within the limit, or a failure that shows another value."""
+    """The reply for a returned value: a number within the limit, None, or a failure that shows another value."""
+    if value is None:
+        return {"abstained": True}
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()  # np.bool_ is no number for Python, and the smallest int64 has no absolute value
     size: Any = abs(value) if isinstance(value, bool | numbers.Real) else math.inf

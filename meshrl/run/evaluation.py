@@ -15,14 +15,13 @@ from typing import Any
 from meshrl.agent.loop import Task
 from meshrl.cluster.launch import launched
 from meshrl.config.load import Loaded
-from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.files import output_errors
 from meshrl.core.terminal import print_output
 from meshrl.core.types import Trajectory
 from meshrl.data.decode import text_of
-from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, evaluation_identity, evaluation_text, score_of
+from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, evaluation_identity, evaluation_text
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.metrics import NamedValues, divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
@@ -125,7 +124,7 @@ class _Answers:
     def add(self, group: list[Trajectory]) -> None:
         self._log.write(self._subject.step, group, name="eval", append=True)
         self.trajectories += group
-        self._rewards += sum(score_of(t, WEIGHTED_SUM) for t in group)
+        self._rewards += sum(t.reward or 0.0 for t in group)
         self._tokens += sum(len(turn.output_ids) for t in group for turn in t.turns)
         count = len(self.trajectories)
         means = {"reward/mean": self._rewards / count, "rollout/length_mean_tokens": self._tokens / count}

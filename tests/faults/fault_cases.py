@@ -243,9 +243,11 @@ With `loop.kind` one_step_off or fully_async, every prompt is still trained once
 Reward functions run in their own processes, each grading with `reward.timeout_s` and `reward.max_memory_bytes`. A
 worker that dies is replaced, and its grading is repeated once (`reward/gradings_retried`). A worker that hangs is
 killed with all processes that it started, including those in their own sessions. A grading that fails is counted, and
-its trajectory is left out of training; in evaluations it scores 0. If the share of failed gradings is above
-`reward.max_failure_fraction`, the run ends with an error that lists examples of them. This does not apply to an answer
-that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and counted in `reward/math_timeouts`.
+its answer is left out of training, unless the term has weight 0; in an evaluation it has the lowest score, at most 0.
+If the share of such answers of a step, or of attempts of an evaluation without a score, is above
+`reward.max_failure_fraction`, the run ends with an error that has the first failure of each term. This does not apply
+to an answer that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and counted in
+`reward/math_timeouts`.
 
 ## The entire run
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from meshrl.core.errors import ConfigError, Failure, MeshrlError
+from meshrl.core.errors import ConfigError, Failure, Graded, MeshrlError
 from meshrl.core.terminal import counted, printable
 from meshrl.core.types import Prompt
 from meshrl.monitor.rollout_log import LoggedTrajectory
@@ -89,7 +89,7 @@ def answer_parts(group: str, logged: LoggedTrajectory, coloured: Sequence[Text] 
     trajectory = logged.trajectory
     reward, tokens = trajectory.reward, counted(sum(len(turn.output_ids) for turn in trajectory.turns), "token")
     style = "yellow" if reward is None else "green" if reward > 0 else "red"
-    terms = (f"{n} {'failed' if isinstance(r, Failure) else f'{r:.4g}'}" for n, r in trajectory.rewards.items())
+    terms = (f"{n} {_graded(result)}" for n, result in trajectory.rewards.items())
     by_term = f" ({', '.join(terms)})" if len(trajectory.rewards) > 1 else ""  # such as (correct 1, form 0.1)
     text = f"reward {'none' if reward is None else f'{reward:.4g}'}{by_term}"
     head = f"── answer {group}/{trajectory.index}: {text}, {trajectory.status}, {tokens}"
@@ -103,6 +103,10 @@ def answer_parts(group: str, logged: LoggedTrajectory, coloured: Sequence[Text] 
             yield from message_parts(message, len(trajectory.turns) > 1)
         if coloured:
             yield Padding(coloured[number], (0, 0, 0, 4), expand=False)
+
+
+def _graded(result: Graded) -> str:
+    return "failed" if isinstance(result, Failure) else "does not apply" if result is None else f"{result:.4g}"
 
 
 def tinted(text: str, values: TokenValues, colour: str) -> Text:

@@ -341,7 +341,7 @@
     table.append(make("caption", "", "reward terms"));
     for (const [name, value] of Object.entries(answer.rewards)) {
       const line = make("tr"), failed = value && typeof value === "object";
-      line.append(make("td", "", name), make("td", failed ? "bad" : "", failed ? `failed: ${plain(value.failure && value.failure.message)}` : typeof value === "number" ? short(value) : plain(value)));
+      line.append(make("td", "", name), make("td", failed ? "bad" : "", failed ? `failed: ${plain(value.failure && value.failure.message)}` : value == null ? "does not apply" : typeof value === "number" ? short(value) : plain(value)));
       table.append(line);
     }
     return table;

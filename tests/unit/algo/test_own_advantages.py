@@ -51,7 +51,8 @@ def test_the_function_decides_about_groups_of_one_and_equal_rewards():
     """The built-in baselines give them 0; a function may have another baseline than the group."""
     sample = make_sample(6.0)
     found = assign_advantages([sample], own("by_token"))
-    assert sample.advantages.tolist() == [0, 3, 2] and metric(found, "reward/groups_of_one").sum == 1
+    assert sample.advantages.tolist() == [0, 3, 2] and metric(found, "reward/groups_without_signal").sum == 0
+    assert all(each.name != "reward/groups_of_one" for each in found)  # only a group-relative advantage needs others
 
 
 def test_the_function_gets_rewards_less_the_kl():

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from meshrl.config.run import RunConfig
-from meshrl.core.errors import Failure
+from meshrl.core.errors import Failure, RewardError
 from meshrl.core.types import Prompt, Trajectory
-from meshrl.loops.evaluate import eval_metrics, evaluation_identity, evaluation_text, standard_error
+from meshrl.loops.evaluate import check_scores, eval_metrics, evaluation_identity, evaluation_text, standard_error
 from meshrl.monitor.metrics import divide, merge
 
 TERMS = {
@@ -83,6 +83,30 @@ def test_an_attempt_that_failed_scores_0_and_is_counted():
     assert found["eval/reward/term/form"] == pytest.approx(2 / 3)
     assert found["eval/reward/mean"] == pytest.approx(1.5 / 3)
     assert values([refused], eval_term="weighted_sum")["eval/mean_at_k"] == 0
+
+
+def test_a_failed_grading_has_the_lowest_score_so_that_it_does_not_improve_a_penalty():
+    found = values([attempt("a", 0, -3.0), attempt("b", 0, FAILED), attempt("c", 0, -1.0)], eval_term="answer")
+    assert (found["eval/mean_at_k"], found["eval/num_failed"]) == (pytest.approx(-7 / 3), 1)
+
+
+def test_an_attempt_to_which_the_term_does_not_apply_has_no_score():
+    attempts = [attempt("a", 0, 1.0), attempt("b", 0, 0.0), attempt("b", 1, 0.0)]
+    attempts[1].rewards["answer"] = attempts[2].rewards["answer"] = attempts[2].reward = None
+    found = values(attempts, eval_term="answer")
+    assert (found["eval/mean_at_k"], found["eval/num_prompts"]) == (1.0, 1)
+    assert (found["eval/num_abstained"], found["eval/num_failed"], found["eval/reward/mean"]) == (2, 0, 0.5)
+    with pytest.raises(RewardError, match="returned None for all of 2 attempts"):
+        check_scores(config(eval_term="answer"), attempts[1:])
+
+
+def test_an_evaluation_whose_term_failed_is_no_score():
+    """Also one of weight 0, whose failures lose no answer in training."""
+    attempts = [attempt(name, 0, 1.0) for name in "abcd"]
+    attempts[0].rewards["seen"] = FAILED
+    with pytest.raises(RewardError, match=r"no score: loop.eval_term = seen failed on 1 of 4 attempts.*term 'seen'"):
+        check_scores(config(eval_term="seen"), attempts)
+    check_scores(config(eval_term="form"), attempts)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,17 @@ def test_exceptions_of_the_agent_in_too_many_attempts_end_the_run():
         asyncio.run(train_step(job, [refused("crash")] * 2 + [refused("agent")] * 2))
 
 
+def test_three_steps_in_which_every_answer_abstained_end_the_run():
+    notes: list[str] = []
+    job = job_of(notes)
+    abstained = Trajectory(prompt=Prompt(id="p", ordinal=0), group_id="p@0", index=0, rewards={"right": None})
+    for _ in range(2):
+        asyncio.run(train_step(job, [abstained] * 4))
+    with pytest.raises(RewardError, match=r"in 3 steps .* no answer has a reward, .* right returned None"):
+        asyncio.run(train_step(job, [abstained] * 4))
+    assert len(notes) == 2 and all("returned None for 4 of them" in note for note in notes)
+
+
 def test_failed_gradings_are_checked_before_anything_is_trained():
     def too_many(trajectories: list[Trajectory]) -> None:
         raise RewardError(f"{len(trajectories)} failed")

@@ -218,3 +218,17 @@ judge = Judge()
 def swapped(prompt, completion):
     """Expects its arguments in another order."""
     return 1.0
+
+
+def pops(completion, answer, *, prompt, messages, seen):
+    """1 when all arguments are as they were sent; changes all of them."""
+    unchanged = len(answer) == 2 and len(prompt["messages"]) == 1 and len(messages) == 1 and not seen
+    unchanged = unchanged and prompt["meta"].pop("base", None) == 1.0
+    for each in (answer, prompt["messages"], messages):
+        each.pop()
+    seen.append(completion)
+    return float(unchanged)
+
+
+async def pops_async(completion, answer, *, prompt, messages, seen):
+    return pops(completion, answer, prompt=prompt, messages=messages, seen=seen)

@@ -94,9 +94,9 @@ def test_a_large_allocation_fails_alone(shared_sandbox):
 
 
 def test_a_result_that_is_not_a_finite_number_is_a_failure_with_the_value(shared_sandbox):
-    results, killed = grade(shared_sandbox, ["nan", "inf", "text", "none", "list", "complex"])
-    assert kinds(results) == ["bad_value"] * 6 and killed == 0
-    assert "[1.0, 0.0] (list)" in results[4].message
+    results, killed = grade(shared_sandbox, ["nan", "inf", "text", "list", "complex"])
+    assert kinds(results) == ["bad_value"] * 5 and killed == 0
+    assert "[1.0, 0.0] (list)" in results[3].message
 
 
 def test_a_number_that_would_overflow_statistics_is_a_failure_with_the_limit(shared_sandbox):

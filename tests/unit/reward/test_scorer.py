@@ -78,7 +78,7 @@ def test_the_rewards_of_turns_are_added_to_the_reward():
 
 def test_a_failed_grading_leaves_no_reward_and_is_counted():
     trajectories = [make_trajectory("nan"), make_trajectory("raise"), make_trajectory("fine")]
-    metrics = score(trajectories, terms={"answer": EXACT, "other": BEHAVE}, max_failure_fraction=0.5)
+    metrics = score(trajectories, terms={"answer": EXACT, "other": BEHAVE}, max_failure_fraction=0.7)
     assert [t.reward for t in trajectories] == [None, None, 1.0]
     assert trajectories[0].rewards["answer"] == 0.0 and trajectories[0].rewards["other"].kind == "bad_value"
     assert (metrics["failed"].sum, metrics["failed"].weight) == (2, 6)
@@ -110,8 +110,50 @@ def test_too_many_failures_end_the_run_with_examples():
     with pytest.raises(RewardError) as ended:
         score([make_trajectory("raise"), make_trajectory("fine")], terms={"other": BEHAVE}, max_failure_fraction=0.4)
     text = str(ended.value)
-    assert "1 of 2 calls of reward functions failed (1 crash)" in text and "max_failure_fraction = 0.4" in text
-    assert "row p, answer 0, term 'other': crash: ValueError: invalid literal" in text
+    assert "1 of 2 answers have no reward" in text and "(1 crash)" in text and "max_failure_fraction = 0.4" in text
+    assert "reward.terms.other failed on 1 of them, first on row p, answer 0, term 'other': crash: ValueError" in text
+
+
+def test_failures_are_counted_by_answers_so_that_a_dead_term_among_five_ends_the_run():
+    terms = {name: DIGITS for name in "bcde"} | {"main": BEHAVE}
+    with pytest.raises(RewardError, match=r"2 of 4 answers .*\n.*reward.terms.main failed on 2 of them"):
+        score([make_trajectory(text) for text in ("raise", "raise", "4", "5")], terms=terms, max_failure_fraction=0.4)
+
+
+def test_a_term_of_weight_0_loses_no_answer():
+    trajectories = [make_trajectory(text) for text in ("raise", "4")]
+    shown = RewardTerm(kind="sandbox_graders:behave", weight=0)
+    metrics = score(trajectories, terms={"form": DIGITS, "shown": shown}, max_failure_fraction=0.0)
+    assert [t.reward for t in trajectories] == [0.0, 0.5] and trajectories[0].rewards["shown"].kind == "crash"
+    assert (metrics["failed/shown"].sum, metrics["failed/shown"].weight, metrics["failed/form"].sum) == (1, 2, 0)
+
+
+def test_a_term_that_returns_none_does_not_apply():
+    """As in TRL, the reward is the sum of the others. An answer to which none applies is neither failed nor trained."""
+    terms = {"form": DIGITS, "other": RewardTerm(kind="sandbox_graders:behave", weight=2.0)}
+    trajectories = [make_trajectory(text) for text in ("none", "int")]
+    metrics = score(trajectories, terms=terms, max_failure_fraction=0.0)
+    assert [t.reward for t in trajectories] == [0.0, 6.0] and trajectories[0].rewards == {"form": 0.0, "other": None}
+    assert (metrics["abstained/other"].sum, metrics["abstained/other"].weight, metrics["abstained"].sum) == (1, 2, 0)
+    assert (metrics["term/other"].sum, metrics["term/other"].weight, metrics["failed"].sum) == (3.0, 1, 0)
+    alone = [make_trajectory("none"), make_trajectory("none")]
+    alone[1].turns[0].reward = 0.25
+    shown = RewardTerm(kind="format", weight=0, args={"regex": "[0-9]+"})
+    metrics = score(alone, terms={"other": BEHAVE, "shown": shown}, max_failure_fraction=0.0)
+    assert [(t.reward, t.has_abstained) for t in alone] == [(None, True), (0.25, False)]
+    assert (metrics["abstained"].sum, metrics["abstained"].weight) == (1, 2)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("kind", ["pops", "pops_async"])
+def test_no_grading_sees_what_another_has_changed_in_its_arguments(num_workers, kind):
+    trajectories = [make_trajectory("4", answer=["4", "x"]) for _ in range(8)]
+    for trajectory in trajectories[1:]:
+        trajectory.prompt = trajectories[0].prompt
+    terms = {f"t{i}": RewardTerm(kind=f"sandbox_graders:{kind}", args={"seen": []}) for i in range(2)}
+    score(trajectories, terms=terms, num_workers=num_workers)
+    assert [t.reward for t in trajectories] == [2.0] * 8
+    assert trajectories[0].prompt.answer == ["4", "x"] and trajectories[0].prompt.meta == {"base": 1.0}
 
 
 ADVICE = {
