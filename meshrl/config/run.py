@@ -14,10 +14,10 @@ from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.data import DataConfig
-from meshrl.config.loop import LoopConfig, SftConfig
+from meshrl.config.loop import WEIGHTED_SUM, LoopConfig, SftConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.monitor import MonitorConfig
-from meshrl.config.reward import RewardConfig
+from meshrl.config.reward import SHAPING_KINDS, RewardConfig
 from meshrl.config.rollout import RolloutConfig, SamplingConfig
 from meshrl.config.train import TrainConfig
 
@@ -93,6 +93,16 @@ class RunConfig(Slice):
     def eval_term(self) -> str:
         """The value of loop.eval_term, or its default."""
         return self.loop.eval_term or next(iter(self.reward.terms))
+
+    @property
+    def replace_weights(self) -> dict[str, float] | None:
+        """The weight of each reward term in the score of loop.replace_by; None = the score is the reward."""
+        loop, terms = self.loop, self.reward.terms
+        by = loop.replace_by or (loop.eval_term if "eval_term" in loop.model_fields_set else None)
+        if by is not None:
+            return None if by == WEIGHTED_SUM else {by: 1.0}
+        weights = {name: term.weight for name, term in terms.items() if term.kind not in SHAPING_KINDS}
+        return weights if any(weights.values()) and len(weights) < len(terms) else None
 
     @property
     def sampling_ranks(self) -> tuple[str, int]:
