@@ -344,7 +344,7 @@ def _plan_schedule(args: argparse.Namespace) -> None:
     from meshrl.run.inputs import load_run
     from meshrl.tools.schedule.advise import advise
 
-    config = load_run(args.config, args.overrides).config
+    config = load_run(args.config, args.overrides, starts=False).config
     print_output(advise(config, args.measured, args.assume, args.gpus, args.out))
 
 

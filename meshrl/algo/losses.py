@@ -118,7 +118,7 @@ def sapo(inputs: LossInputs, *, tau_pos: float, tau_neg: float) -> tuple[torch.T
     Source: Gao et al. 2025 (SAPO, arXiv 2511.20347) equations 5 and 6.
     """
     ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
-    tau = torch.where(inputs.advantages > 0, tau_pos, tau_neg)
+    tau = torch.where(inputs.advantages > 0, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))  # in ratio's dtype
     return -inputs.advantages * torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau), _measured(inputs, ratio)
 
 

@@ -28,10 +28,13 @@ from meshrl.config.monitor import sink_problems
 from meshrl.config.rollout import EvalSamplingConfig, engine_problems, missing_server
 from meshrl.config.run import RunConfig, SftRunConfig, run_problems
 from meshrl.config.source import COMMAND_LINE
-from meshrl.config.train import train_problems
+from meshrl.config.train import MOST_TOKENS, train_problems
 from meshrl.config.values import show
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported, similar_names
+from meshrl.core.processor import products_of_16_bits_are_slow
 from meshrl.core.terminal import counted
+
+OWN_DEVICE_SHARE = 0.9  # of the memory of a device that only a sampler uses
 
 
 def check(case: Case) -> list[Problem]:
@@ -89,6 +92,8 @@ def _unused_in_sft() -> Unused:
 def _unused_in_rl(config: RunConfig) -> Unused:
     rollout, kind, ranks = config.rollout, config.loop.kind, "cluster.num_rollout_ranks"
     yield from _unused_in_data(config)
+    if not config.loop.max_replaced_groups:
+        yield "loop", "replace_by", "loop.max_replaced_groups is 0", "loop.max_replaced_groups"
     if kind != "fully_async":
         yield "loop", "in_flight oversampling", f"loop.kind is {kind}", "loop.kind"
     for engine in ("embedded", "vllm", "sglang", "endpoint"):
@@ -236,6 +241,27 @@ def _kinds(case: Case) -> Iterator[Problem]:
             yield Problem((key,), f"must be {choices}, or a dotted path package.module:name.{meant}")
 
 
+def defaults_of_the_machine(case: Case) -> dict[str, tuple[object, str]]:
+    """Defaults that depend on the CPU or the placement: the value of each such key that is not given, and the
+    reason."""
+    config, defaults = case.config, dict[str, tuple[object, str]]()
+    if _computes_slowly(case):
+        reason = "this CPU has no fast products of 16-bit numbers (bfloat16 takes 44 to 92 times as long)"
+        defaults["model.dtype"] = "float32", reason
+    if isinstance(config, RunConfig) and config.cluster.num_rollout_ranks and config.rollout.uses_device:
+        name = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}.get(config.rollout.engine)
+        if name is not None and (config.rollout.engine == "sglang" or config.rollout.vllm.kv_cache_bytes is None):
+            reason = "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
+            defaults[f"rollout.{config.rollout.engine}.{name}"] = OWN_DEVICE_SHARE, reason
+    return {key: default for key, default in defaults.items() if key not in case.given}
+
+
+def _computes_slowly(case: Case) -> bool:
+    """Whether the run's ranks are on the CPU of this machine, and it is slow in 16 bits. Ranks of Ray may have other
+    machines."""
+    return case.config.cluster.executor != "ray" and products_of_16_bits_are_slow()
+
+
 def notices(case: Case) -> list[str]:
     """Notices about settings that are allowed, but may surprise a reader of the config."""
     config, purpose = case.config, case.purpose
@@ -246,6 +272,13 @@ def notices(case: Case) -> list[str]:
         if key in case.given and (case.given[key].value or 0) > num_steps:
             ends = ", and is evaluated before the first and after the last" if key == "loop.eval_every_steps" else ""
             texts.append(f"{_shown(case, key)} is never reached: the run has {counted(num_steps, 'step')}{ends}.")
+    if (default := defaults_of_the_machine(case).get("model.dtype")) is not None:
+        texts.append(f"model.dtype is {default[0]}, since {default[1]}. Set model.dtype to override this.")
+    elif config.model.dtype != "float32" and _computes_slowly(case):
+        texts.append(
+            f"model.dtype is {config.model.dtype}, and this CPU has no fast products of 16-bit numbers: float32 is "
+            "many times faster here."
+        )
     if purpose == "train":
         texts += _notices_of_the_loss(case)
         texts += _notices_of_the_reward(case.rl)
@@ -277,10 +310,14 @@ def notices(case: Case) -> list[str]:
             "they are below 1/512 of a weight, and partly up to 1/256; float32 master weights keep them."
         )
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
-    if longest is not None and budget is not None and longest > budget:
+    ulysses = config.train.mesh.ulysses
+    most = (MOST_TOKENS if budget is None else budget) * ulysses  # the ranks of ulysses share a micro-batch
+    if longest is not None and longest > most:
+        value = f"{budget}" if budget is not None else f"null, which is at most {MOST_TOKENS}"
+        together = f" x {ulysses} ranks of train.mesh.ulysses" if ulysses > 1 else ""
         texts.append(
-            f"the longest row may have {longest} tokens, above train.max_tokens_per_microbatch = {budget}: rows are "
-            "never split, so such a row is a micro-batch of its own."
+            f"the longest row may have {longest} tokens, above train.max_tokens_per_microbatch = {value}{together}: "
+            "rows are never split, so such a row is a micro-batch of its own."
         )
     return texts
 

@@ -41,6 +41,10 @@ class LoopConfig(Slice):
     max_replaced_groups: int = Field(0, ge=0)
     """groups that a step replaces by newly sampled ones because all their answers have the same reward, which gives
     no gradient (dynamic sampling of DAPO); after this many the step takes any group. 0 = none is replaced"""
+    replace_by: str | None = None
+    """score in which the answers of a group must differ, besides their reward: one of reward.terms, or weighted_sum =
+    the reward; null = eval_term if it is set, else the weighted sum without terms of kind overlong and format, which
+    judge no answer"""
     eval_every_steps: int = Field(0, ge=0)
     """steps between evaluations; 0 = only before and after training"""
     eval_samples: int = Field(1, ge=1)
@@ -148,7 +152,9 @@ def loop_problems(case: Case) -> Iterator[Problem]:
             reason="there are no held-out rows for an evaluation",
         )
     terms = [*config.reward.terms, WEIGHTED_SUM]
-    if config.reward.terms and loop.eval_term is not None and loop.eval_term not in terms:
-        close = similar_names(loop.eval_term, terms, 1)
-        near = f" Nearest: {close[0]}." if close else ""
-        yield Problem(("loop.eval_term",), f"must be one of reward.terms or {WEIGHTED_SUM}: {', '.join(terms)}.{near}")
+    for key, term in {"eval_term": loop.eval_term, "replace_by": loop.replace_by}.items():
+        if config.reward.terms and term is not None and term not in terms:
+            close = similar_names(term, terms, 1)
+            near = f" Nearest: {close[0]}." if close else ""
+            text = f"must be one of reward.terms or {WEIGHTED_SUM}: {', '.join(terms)}.{near}"
+            yield Problem((f"loop.{key}",), text)

@@ -47,7 +47,8 @@ class ModelConfig(Slice):
     path: str
     """folder with config.json, safetensors and tokenizer, or a Hugging Face Hub id organisation/name"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """dtype in which trainer and sampler compute; the trainer stores parameters in train.master_dtype"""
+    """dtype in which trainer and sampler compute; the trainer stores parameters in train.master_dtype. On a CPU without
+    fast products of 16-bit numbers (x86 without AVX-512 or AMX) the default is float32, which is many times faster"""
     attn_implementation: Literal["auto", "sdpa", "flash", "flex", "eager"] = "auto"
     """how trainer and embedded sampler compute attention: flash (or flash_attention_2) = a kernel for packed rows;
     flex = torch's flex_attention; sdpa = torch's SDPA over padded rows; eager = plain matrix products, for a debugger;

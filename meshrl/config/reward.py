@@ -9,6 +9,7 @@ MAX_REWARD = 1e12
 """Limit of the size of a reward: its square times the number of samples of any step is far below the largest float32,
 3.4e38, so that no sum or group statistic of rewards overflows."""
 _MAX_WEIGHT = 1e6
+SHAPING_KINDS = ("overlong", "format")  # of terms that judge the form of an answer, not whether it is right
 
 
 class RewardTerm(Slice):

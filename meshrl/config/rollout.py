@@ -84,7 +84,8 @@ class VllmConfig(Slice):
     kv_cache_bytes: int | None = Field(None, ge=1)
     """bytes of the KV cache on each device; null = by gpu_memory_utilization on a GPU, 1 GiB on a CPU"""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
-    """share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU"""
+    """share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU. With
+    cluster.num_rollout_ranks above 0 the default is 0.9, since samplers have devices of their own"""
     start_deadline_s: float = Field(1800.0, gt=0)
     """seconds in which the server must start and answer; loading and compiling a large model takes minutes"""
 
@@ -104,7 +105,8 @@ class SglangConfig(Slice):
     deterministic: bool = True
     """answers depend only on seed and prompt, not on other requests; false is faster, but seeds have no effect then"""
     mem_fraction_static: float = Field(0.5, gt=0, le=1)
-    """share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU"""
+    """share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU. With
+    cluster.num_rollout_ranks above 0 the default is 0.9, since samplers have devices of their own"""
     start_deadline_s: float = Field(1800.0, gt=0)
     """seconds in which the server must start and answer; loading and compiling a large model takes minutes"""
 

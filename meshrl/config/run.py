@@ -18,7 +18,7 @@ from meshrl.config.data import DataConfig
 from meshrl.config.loop import WEIGHTED_SUM, LoopConfig, SftConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.monitor import MonitorConfig
-from meshrl.config.reward import RewardConfig, full_reward
+from meshrl.config.reward import SHAPING_KINDS, RewardConfig, full_reward
 from meshrl.config.rollout import RolloutConfig, SamplingConfig
 from meshrl.config.train import TrainConfig
 
@@ -104,6 +104,16 @@ class RunConfig(Slice):
         if self.loop.eval_pass_score is not None or self.eval_term != WEIGHTED_SUM:
             return 1.0 if self.loop.eval_pass_score is None else self.loop.eval_pass_score
         return full_reward((term.kind, term.weight) for term in self.reward.terms.values())
+
+    @property
+    def replace_weights(self) -> dict[str, float] | None:
+        """The weight of each reward term in the score of loop.replace_by; None = the score is the reward."""
+        loop, terms = self.loop, self.reward.terms
+        by = loop.replace_by or (loop.eval_term if "eval_term" in loop.model_fields_set else None)
+        if by is not None:
+            return None if by == WEIGHTED_SUM else {by: 1.0}
+        weights = {name: term.weight for name, term in terms.items() if term.kind not in SHAPING_KINDS}
+        return weights if any(weights.values()) and len(weights) < len(terms) else None
 
     @property
     def sampling_ranks(self) -> tuple[str, int]:

@@ -44,7 +44,7 @@ class GroupBuffer:
         self._reusable = {group.trajectories[0].prompt.ordinal: group for group in valid}
         job.scored = []
         self._unsent = set[str]()  # sessions of started groups that have not sent a request yet
-        self._filter, self._replaced = GroupFilter(job.cfg.loop), list[ScoredGroup]()
+        self._filter, self._replaced = GroupFilter(job.cfg), list[ScoredGroup]()
         self._failed: asyncio.Task[ScoredGroup] | None = None
         self._group_ended, self._is_open = asyncio.Event(), True
 

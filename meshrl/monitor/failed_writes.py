@@ -6,10 +6,12 @@ checkpoints are data: an error there ends the run.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -26,6 +28,30 @@ class FailedWrites:
         self._failing = Counter[str]()  # failed writes in succession, up to the last one
         self._recovered: list[str] = []
         self._num_taken = 0
+        self._thread = ThreadPoolExecutor(1, "writes")
+        self._unfinished: Future[None] | None = None  # the last call of `write`, if a thread runs it
+
+    def write(self, output: str, write: Callable[[], None]) -> None:
+        """An `attempt` to call `write`, after that of the last call. Called in an event loop, a thread does it, since
+        the loop has others to serve."""
+        self.wait()
+
+        def attempt() -> None:
+            with self.attempt(output):
+                write()
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            attempt()
+        else:
+            self._unfinished = self._thread.submit(attempt)
+
+    def wait(self) -> None:
+        """Until the last `write` has ended. Raises: its exception, unless it was counted."""
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is not None:
+            unfinished.result()
 
     @contextmanager
     def attempt(self, output: str, *also: type[Exception]) -> Iterator[None]:
@@ -63,6 +89,7 @@ class FailedWrites:
 
     def take(self) -> list[Metric]:
         """`monitor/failed_writes`: the failed writes to all outputs since the last call."""
+        self.wait()
         total = sum(self.counts.values())
         new, self._num_taken = total - self._num_taken, total
         return [Metric(name="monitor/failed_writes", sum=float(new), reduce="sum", unit="writes")]

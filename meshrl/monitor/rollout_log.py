@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +47,9 @@ class RolloutLog:
     decode: ids int32[R] -> text with special tokens. writes: counts failed writes, which end no run; by default the log
     has its own counter. every_steps: steps 1, 1 + every_steps, 1 + 2 * every_steps, ... have files, and all
     evaluations; 0 = nothing has a file.
+
+    Called in an event loop, a write only makes the lines; a thread writes them and the values of the tokens
+    (FailedWrites.write). At most one step's waits in memory.
     """
 
     def __init__(
@@ -81,36 +85,41 @@ class RolloutLog:
         """
         if not self.has_file(step, name):
             return None
-        path = self._folder / f"{name}_{step:06d}.jsonl"
+        self._writes.wait()
+        path, lines = self._folder / f"{name}_{step:06d}.jsonl", list[str]()
         groups: dict[str, _Group] = {}
         texts = self._texts(trajectories)
-        with self._writes.attempt("rollouts"):
+        for trajectory, of_turns in zip(trajectories, texts):
+            record = _trajectory_record(trajectory, of_turns)
+            # Null stands for the prompt and the first context of the group, if an earlier line has them.
+            group = groups.setdefault(trajectory.group_id, _Group())
+            if group.prompt is trajectory.prompt:
+                record["prompt"] = None
+            group.prompt = group.prompt or trajectory.prompt
+            for turn, turn_record in zip(trajectory.turns[:1], record["turns"]):
+                if group.context_ids is None:
+                    group.context_ids = turn.context_ids
+                elif np.array_equal(group.context_ids, turn.context_ids):
+                    turn_record["context_ids"] = None
+            lines.append(to_line({"schema": SCHEMA, "step": step, **record}))
+
+        def write_files() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
             tokens_file(path).unlink(missing_ok=True)
             place = _appended(path) if append else replacing(path)
             with place as aside, aside.open("a" if append else "w", encoding="utf-8") as file:
-                for trajectory, of_turns in zip(trajectories, texts):
-                    record = _trajectory_record(trajectory, of_turns)
-                    # Null stands for the prompt and the first context of the group, if an earlier line has them.
-                    group = groups.setdefault(trajectory.group_id, _Group())
-                    if group.prompt is trajectory.prompt:
-                        record["prompt"] = None
-                    group.prompt = group.prompt or trajectory.prompt
-                    for turn, turn_record in zip(trajectory.turns[:1], record["turns"]):
-                        if group.context_ids is None:
-                            group.context_ids = turn.context_ids
-                        elif np.array_equal(group.context_ids, turn.context_ids):
-                            turn_record["context_ids"] = None
-                    file.write(to_line({"schema": SCHEMA, "step": step, **record}))
+                file.writelines(lines)
             if not append:
                 write_tokens(tokens_file(path), trajectories, texts, self._token_texts, trainer)
+
+        self._writes.write("rollouts", write_files)
         return path
 
     def write_tokens(self, step: int, trajectories: Sequence[Trajectory], name: str) -> None:
         """Write the values of the tokens of these trajectories, which `write` has appended to a file."""
-        with self._writes.attempt("rollouts"):
-            path = tokens_file(self._folder / f"{name}_{step:06d}.jsonl")
-            write_tokens(path, trajectories, self._texts(trajectories), self._token_texts, None)
+        path = tokens_file(self._folder / f"{name}_{step:06d}.jsonl")
+        texts = self._texts(trajectories)
+        self._writes.write("rollouts", partial(write_tokens, path, trajectories, texts, self._token_texts, None))
 
     def _texts(self, trajectories: Sequence[Trajectory]) -> list[list[str]]:
         return [[self._decode(turn.output_ids) for turn in t.turns] for t in trajectories]

@@ -189,6 +189,7 @@ class LiveRun:
 
     async def save(self, job: Resumable) -> None:
         """Start to save a checkpoint of the last finished step, unless it is saved."""
+        self.writes.wait()  # a run that continues from here does not write earlier files again
         saved = {
             "kind": self.kind,
             "best": best_facts(self.folder),
@@ -255,6 +256,7 @@ class LiveRun:
     def continue_from(self, start: Start | None) -> None:
         """Move the output of later steps aside, and write from this state on; None: from the beginning. Called again
         when the run returns to an earlier state. Raises: ConfigError when a sink can't be opened."""
+        self.writes.wait()  # files of later steps are moved
         if self.is_open:
             self.sinks.pop(0).close(failed=True)
         first_step = start.step if start is not None else 0
@@ -300,6 +302,7 @@ class LiveRun:
 
     def write_result(self, status: str, error: str | None, write_report: WriteReport) -> None:
         """Write result.json and the report, which reads it, and list the outputs that are not complete."""
+        self.writes.wait()
         result = {"status": status, "error": error, "wall_s": self._wall_s, **self.summary()}
         self._write_result(result)
         with self.writes.attempt("report.html", MeshrlError):

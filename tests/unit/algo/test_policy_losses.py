@@ -11,7 +11,7 @@ import torch
 from tiny_samples import trained_fields, with_trained_fields
 
 from meshrl.algo.advantages import ADVANTAGES
-from meshrl.algo.losses import LOSSES, LossInputs, gspo, make_policy_loss, sft_loss
+from meshrl.algo.losses import LOSSES, LossInputs, gspo, make_policy_loss, sapo, sft_loss
 from meshrl.config.algo import ADVANTAGE_NAMES, LOSS_ARGS, AlgoConfig, KlConfig, LossConfig
 from meshrl.core.batch import Batch, Outputs
 
@@ -151,6 +151,18 @@ def test_sapo_golden_values(advantage, ratio, value, gradient):
     got, grad, metrics = one_token(advantage, ratio, LossConfig(kind="sapo", tau_neg=2.0))
     assert (got, grad) == (pytest.approx(value, rel=1e-5), pytest.approx(gradient, rel=1e-5))
     assert metrics["loss/ratio_mean"].sum == pytest.approx(ratio)
+
+
+def test_sapo_is_exact_in_fp64():
+    """tau and 4 / tau in fp32 would give an error of 1e-8."""
+    new, tau = torch.tensor([-1.0, -2.0], dtype=torch.float64), (0.3, 0.7)
+    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    old = {"old_logprobs": new - 0.1, "rollout_logprobs": new, "ref_logprobs": None, "entropy": None}
+    inputs = LossInputs(logprobs=new, advantages=advantages, row_lengths=[2], **old)
+    got, _ = sapo(inputs, tau_pos=tau[0], tau_neg=tau[1])
+    ratio = math.exp(0.1)
+    expected = [-a * 4 / t / (1 + math.exp(-t * (ratio - 1))) for a, t in zip((1, -1), tau)]
+    assert got.dtype == torch.float64 and got.tolist() == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.parametrize("kind", LOSSES)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.config import check
 from meshrl.config import load as config_load
 from meshrl.config.algo import LOSS_ARGS, LossConfig
 from meshrl.config.explain import explain, to_yaml
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError
+from meshrl.core.processor import products_of_16_bits_are_slow
 from meshrl.data.check import check_data
 from meshrl.reward.check import check_graders
 
@@ -316,3 +318,75 @@ def test_overrides_that_an_evaluation_does_not_read_are_noted(good: Path):
     )
     assert notes("loop.eval_samples=2", "loop.eval_term=weighted_sum", "loop.eval_pass_score=2") == notes() == []
     assert notes("train.optimizer.lr=1", purpose="train") == []
+
+
+FLAGS = "fpu sse2 avx avx2 fma"
+
+
+@pytest.mark.parametrize(
+    ("flags", "accelerator", "slow"),
+    [
+        (FLAGS, False, True),
+        (FLAGS, True, False),
+        (f"{FLAGS} avx512f avx512vl avx512bw avx512dq", False, False),
+        (f"{FLAGS} avx512f", False, True),
+        (f"{FLAGS} amx_bf16", False, False),
+        (f"{FLAGS} avx_ne_convert", False, False),
+        ("asimd bf16", False, False),
+        ("", False, False),
+    ],
+)
+def test_which_cpus_are_slow_in_16_bits(flags, accelerator, slow):
+    assert products_of_16_bits_are_slow(flags.split(), accelerator) == slow
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_the_default_dtype_is_float32_on_a_cpu_that_is_slow_in_16_bits(good, good_sft, monkeypatch, slow):
+    monkeypatch.setattr(check, "products_of_16_bits_are_slow", lambda: slow)
+    for loaded in (load_run_config(good), load_sft_config(good_sft)):
+        assert loaded.config.model.dtype == ("float32" if slow else "bfloat16")
+        assert sum("model.dtype is float32, since this CPU" in notice for notice in loaded.notices) == slow
+        origin = loaded.origins["model.dtype"]
+        assert origin.startswith("default, here float32: this CPU has no fast") if slow else origin == "default"
+    given = load_run_config(good, ["model.dtype=bfloat16"])
+    assert given.config.model.dtype == "bfloat16"
+    assert sum("float32 is many times faster here" in notice for notice in given.notices) == slow
+    assert load_run_config(good, ["cluster.executor=ray"]).config.model.dtype == "bfloat16", "other machines"
+
+
+@pytest.mark.parametrize(
+    ("engine", "share"),
+    [(f"vllm: {{python: '{sys.executable}'", "vllm.gpu_memory_utilization"),
+     (f"sglang: {{python: '{sys.executable}'", "sglang.mem_fraction_static")],
+)  # fmt: skip
+def test_samplers_with_devices_of_their_own_take_most_of_their_memory(write, good, engine, share):
+    """A share that is given is kept."""
+    name, key = share.split(".")
+    own = f"rollout: {{engine: {name}, {engine}}}}}\ncluster: {{num_rollout_ranks: 1}}\n"
+    path = write(f"base: run.yaml\n{own}", "own.yaml")
+    for overrides, expected, how in (
+        ([], 0.9, "default, here 0.9: cluster.num_rollout_ranks is above 0: samplers have devices of their own"),
+        (["cluster.num_rollout_ranks=0"], 0.5, "default"),
+        ([f"rollout.{share}=0.7"], 0.7, "command line"),
+    ):
+        loaded = load_run_config(path, overrides)
+        assert getattr(getattr(loaded.config.rollout, name), key) == expected
+        assert loaded.origins[f"rollout.{share}"] == how
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notice"),
+    [
+        (["train.max_tokens_per_microbatch=100"], "above train.max_tokens_per_microbatch = 100: rows"),
+        (["train.max_tokens_per_microbatch=100", "train.mesh.ulysses=2", "cluster.num_train_ranks=2"], None),
+        (["data.max_prompt_tokens=250", "train.max_tokens_per_microbatch=100", "train.mesh.ulysses=2",
+          "cluster.num_train_ranks=2"], "= 100 x 2 ranks of train.mesh.ulysses: rows"),
+        (["data.max_prompt_tokens=20000"], "= null, which is at most 16384: rows"),
+    ],
+)  # fmt: skip
+def test_a_row_above_the_budget_of_its_ranks_gets_a_note(good, overrides, notice):
+    (good.parent / "tiny" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 99999}')
+    sizes = ["data.max_prompt_tokens=50", "rollout.sampling.max_new_tokens=100", "rollout.max_context_tokens=null"]
+    given = load_run_config(good, [*sizes, *overrides]).notices
+    found = [text for text in given if "never split" in text]
+    assert not found if notice is None else notice in found[0]

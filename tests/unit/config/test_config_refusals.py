@@ -135,6 +135,7 @@ BAD: list[tuple[str, list[str]]] = [
         ["more than 1 versions old", "kind: fully_async"],
     ),
     ("loop.in_flight=abort", ["would have no effect", "loop.kind is colocated"]),
+    ("loop.replace_by=answer", ["would have no effect", "loop.max_replaced_groups is 0"]),
     ("loop.oversampling=0.5", ["would have no effect", "loop.kind is colocated"]),
     ("model.lora.rank=8", ["would have no effect", "model.lora is off"]),
     ("model.lora.alpha=8", ["would have no effect", "model.lora is off"]),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import subprocess
 import sys
+import threading
+from threading import Event
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -94,6 +97,34 @@ def test_a_failed_attempt_with_arrays_of_other_lengths_does_not_damage_the_file(
     assert found["characters"].sum() == len(decode(bad.output_ids))
     after = read_tokens(path, trajectories[2].id)[3].columns
     np.testing.assert_array_equal(after["rollout_logprobs"], trajectories[2].turns[3].logprobs)
+
+
+def test_an_event_loop_does_not_wait_for_the_values_of_tokens(tmp_path):
+    """A thread writes them in the order of the calls; a failure of the disk is counted, and the next write works."""
+    trajectories, begun, go_on, here = scripted_trajectories(1, 2), Event(), Event(), threading.get_ident()
+
+    def slow(ids):
+        if threading.get_ident() != here:
+            begun.set()
+            assert go_on.wait(60)
+        return decode(ids)
+
+    async def run():
+        writes = FailedWrites()
+        log = RolloutLog(tmp_path, slow, writes)
+        path = log.write(1, trajectories)
+        await asyncio.to_thread(begun.wait, 60)  # the loop goes on, while the thread can't
+        assert not tokens_file(path).exists()
+        go_on.set()
+        assert tokens_file(log.write(2, trajectories)) == tokens_file(path).with_name("step_000002.tokens.parquet")
+        assert len(read_tokens(path, trajectories[1].id)) == 4, "a second write waits for the first one"
+        writes.take()
+        assert len(read_tokens(path.with_name("step_000002.jsonl"), trajectories[1].id)) == 4
+        tokens_file(path.with_name("step_000003.jsonl")).mkdir()
+        log.write(3, trajectories)
+        assert [metric.sum for metric in writes.take()] == [1.0] and writes.is_failing("rollouts")
+
+    asyncio.run(run())
 
 
 def test_evaluations_and_steps_without_an_update_have_a_file_too(tmp_path):
