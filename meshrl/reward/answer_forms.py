@@ -92,6 +92,8 @@ def equal_by_form(stated: str, reference: str, equal: Callable[[str, str], bool]
         if len(terms) != len(wanted_terms) or "0" in terms + wanted_terms:
             return terms == wanted_terms
         return all(map(equal, _quotients(terms), _quotients(wanted_terms)))
+    if any(ratio and other.isdigit() for ratio, other in ((terms, want), (wanted_terms, got))):
+        return False  # 4:1 is not 4
     if (
         max(len(terms), len(wanted_terms)) > 2
         or _is_only_moments(got, moments)

@@ -104,7 +104,7 @@ _UNIT = re.compile(  # a word, such as apples, or a short unit and more words
 )
 _OPERATION = (  # functions, products of variables, and words that change the number
     r"a?(?:sin|cos|tan)|cot|csc|log|exp|gcd|lcm|det|mod|modulo|dozens?|hundreds?|hal(?:f|ves)|quarters?|thirds?|pi|squared|cubed"
-    r"|factorial|plus|minus|remainder|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|[a-dx-z]+|[b-df-hj-np-tv-xz]{3,}"
+    r"|factorial|plus|minus|remainder|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|[a-d]+|[u-z]+|[a-dx-z]+|[b-df-hj-np-tv-xz]{3,}"
 )
 _CONNECTIVE = re.compile(
     rf"(?:and|or|to|plus|minus|times|over)\s+(?:[-$]*[0-9]|[a-z]\b|half|more|less|fewer)|(?:{_OPERATION})\b",

@@ -29,6 +29,8 @@ FORMS: dict[str, list[tuple[str, list[object], list[object]]]] = {
         ("\\boxed{1:\\sqrt{2}}", ["\\sqrt{2}:2", "\\frac{1}{\\sqrt{2}}"], ["1:2", "\\sqrt{2}"]),
         ("\\boxed{3\\colon 1}", ["3:1"], ["6:1", "1:3"]),
         ("\\boxed{3:0}", ["3:0"], ["2:0"]),
+        ("\\boxed{4:1}", ["8:2"], ["4", "1"]),
+        ("\\boxed{4}", ["4"], ["4:1"]),
     ],
     "date": [
         (
@@ -86,6 +88,7 @@ FORMS: dict[str, list[tuple[str, list[object], list[object]]]] = {
         ("\\boxed{3 \\sin x}", ["3\\sin x"], ["3", "3\\cos x"]),
         ("\\boxed{5 log x}", [], ["5"]),
         ("\\boxed{4 cos 2}", [], ["4"]),
+        ("\\boxed{2 uvw}", ["2uvw"], ["2"]),
         ("\\boxed{2 xyz}", ["2xyz"], ["2"]),
         ("\\boxed{3 pi}", ["3\\pi"], ["3"]),
         ("\\boxed{5 x^2}", ["5x^2"], ["5", "25"]),
