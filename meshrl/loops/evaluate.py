@@ -41,6 +41,8 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
     num_failed = float(sum(_has_failed(t, cfg.eval_term) for t in trajectories))
     lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
     terms = [_mean(f"eval/reward/term/{term}", scores_by(term, trajectories)) for term in cfg.reward.terms]
+    num_abstained = scores.count(None)
+    abstained = Metric(name="eval/num_abstained", sum=float(num_abstained), reduce="sum", unit="attempts")
     return [
         Metric(name="eval/mean_at_k", sum=float(sum(row.mean() for row in rows)), weight=len(rows), unit="score"),
         Metric(name="eval/standard_error", sum=standard_error([r.mean() for r in rows]), reduce="max", unit="score"),
@@ -52,7 +54,7 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
         Metric(name="eval/length_mean_tokens", sum=float(sum(lengths)), weight=len(lengths), unit="tokens"),
         Metric(name="eval/num_prompts", sum=float(len(rows)), reduce="sum", unit="prompts"),
         Metric(name="eval/num_failed", sum=num_failed, reduce="sum", unit="attempts"),
-        Metric(name="eval/num_abstained", sum=float(scores.count(None)), reduce="sum", unit="attempts"),
+        *([abstained] if num_abstained else ()),
     ]
 
 

@@ -143,9 +143,13 @@ class LiveRun:
         values, error = report(self.sinks, step, [*metrics, *self.checkpoints.take_metrics()])
         self.sink_error = self.sink_error or error
         self._sync_metrics = {n.partition("/")[2]: v for n, v in values.items() if n.split("/")[0] == "sync"}
+        self.note_recovered()
+        return values
+
+    def note_recovered(self) -> None:
+        """A line for each output that is written again after failed writes."""
         for line in self.writes.recovered():
             self.note(line)
-        return values
 
     def progress(self, text: str) -> None:
         """Show how far the current phase is."""
@@ -309,8 +313,7 @@ class LiveRun:
             write_report(self.folder)
         if "report.html" in self.writes.counts:
             self._write_result(result)
-        for line in self.writes.recovered():
-            self.note(line)
+        self.note_recovered()
         if (incomplete := self.writes.summary()) is not None:
             self.note(incomplete)
             if self.writes.is_failing("terminal") and not self.objects.quiet:

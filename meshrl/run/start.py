@@ -267,6 +267,8 @@ async def _note_ready(
 
 
 def _note_end(run: LiveRun, steps: int, how: str = "") -> None:
+    run.writes.wait()
+    run.note_recovered()
     since = f" ({steps - run.start.step} of them after the resume)" if run.start is not None else ""
     run.note(f"done: {counted(steps, 'step')}{since}{how} in {run.seconds:.0f} s; see {run.folder / 'report.html'}")
 

@@ -417,11 +417,8 @@ class TrainEngine:
         return write.result()
 
     def load(self, folder: str | Path, reference: Tensors = NO_TENSORS) -> None:
-        """Load a state that any number of ranks saved (a collective). The parameters must be on the device.
-
-        Raises: CheckpointError, before anything is changed, when a file is damaged or of another model, or when the
-        reference model is another one.
-        """
+        """Load a state that any number of ranks saved (a collective). The parameters must be on the device. Raises:
+        CheckpointError, before anything is changed, for damaged files, another model, or another reference model."""
         reshard(self.model)
         counters = load_state(Path(folder), self.role, self.model.lm, self.optimizer, self.device, reference)
         self.num_optimizer_steps, self.num_skipped_in_a_row = counters

@@ -36,7 +36,10 @@ def test_ranks_import_user_defined_functions_from_the_working_folder(tmp_path: P
         "algo.advantage=algorithm_of_a_user:standardized",
         "algo.loss={kind: 'algorithm_of_a_user:clipped', width: 0.2}",
     )
-    assert steps_of(train(config, "own", *RANKS, *own)) == steps_of(train(config, "built-in", *RANKS))
+    built_in = steps_of(train(config, "built-in", *RANKS))
+    for step in built_in:
+        step.pop("reward/groups_of_one", None)  # not a fault with any advantage
+    assert steps_of(train(config, "own", *RANKS, *own)) == built_in
 
 
 NOISE = """

@@ -132,7 +132,7 @@ def test_false_from_on_step_ends_the_run_as_after_its_last_step(config):
     run = meshrl.train(config("ended", loop={"num_steps": 3}), **arguments, on_step=enough)
     assert run.summary["status"] == "done" and run.summary["steps"] == 2
     assert [e["step"] for e in run.summary["evals"]] == [0, 2]
-    assert run.model == run.folder / "checkpoints" / "step_000002" / "model" and run.model.is_dir()
+    assert (run.folder / "checkpoints" / "step_000002" / "model").is_dir() and run.model == run.best_model
     assert [m["eval/mean_at_k"] for m in metrics_seen] == [run.metrics["eval/mean_at_k"][0]] * 2
     resumed = meshrl.train(config("ended", loop={"num_steps": 3}), ["run.resume=auto"], **arguments)
     assert resumed.metrics["reward/mean"] == full.metrics["reward/mean"]

@@ -153,7 +153,7 @@ FAULTS = [
     Fault(
         "a group of equal rewards counts as one with a gradient",
         "meshrl/loops/source.py::GroupFilter.accepts",
-        "len(rewards) > 1 => len(rewards) > 0",
+        "min(len(rewards), len(scores)) > 1 => min(len(rewards), len(scores)) > 0",
         _REPLACED + "test_a_group_is_accepted_if_its_rewards_differ_or_the_limit_is_reached",
     ),
     Fault(

@@ -386,7 +386,6 @@ FILES: list[tuple[str, list[str]]] = [
     ("model: {path: tiny}\n", ["data", "loop", "required, but not given", "[not given]"]),
     ("a: [1\n", ["not valid YAML", "line 2"]),
     ("just text\n", ["mapping of sections"]),
-    ("[1, 2]\n", ["mapping of sections"]),
     ("a: 1\n--- \nb: 2\n", ["not valid YAML"]),
     ("? [a, b]\n: 1\n", ["bad.yaml:1", "single word"]),
     ("a: !!python/name:os.system x\n", ["bad.yaml:1", "YAML tag"]),
