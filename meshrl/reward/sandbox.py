@@ -88,7 +88,7 @@ class WorkerOutput:
 
 
 Item = tuple[str, dict[str, Any]]
-"""(term, payload): payload has completion, answer and the keywords OFFERED in kinds.py."""
+"""(term, payload): payload has completion, answer and the keywords in kinds.py that a term takes."""
 
 _START_TIMEOUT_S = 60.0  # enough for imports of a user's module on a busy machine
 _END_TIMEOUT_S = 2.0  # from the end of a socket to the end of its process
@@ -132,6 +132,11 @@ class Sandbox:
         self._threads = ThreadPoolExecutor(cfg.num_workers, thread_name_prefix="reward")
         self._starting = asyncio.Lock()
         self._started = self._closed = False
+
+    @property
+    def terms_of_tokens(self) -> frozenset[str]:
+        """The terms whose function has a parameter of OF_TOKENS; known once started."""
+        return self._workers[0].terms_of_tokens
 
     @property
     def counts(self) -> Counter[str]:
@@ -219,6 +224,7 @@ class _Worker:
         self._running: _Running | None = None
         self.async_terms: frozenset[str] = frozenset()
         self._cpu_limited_terms: frozenset[str] = frozenset()
+        self.terms_of_tokens: frozenset[str] = frozenset()
         self.counts = Counter[str]()
 
     def start(self) -> _Running:
@@ -232,6 +238,7 @@ class _Worker:
             ready = parse_ready(receive_bytes(running.link, _MAX_REPLY_BYTES), self._setup["terms"])
             if not ready.error:
                 self.async_terms, self._cpu_limited_terms = ready.async_terms, ready.cpu_limited_terms
+                self.terms_of_tokens = ready.terms_of_tokens
                 return running
         except (OSError, EOFError, ValueError) as error:
             code = running.process.exit_code(0.0 if isinstance(error, TimeoutError | ValueError) else _END_TIMEOUT_S)
