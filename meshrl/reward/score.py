@@ -19,6 +19,7 @@ from meshrl.core.lookup import code_of
 from meshrl.core.types import Metric, Trajectory
 from meshrl.reward.sandbox import EVENTS, Log, Sandbox
 
+Decode = Callable[[np.ndarray], str] | None  # ids int32[R] -> text with special tokens, for the parameter `raw`
 _ADVICE = {
     "agent": "Let the agent put a parsed message into the last turn of each trajectory.",
     "bad_value": f"Let the reward function return a finite number, of at most {MAX_REWARD:g} in size.",
@@ -42,11 +43,10 @@ class Scorer:
         functions: Mapping[str, Callable[..., Any]] | None = None,
         note: Callable[[str], None] = lambda _: None,
         log: Log | None = None,
-        decode: Callable[[np.ndarray], str] | None = None,
+        decode: Decode = None,
     ):
         """functions: Python objects given in place of a kind, by term. note: called at the first failed grading,
         whenever their number has grown tenfold, and at the end. log: called with the output of the functions.
-        decode: ids int32[R] -> text with special tokens, for functions with the parameter `raw`.
 
         Raises: ConfigError, as Sandbox.
         """
@@ -86,9 +86,7 @@ class Scorer:
         counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
         return [*self._metrics(scored, Counter(failure.kind for _, _, failure in failures)), *counted]
 
-    async def grade(
-        self, items: Sequence[tuple[str, Trajectory]], decode: Callable[[np.ndarray], str] | None = None
-    ) -> list[Graded]:
+    async def grade(self, items: Sequence[tuple[str, Trajectory]], decode: Decode = None) -> list[Graded]:
         """The result of each (term, trajectory), in order. Trajectories are not changed and nothing is counted.
         decode: None = the ids have no text, and `raw` is the completion."""
         await self.start()
