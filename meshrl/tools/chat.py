@@ -22,6 +22,7 @@ from meshrl.core.types import Request, SamplingParams, turn_seed
 from meshrl.data.chat import Message, load_tokenizer, render, stop_token_ids
 from meshrl.data.decode import answer_text
 from meshrl.rollout.embedded.engine import build_embedded_engine
+from meshrl.run.folder import config_of
 from meshrl.run.subject import find_subject
 from meshrl.tools.convert import convert
 
@@ -47,6 +48,8 @@ def chat(models: Sequence[str], words: Sequence[str], system: str | None, step: 
                 model = f"{folder}/model"
                 convert(subject.state, Path(model))
             print_message(f"loading {subject.text}")
+            if (kind := config_of(subject.run).get("agent", {}).get("kind", "single_turn")) != "single_turn":
+                print_message(f"trained with agent.kind {kind}, but a chat uses no agent, and so none of its tools")
             chats.append(Chat(model, name, system, settings))
         if question is not None:
             _answer(chats, question)

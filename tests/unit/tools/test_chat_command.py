@@ -185,3 +185,12 @@ def test_a_question_that_does_not_fit_is_reported_and_the_chat_goes_on(model, mo
     chat([model], ["temperature=0", "max_new_tokens=4", "dtype=float32"], None)
     printed = capsys.readouterr()
     assert "meshrl: " in printed.err and "tokens" in printed.err and printed.out.strip()
+
+
+def test_a_run_with_an_agent_is_noted_because_no_tool_is_used(model, tmp_path, capsys):
+    for name, kind in (("plain", "single_turn"), ("tools", "multi_turn")):
+        shutil.copytree(model, tmp_path / name / "checkpoints" / "step_000001" / "model")
+        (tmp_path / name / "config.yaml").write_text(f"agent:\n  kind: {kind}\n")
+        chat([str(tmp_path / name)], ["temperature=0", "max_new_tokens=2", "dtype=float32", "ab?"], None)
+        noted = "trained with agent.kind multi_turn, but a chat uses no agent" in capsys.readouterr().err
+        assert noted == (name == "tools")
