@@ -20,17 +20,26 @@ _SHOWN = 3
 async def attempt(
     agent: Agent, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext, name: str
 ) -> Trajectory:
-    """The agent's trajectory, with valid turns; a failed one without turns when the agent raised an exception. The
-    agent gets a copy of the prompt: what it changes, no other attempt sees. name: of the agent, for errors.
+    """The agent's trajectory, with valid turns; a failed one without turns when the agent raised an exception, or took
+    two turns at once, which raises a RuntimeError in it. The agent gets a copy of the prompt: what it changes, no other
+    attempt sees. name: of the agent, for errors.
 
     Raises: the errors of meshrl, such as TurnError and DataError; the first exception of `generate`, except a
     RequestError, whatever the agent does with it: a lost rank or a bug of an engine is no fault of this attempt.
     """
     of_engine: list[BaseException] = []
+    running: set[str] = set()  # ids of requests
+    refused: list[RuntimeError] = []
     fields = {name: getattr(prompt, name) for name in ("messages", "answer", "meta")}
     own = replace(prompt, **copy.deepcopy(fields))
 
     async def observed(request: Request) -> Turn:
+        name = getattr(request, "id", "")
+        if name and name in running:
+            text = f"two turns at once: a request {name} is running. Await each turn before the next one"
+            refused.append(RuntimeError(text))
+            raise refused[-1]
+        running.add(name)
         try:
             return await generate(request)
         except RequestError:
@@ -39,6 +48,8 @@ async def attempt(
             if not is_being_cancelled(error):  # an agent may limit the time of a request
                 of_engine.append(error)
             raise
+        finally:
+            running.discard(name)
 
     failure = None
     try:
@@ -54,6 +65,8 @@ async def attempt(
         failure = Failure(kind="crash", message=error_line(error))
     if of_engine:
         raise of_engine[0]
+    if refused:  # also where the agent handles the exception, or several of its tasks raised some
+        failure = Failure(kind="crash", message=error_line(refused[0]))
     if failure is not None:
         trajectory = start_trajectory(prompt, index, ctx)
         trajectory.status, trajectory.failure = "failed", failure

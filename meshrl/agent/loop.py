@@ -30,7 +30,7 @@ from meshrl.core.types import (
     turn_seed,
 )
 from meshrl.data.chat import Message, continuation_ids, render, render_text
-from meshrl.data.decode import text_of
+from meshrl.data.decode import answer_text, text_of
 from meshrl.data.order import PromptFeed
 
 # Aborted turns are continued below the agent: an abort that is returned here means that the engine failed.
@@ -117,11 +117,11 @@ async def take_turn(
 ) -> Turn | None:
     """Sample one turn on this full context, add it to the trajectory's tree, and set the trajectory's status.
 
-    The turn's parent is found by ids, and its context is cut to the tokens after the parent. Its text is decoded into
-    `messages`, after new_messages (the new context for people and rewards). media_spans: places of the prompt's media
-    in context_ids. The seed depends only on run, ordinal, index and number of the turn. Returns None when no turn
-    could be sampled. The status is then `truncated` if an earlier turn filled the context, `failed` if the prompt alone
-    filled it or the engine refused the request.
+    The turn's parent is found by ids, and its context is cut to the tokens after the parent. Its text, without the
+    special tokens that end it, is decoded into `messages`, after new_messages (the new context for people and rewards).
+    media_spans: places of the prompt's media in context_ids. The seed depends only on run, ordinal, index and number of
+    the turn. Returns None when no turn could be sampled. The status is then `truncated` if an earlier turn filled the
+    context, `failed` if the prompt alone filled it or the engine refused the request.
 
     Raises: TurnError when the engine returns another context than the one that was sent. All other errors of the
     engine propagate.
@@ -158,7 +158,7 @@ async def take_turn(
             f"tokens, which differs from the {len(context_ids)} tokens that were sent; ids must stay unchanged"
         )
     _insert(trajectory, turn, media_spans)
-    text = text_of(ctx.tokenizer, turn.output_ids)
+    text = answer_text(ctx.tokenizer, turn.output_ids, ctx.sampling.stop_token_ids)
     turn.messages = [*new_messages, {"role": "assistant", "content": text}]
     trajectory.status = _STATUS[turn.stop_reason]
     if trajectory.status == "failed":
@@ -247,7 +247,7 @@ class MultiTurn:
             turn = await take_turn(trajectory, context, generate, ctx, new)
             if turn is None or turn.stop_reason != "stop":
                 return trajectory
-            calls = tool_calls(turn.messages[-1]["content"])
+            calls = tool_calls(text_of(ctx.tokenizer, turn.output_ids, special=True))  # a call may end with a stop id
             if not calls:
                 return trajectory
             if len(trajectory.turns) == self.max_turns:

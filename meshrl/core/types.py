@@ -178,7 +178,7 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """The sampled text of all turns, one after the other, without special tokens.
+        """The sampled text of all turns, one after the other, without the special tokens that end a turn.
 
         Raises: DataError when the agent left no decoded message in a turn.
         """

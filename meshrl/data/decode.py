@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,6 +42,19 @@ def text_of(tokenizer: Any, ids: np.ndarray, special: bool = False) -> str:
     if table is None or not len(ids) or ids.view(np.uint32).max() >= len(table.sizes):  # -1 is seen as 2^32 - 1
         return _decoded(tokenizer, ids, special)
     return table.text(ids)
+
+
+def answer_text(tokenizer: Any, ids: np.ndarray, stop_ids: Collection[int]) -> str:
+    """The text of a sampled turn, with its special tokens except those at its end that only end it. ids: int32[R]."""
+    ends, size = ending_ids(tokenizer, stop_ids), len(ids)
+    while size and int(ids[size - 1]) in ends and not text_of(tokenizer, ids[size - 1 : size]):  # it is special
+        size -= 1
+    return text_of(tokenizer, ids[:size], special=True)
+
+
+def ending_ids(tokenizer: Any, stop_ids: Collection[int]) -> set[int | None]:
+    """These stop ids, EOS and padding."""
+    return {*stop_ids, *(getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "pad"))}
 
 
 def _decoded(tokenizer: Any, ids: np.ndarray, special: bool) -> str:

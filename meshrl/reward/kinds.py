@@ -8,6 +8,8 @@ those of these keywords that its signature has:
     messages    list of every parsed message of the trajectory's turns, in order
     stop_reason why the last turn ended: stop | length | context
     num_tokens  number of tokens sampled in all turns of the trajectory
+    raw         text of the last turn with all special tokens; the completion lacks those that end the turn
+    tokens      list of the ids sampled in the last turn
 
 and the `args` of its config entry. A function with the parameters solution_str and ground_truth is called as verl calls
 it, and may return a dict with the number as "score".
@@ -31,7 +33,8 @@ from meshrl.reward.format import format_match, overlong
 from meshrl.reward.math_answer import check_args as check_math_answer
 from meshrl.reward.math_answer import math_answer
 
-OFFERED = ("prompt", "messages", "stop_reason", "num_tokens")
+OF_TOKENS = ("raw", "tokens")  # only for functions that name them, because they double the size of a grading
+OFFERED = ("prompt", "messages", "stop_reason", "num_tokens", *OF_TOKENS)
 
 RewardFn = Callable[..., Any]
 
@@ -58,7 +61,7 @@ class Grader:
 
     def __call__(self, payload: dict[str, Any]) -> Any:
         """Call the function with copies, because the items of a batch and all calls share objects. payload:
-        completion, answer and the values of all OFFERED keywords."""
+        completion, answer and the values of the keywords in `takes`."""
         payload, args = copy.deepcopy((payload, self.args))
         keywords = {name: payload[name] for name in self.takes} | args
         if not self.verl:
@@ -119,7 +122,8 @@ def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | Non
                 f"no argument {unknown[0]!r}; allowed: {', '.join(settable) or 'none'}"
                 f"{did_you_mean(unknown[0], settable)}"
             )
-        takes = tuple(name for name in OFFERED if (open_ended or name in accepted) and name not in args)
+        read = {*accepted, *({*OFFERED} - {*OF_TOKENS} if open_ended else ())}
+        takes = tuple(name for name in OFFERED if name in read and name not in args)
         signature.bind(*() if is_verl else ("", None), **dict.fromkeys((*verl, *takes)), **args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward.terms.{term} of kind {kind!r} with args {args}: {error}; {_CALL}") from error

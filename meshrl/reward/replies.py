@@ -19,12 +19,13 @@ _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 _KINDS = ("bad_value", "crash", "memory", "timeout")  # of failures that a worker reports
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The first reply. error: why the worker can't grade; then it has ended."""
 
     async_terms: frozenset[str] = frozenset()
     cpu_limited_terms: frozenset[str] = frozenset()
+    terms_of_tokens: frozenset[str] = frozenset()
     error: str = ""
 
 
@@ -39,12 +40,12 @@ class Reply:
 
 def parse_ready(data: bytes, terms: Collection[str]) -> Ready:
     """terms: the names of the config. Raises: ValueError."""
-    match _object(data):
+    match {"of_tokens": []} | _object(data):
         case {"config_error": str(error)} if error:
             return Ready(error=error)
-        case {"ready": list(is_async), "cpu_limited": list(limited)}:
-            if all(isinstance(term, str) and term in terms for term in [*is_async, *limited]):
-                return Ready(async_terms=frozenset(is_async), cpu_limited_terms=frozenset(limited))
+        case {"ready": list(is_async), "cpu_limited": list(limited), "of_tokens": list(of_tokens)}:
+            if all(isinstance(term, str) and term in terms for term in [*is_async, *limited, *of_tokens]):
+                return Ready(frozenset(is_async), frozenset(limited), frozenset(of_tokens))
     raise ValueError(f"its first reply is {data!r:.200}; it should name the terms that it has loaded")
 
 

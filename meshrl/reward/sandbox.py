@@ -33,7 +33,7 @@ from meshrl.core.errors import ConfigError, Failure, Graded, RewardError
 from meshrl.process.diagnosis import exit_text
 from meshrl.process.frames import receive_bytes, send
 from meshrl.process.guard import GuardedProcess
-from meshrl.reward.replies import one_line, parse_ready, parse_reply
+from meshrl.reward.replies import Ready, one_line, parse_ready, parse_reply
 
 Log = Callable[..., None]
 """Called with lines of text."""
@@ -88,7 +88,7 @@ class WorkerOutput:
 
 
 Item = tuple[str, dict[str, Any]]
-"""(term, payload): payload has completion, answer and the keywords OFFERED in kinds.py."""
+"""(term, payload): payload has completion, answer and the keywords in kinds.py that a term takes."""
 
 _START_TIMEOUT_S = 60.0  # enough for imports of a user's module on a busy machine
 _END_TIMEOUT_S = 2.0  # from the end of a socket to the end of its process
@@ -132,6 +132,11 @@ class Sandbox:
         self._threads = ThreadPoolExecutor(cfg.num_workers, thread_name_prefix="reward")
         self._starting = asyncio.Lock()
         self._started = self._closed = False
+
+    @property
+    def terms_of_tokens(self) -> frozenset[str]:
+        """The terms whose function has a parameter of OF_TOKENS; known once started."""
+        return self._workers[0].ready.terms_of_tokens
 
     @property
     def counts(self) -> Counter[str]:
@@ -178,7 +183,7 @@ class Sandbox:
 
     def _batches(self, items: Sequence[Item]) -> list[list[int]]:
         """Item indices of each message: sync and async items separately, sync ones in two rounds to balance workers."""
-        is_async = [term in self._workers[0].async_terms for term, _ in items]
+        is_async = [term in self._workers[0].ready.async_terms for term, _ in items]
         batches = []
         for kind, rounds in ((False, 2), (True, 1)):
             indices = [i for i in range(len(items)) if is_async[i] == kind]
@@ -217,8 +222,7 @@ class _Worker:
         self._lock = threading.Lock()  # guards _running and _ended: `end` may be called during a restart
         self._ended = False
         self._running: _Running | None = None
-        self.async_terms: frozenset[str] = frozenset()
-        self._cpu_limited_terms: frozenset[str] = frozenset()
+        self.ready = Ready()
         self.counts = Counter[str]()
 
     def start(self) -> _Running:
@@ -231,7 +235,7 @@ class _Worker:
             send(running.link, self._setup)
             ready = parse_ready(receive_bytes(running.link, _MAX_REPLY_BYTES), self._setup["terms"])
             if not ready.error:
-                self.async_terms, self._cpu_limited_terms = ready.async_terms, ready.cpu_limited_terms
+                self.ready = ready
                 return running
         except (OSError, EOFError, ValueError) as error:
             code = running.process.exit_code(0.0 if isinstance(error, TimeoutError | ValueError) else _END_TIMEOUT_S)
@@ -266,7 +270,7 @@ class _Worker:
 
     def grade(self, items: list[Item]) -> list[Graded]:
         """Grade a batch that is all sync or all async, with a new process after each one that breaks."""
-        is_async = items[0][0] in self.async_terms
+        is_async = items[0][0] in self.ready.async_terms
         results: dict[int, Graded] = {}
         todo = list(range(len(items)))
         one_by_one = False
@@ -293,7 +297,7 @@ class _Worker:
         timeout_s = self._setup["timeout_s"]
         answered: dict[int, Graded] = {}
         broken = None
-        retire, batch, is_async = False, secrets.token_hex(8), items[0][0] in self.async_terms
+        retire, batch, is_async = False, secrets.token_hex(8), items[0][0] in self.ready.async_terms
         try:
             running.link.settimeout(timeout_s + (_ASYNC_GRACE_S if is_async else 0.0))
             send(running.link, (batch, items))
@@ -306,7 +310,7 @@ class _Worker:
             broken = Failure(kind="timeout", message=f"no answer within {timeout_s:g} s; its worker was killed")
         except (OSError, EOFError, ValueError) as error:
             code = running.process.exit_code(0.0 if isinstance(error, ValueError) else _END_TIMEOUT_S)
-            if code == -signal.SIGPROF and items[len(answered)][0] in self._cpu_limited_terms:
+            if code == -signal.SIGPROF and items[len(answered)][0] in self.ready.cpu_limited_terms:
                 answered[len(answered)] = 0.0  # items are graded in order
                 self.counts["reward/math_timeouts"] += 1
                 retire = True

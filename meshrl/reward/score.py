@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from meshrl.config.reward import MAX_REWARD, RewardConfig
 from meshrl.core.errors import Failure, Graded, RewardError
 from meshrl.core.lookup import code_of
 from meshrl.core.types import Metric, Trajectory
 from meshrl.reward.sandbox import EVENTS, Log, Sandbox
 
+Decode = Callable[[np.ndarray], str] | None  # ids int32[R] -> text with special tokens, for the parameter `raw`
 _ADVICE = {
     "agent": "Let the agent put a parsed message into the last turn of each trajectory.",
     "bad_value": f"Let the reward function return a finite number, of at most {MAX_REWARD:g} in size.",
@@ -40,13 +43,14 @@ class Scorer:
         functions: Mapping[str, Callable[..., Any]] | None = None,
         note: Callable[[str], None] = lambda _: None,
         log: Log | None = None,
+        decode: Decode = None,
     ):
         """functions: Python objects given in place of a kind, by term. note: called at the first failed grading,
         whenever their number has grown tenfold, and at the end. log: called with the output of the functions.
 
         Raises: ConfigError, as Sandbox.
         """
-        self._cfg, self._note = cfg, note
+        self._cfg, self._note, self._decode = cfg, note, decode
         self.code = {name: code_of(term.kind, (functions or {}).get(name)) for name, term in cfg.terms.items()}
         self._sandbox = Sandbox(cfg, functions, log)
         self._failed, self._num_noted, self._first_failure = Counter[str](), 0, ""
@@ -67,7 +71,7 @@ class Scorer:
         for trajectory in trajectories:
             trajectory.rewards, trajectory.reward = {}, None
         items = [(name, trajectory) for trajectory in scored for name in self._cfg.terms]
-        for (name, trajectory), result in zip(items, await self.grade(items)):
+        for (name, trajectory), result in zip(items, await self.grade(items, self._decode)):
             trajectory.rewards[name] = result
         for trajectory in scored:
             trajectory.reward = self._reward(trajectory)
@@ -82,9 +86,15 @@ class Scorer:
         counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
         return [*self._metrics(scored, Counter(failure.kind for _, _, failure in failures)), *counted]
 
-    async def grade(self, items: Sequence[tuple[str, Trajectory]]) -> list[Graded]:
-        """The result of each (term, trajectory), in order. Trajectories are not changed and nothing is counted."""
+    async def grade(self, items: Sequence[tuple[str, Trajectory]], decode: Decode = None) -> list[Graded]:
+        """The result of each (term, trajectory), in order. Trajectories are not changed and nothing is counted.
+        decode: None = the ids have no text, and `raw` is the completion."""
+        await self.start()
         payloads = [_payload(trajectory) for _, trajectory in items]
+        for (name, trajectory), payload in zip(items, payloads):
+            if isinstance(payload, dict) and name in self._sandbox.terms_of_tokens:
+                ids = trajectory.turns[-1].output_ids
+                payload |= {"raw": decode(ids) if decode else payload["completion"], "tokens": ids.tolist()}
         asked = [(name, payload) for (name, _), payload in zip(items, payloads) if isinstance(payload, dict)]
         graded = iter(await self._sandbox.grade(asked))
         return [next(graded) if isinstance(payload, dict) else payload for payload in payloads]

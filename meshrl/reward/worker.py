@@ -11,10 +11,10 @@ run code in the parent.
 
     parent -> worker   dict(terms={term: (kind, args)}, functions={term: pickled function}, timeout_s,
                        max_memory_bytes, max_reward), then (name, list of (term, payload)) for each batch
-    worker -> parent   {"ready": [async terms], "cpu_limited": [terms]} | {"config_error": text}, then for each item of
-                       a batch {"batch": name, "item": i} with "value": float | "abstained": true |
-                       "failure": [kind, message], and with "retire": true where the process should not be used again.
-                       replies.py checks them.
+    worker -> parent   {"ready": [async terms], "cpu_limited": [terms], "of_tokens": [terms]} | {"config_error": text},
+                       then for each item of a batch {"batch": name, "item": i} with "value": float |
+                       "abstained": true | "failure": [kind, message], and with "retire": true where the process should
+                       not be used again. replies.py checks them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from meshrl.core.errors import ConfigError
 from meshrl.process.frames import receive, send_bytes
 from meshrl.process.guard import fork_below_guard
-from meshrl.reward.kinds import Grader, make_grader
+from meshrl.reward.kinds import OF_TOKENS, Grader, make_grader
 from meshrl.reward.math_answer import math_answer
 from meshrl.reward.replies import error_line, one_line
 
@@ -66,7 +66,9 @@ def serve(link: socket.socket) -> None:
         return
     cpu_s = min(MATH_CPU_S, setup["timeout_s"] / 2)  # ends before the parent's timeout, also on a busy machine
     cpu_limits = {term: cpu_s for term, grader in graders.items() if grader.function is math_answer}
-    _send(link, ready=[term for term, grader in graders.items() if grader.is_async], cpu_limited=list(cpu_limits))
+    is_async = [term for term, grader in graders.items() if grader.is_async]
+    of_tokens = [term for term, grader in graders.items() if {*grader.takes} & {*OF_TOKENS}]
+    _send(link, ready=is_async, cpu_limited=list(cpu_limits), of_tokens=of_tokens)
     keeps_children = _has_children()  # a user's module may start a helper process at import
     loop, max_reward = None, setup["max_reward"]
     while True:

@@ -47,7 +47,7 @@ from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run
 from meshrl.run.restart import run_to_end
 from meshrl.run.signals import Stop
 from meshrl.run.subject import Subject
-from meshrl.run.task import first_prompt, load_sft_source, load_task, note_on_overlap, reward_workers
+from meshrl.run.task import first_prompt, load_sft_source, load_task, note_on_overlap, note_on_special, reward_workers
 from meshrl.run.verdict import read_verdict
 from meshrl.run.watchdog import run_in_own_loop, watchdog
 
@@ -162,8 +162,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
         if (prompt := first_prompt(task)) is not None:
             run.note(f"first prompt: {prompt}")
-        if (overlap := note_on_overlap(task)) is not None:
-            run.note(overlap)
+        for note in filter(None, (note_on_overlap(task), note_on_special(task))):
+            run.note(note)
         if task.tool_note:
             run.note(f"note: {task.tool_note}")
         template = task.tokenizer.chat_template if cfg.data.chat_template is not None else None

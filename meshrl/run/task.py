@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from meshrl.agent.loop import AGENTS, Task, require_tools_in_template
 from meshrl.agent.resolve import resolve_agent
@@ -13,6 +14,7 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.types import Prompt
 from meshrl.data.chat import ChatFiles, load_tokenizer, stop_token_ids
 from meshrl.data.datasets import PromptMaker, load_sft_rows
+from meshrl.data.decode import ending_ids, text_of
 from meshrl.data.order import SftSource, load_eval_prompts, open_feed
 from meshrl.model.limits import limits_of, text_config
 from meshrl.reward.kinds import NEEDS_ANSWER
@@ -22,6 +24,7 @@ from meshrl.reward.self_test import NUM_REFERENCES, NUM_ROWS, try_built_in, try_
 from meshrl.run.inputs import Objects
 
 MAX_SHOWN = 400  # characters of the first prompt
+_SHOWN = 4  # special tokens in a note
 
 
 def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
@@ -74,6 +77,20 @@ def note_on_overlap(task: Task) -> str | None:
     return f"{count}, {advice}" if shared else None
 
 
+def note_on_special(task: Task) -> str | None:
+    """What is removed from the text of answers; None if the tokenizer has no special tokens except those that end a
+    turn, those of the first prompt, and BOS and the unknown token."""
+    tokenizer, ends = task.tokenizer, ending_ids(task.tokenizer, task.stop_token_ids)
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    prompt = [i for prompt in _first_prompts(task)[:1] if prompt.ids is not None for i in prompt.ids.tolist()]
+    known = {*ends, *prompt, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    others = [text for i, text in special.items() if i not in known]
+    removed = ", ".join(text for i, text in special.items() if i in ends) or "none"
+    shown = f"{', '.join(others[:_SHOWN])}{f' and {len(others) - _SHOWN} more' if len(others) > _SHOWN else ''}"
+    text = f"special tokens such as {shown} stay in the text of answers; those that end it are removed ({removed})"
+    return f"{text}. A reward function with the parameter raw or tokens gets all of them" if others else None
+
+
 def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int, ChatFiles]:
     """The rows, the number of rows left out as too long, and the text of sft.chat_template with the stop ids."""
     path = cfg.model.path
@@ -92,7 +109,7 @@ async def reward_workers(
 ) -> AsyncIterator[tuple[Scorer, asyncio.Task[None]]]:
     """A started Scorer, after the self-tests of its built-in terms, and the trial of a user's reward functions on the
     task's rows, a task that runs while the ranks start. The workers end with the block. log: gets their output."""
-    scorer = Scorer(cfg.reward, objects.rewards, note, log)
+    scorer = Scorer(cfg.reward, objects.rewards, note, log, partial(text_of, task.tokenizer, special=True))
     try:
         await scorer.start()
         await try_built_in(scorer, cfg.reward.terms, note)

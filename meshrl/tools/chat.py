@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+import numpy as np
+
 from meshrl.config.chat import ChatSettings, chat_settings
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
@@ -18,7 +20,9 @@ from meshrl.core.errors import DataError, RequestError
 from meshrl.core.terminal import print_message, print_output, printable
 from meshrl.core.types import Request, SamplingParams, turn_seed
 from meshrl.data.chat import Message, load_tokenizer, render, stop_token_ids
+from meshrl.data.decode import answer_text
 from meshrl.rollout.embedded.engine import build_embedded_engine
+from meshrl.run.folder import config_of
 from meshrl.run.subject import find_subject
 from meshrl.tools.convert import convert
 
@@ -44,6 +48,8 @@ def chat(models: Sequence[str], words: Sequence[str], system: str | None, step: 
                 model = f"{folder}/model"
                 convert(subject.state, Path(model))
             print_message(f"loading {subject.text}")
+            if (kind := config_of(subject.run).get("agent", {}).get("kind", "single_turn")) != "single_turn":
+                print_message(f"trained with agent.kind {kind}, but a chat uses no agent, and so none of its tools")
             chats.append(Chat(model, name, system, settings))
         if question is not None:
             _answer(chats, question)
@@ -71,7 +77,7 @@ class Chat:
         self.name, self._settings = name, settings
         self._tokenizer = load_tokenizer(model)
         cfg = ModelConfig(path=model, dtype=settings.dtype)
-        stops = stop_token_ids(self._tokenizer, model)
+        self._stops = stops = stop_token_ids(self._tokenizer, model)
         self._engine = build_embedded_engine(cfg, RolloutConfig(), local_device(0), "chat", stops)
         self._engine.trust_loaded_weights()
         self._start: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -104,7 +110,7 @@ class Chat:
             while reason is None:
                 done = self._engine.step()
                 output = done[0][1].output_ids if done else self._engine.output_so_far(request.id)
-                now = self._tokenizer.decode(output, skip_special_tokens=True)
+                now = answer_text(self._tokenizer, np.array(output, np.int32), self._stops)
                 if done or not now.endswith("\ufffd"):  # the bytes of a character may be in several tokens
                     text = now
                     yield text

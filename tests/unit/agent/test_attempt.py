@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import numpy as np
 import pytest
 from scripted_agent import ScriptedAgent, ScriptedEngine, generate_to_the_end, scripted_context, scripted_prompt
 
 from meshrl.agent.attempt import attempt, check_attempts
+from meshrl.agent.loop import start_trajectory, take_turn
 from meshrl.agent.tree import TurnError
 from meshrl.core.errors import AgentError, DataError, Failure, MeshrlError, RankFailure, RequestError
 from meshrl.core.types import Trajectory
@@ -195,3 +197,36 @@ def test_a_trajectory_of_another_attempt_is_refused(change):
 
     with pytest.raises(MeshrlError, match=r"mine:Agent returned the trajectory .* as attempt 'p-0@7/2'"):
         run(Agent(then))
+
+
+class TwoAtOnce(ScriptedAgent):
+    """Takes two turns at once. handling: what the agent does with the exception."""
+
+    def __init__(self, handling):
+        super().__init__()
+        self.handling = handling
+
+    async def run(self, prompt, index, generate, ctx):
+        trajectory = start_trajectory(prompt, index, ctx)
+        await take_turn(trajectory, np.array([9, 9], np.int32), generate, ctx)
+        turns = [take_turn(trajectory, np.array([1, n], np.int32), generate, ctx) for n in (2, 3)]
+        if self.handling == "task_group":
+            async with asyncio.TaskGroup() as group:
+                for turn in turns:
+                    group.create_task(turn)
+        else:
+            results = await asyncio.gather(*turns, return_exceptions=self.handling == "swallows")
+            assert [isinstance(result, RuntimeError) for result in results] == [False, True]
+        return trajectory
+
+
+@pytest.mark.parametrize("handling", ["raises", "swallows", "task_group"])
+def test_two_turns_at_once_fail_the_sample_with_the_reason(handling):
+    async def generate(request):
+        await asyncio.sleep(0)
+        return await generate_to_the_end(ScriptedEngine(), request)
+
+    ctx = scripted_context("p-0@7")
+    t = asyncio.run(attempt(TwoAtOnce(handling), scripted_prompt(0), 2, generate, ctx, "mine:Agent"))
+    assert (t.status, t.turns, t.failure.kind) == ("failed", [], "crash")
+    assert "two turns at once: a request p-0@7/2/1 is running" in t.failure.message

@@ -59,6 +59,8 @@ def test_any_other_reply_is_refused(fields):
 
 def test_a_first_reply_names_terms_of_the_config():
     assert parse_ready(b'{"ready": ["a"], "cpu_limited": []}', ["a", "b"]) == Ready(async_terms=frozenset("a"))
+    named = b'{"ready": [], "cpu_limited": [], "of_tokens": ["b"]}'
+    assert parse_ready(named, ["a", "b"]) == Ready(terms_of_tokens=frozenset("b"))
     assert parse_ready(b'{"config_error": "no"}', ["a"]).error == "no"
     for text in (
         "{}",
@@ -66,6 +68,8 @@ def test_a_first_reply_names_terms_of_the_config():
         '{"ready": ["c"], "cpu_limited": []}',
         '{"ready": "a"}',
         '{"ready": [[]], "cpu_limited": []}',
+        '{"ready": [], "cpu_limited": [], "of_tokens": ["c"]}',
+        '{"ready": [], "cpu_limited": [], "of_tokens": 1}',
     ):
         with pytest.raises(ValueError, match="reply"):
             parse_ready(text.encode(), ["a", "b"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,6 +63,20 @@ def test_each_answer_is_streamed_and_continues_the_conversation_until_it_is_rese
         assert each.messages == messages
     each.reset()
     assert without_remark(list(each.answer("ab?"))[-1]) == messages[1]["content"]
+
+
+def test_special_tokens_of_an_answer_are_shown(model, tmp_path):
+    """A letter of the greedy answer becomes a special token."""
+    messages = [{"role": "user", "content": "ab?"}]
+    answer = greedy(model, messages)
+    letter = next(c for c in answer if c.isascii() and c.isprintable() and c not in "ab? userassistant")
+    shutil.copytree(model, tmp_path / "model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [letter]})
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert greedy(str(tmp_path / "model"), messages) == answer.replace(letter, "") != answer
+    *_, shown = Chat(str(tmp_path / "model"), "tiny", None, GREEDY).answer("ab?")
+    assert without_remark(shown) == answer
 
 
 def test_an_interrupted_answer_stays_in_the_conversation_and_the_next_question_works(model):
@@ -170,3 +185,12 @@ def test_a_question_that_does_not_fit_is_reported_and_the_chat_goes_on(model, mo
     chat([model], ["temperature=0", "max_new_tokens=4", "dtype=float32"], None)
     printed = capsys.readouterr()
     assert "meshrl: " in printed.err and "tokens" in printed.err and printed.out.strip()
+
+
+def test_a_run_with_an_agent_is_noted_because_no_tool_is_used(model, tmp_path, capsys):
+    for name, kind in (("plain", "single_turn"), ("tools", "multi_turn")):
+        shutil.copytree(model, tmp_path / name / "checkpoints" / "step_000001" / "model")
+        (tmp_path / name / "config.yaml").write_text(f"agent:\n  kind: {kind}\n")
+        chat([str(tmp_path / name)], ["temperature=0", "max_new_tokens=2", "dtype=float32", "ab?"], None)
+        noted = "trained with agent.kind multi_turn, but a chat uses no agent" in capsys.readouterr().err
+        assert noted == (name == "tools")
