@@ -177,6 +177,11 @@ def test_exceptions_and_exits_are_crashes_with_a_reason(shared_sandbox):
     assert killed == 4  # os_exit and segfault are tried twice and kill two workers each; exceptions kill none
 
 
+def test_a_crash_names_the_users_line_and_not_that_of_a_library(shared_sandbox):
+    message = grade(shared_sandbox, ["raise_in_a_library"])[0][0].message
+    assert message.startswith("JSONDecodeError: ") and "sandbox_graders.py:" in message
+
+
 def test_a_worker_that_dies_is_replaced_and_its_item_is_graded_again(shared_sandbox, tmp_path):
     """It is graded again once: an item that kills its worker twice is a crash."""
     before = shared_sandbox.counts["reward/gradings_retried"]
@@ -296,6 +301,25 @@ def test_an_async_function_that_blocks_the_loop_fails_alone(make_sandbox):
     """Its neighbours fail with it at first, so each of them is graded again alone."""
     results, killed = grade(make_sandbox(0.5), ["block", "fine", "fine"], term="slow")
     assert kinds(results) == ["timeout", 1.0, 1.0] and killed == 2
+
+
+def test_the_import_of_a_functions_module_is_no_part_of_its_grading(tmp_path, monkeypatch):
+    """Also when a worker is replaced, and for async functions."""
+    (tmp_path / "imported_slowly.py").write_text(
+        "import time\ntime.sleep(1.6)\ndef waits(completion, answer):\n    time.sleep(60 * (completion == 'hang'))\n"
+        "    return 1\nasync def fast(completion, answer):\n    return 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def run():
+        sandbox = open_sandbox({n: RewardTerm(kind=f"imported_slowly:{n}") for n in ("waits", "fast")}, timeout_s=1.5)
+        try:
+            asked = (("waits", ""), ("waits", "hang"), ("waits", ""), ("fast", ""))
+            return await sandbox.grade([(name, payload(text)) for name, text in asked])
+        finally:
+            await sandbox.close()
+
+    assert kinds(asyncio.run(run())) == [1.0, "timeout", 1.0, 2.0]
 
 
 def test_only_math_answer_turns_a_limit_of_cpu_time_into_a_wrong_answer():
