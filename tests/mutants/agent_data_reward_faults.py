@@ -131,7 +131,7 @@ FAULTS = [
     ),
     Fault(
         "a failed grading counts as 0",
-        "meshrl/reward/score.py::Scorer._weighted_sum",
+        "meshrl/reward/score.py::Scorer._reward",
         "if isinstance(value, Failure): return None => if isinstance(value, Failure): continue",
         _SCORER + "test_a_failed_grading_leaves_no_reward_and_is_counted",
     ),

@@ -342,11 +342,22 @@ def test_a_reward_that_can_not_work_is_refused_at_the_start():
     asyncio.run(sandbox.close())
 
 
-def test_the_error_for_a_worker_that_does_not_start_has_its_output(tmp_path, monkeypatch):
-    (tmp_path / "large_module.py").write_text("table = bytearray(1 << 30)\n")
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        ("table = bytearray(1 << 30)", r"(?s)did not start: exit code 1.*MemoryError.*max_memory_bytes"),
+        (
+            "import time; print('loads', flush=True); time.sleep(60)",
+            "imports of the reward functions took more than 3 s. It printed: loads",
+        ),
+    ],
+)
+def test_the_error_for_a_worker_that_does_not_start_has_its_output(tmp_path, monkeypatch, module, found):
+    (tmp_path / "large_module.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("meshrl.reward.sandbox._START_TIMEOUT_S", 3.0 if "sleep" in module else 60.0)
     sandbox = open_sandbox({"large": RewardTerm(kind="large_module:grade")})
-    with pytest.raises(RewardError, match=r"(?s)did not start: exit code 1.*MemoryError.*max_memory_bytes"):
+    with pytest.raises(RewardError, match=found):
         asyncio.run(sandbox.start())
     asyncio.run(sandbox.close())
 
