@@ -153,7 +153,7 @@ FAULTS = [
     Fault(
         "an attempt that failed passes where the lowest score is the full one",
         "meshrl/loops/evaluate.py::eval_metrics",
-        "not _has_failed(t, cfg.eval_term) and has_passed => has_passed",
+        "not _has_failed(t, cfg.eval_term) => True",
         "tests/unit/loops/test_eval_metrics.py::test_an_answer_passes_by_the_terms_that_apply_to_it",
     ),
     Fault(
