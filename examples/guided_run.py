@@ -207,9 +207,9 @@ def print_greedy_answers(folder: str, pairs: list[Pair], max_new_tokens: int) ->
 
 
 def score(trajectory: Trajectory) -> float:
-    """Of the first term of the reward, by which evaluations are scored."""
-    first = next(iter(trajectory.rewards.values()), 0.0)
-    return first if isinstance(first, float) else 0.0  # else the grader failed
+    """Of the first term of the reward that applies to the answer; 0 if its grading failed."""
+    first = next((result for result in trajectory.rewards.values() if result is not None), 0.0)
+    return first if isinstance(first, float) else 0.0
 
 
 def question(trajectory: Trajectory) -> str:

@@ -55,7 +55,8 @@ class LoopConfig(Slice):
     or weighted_sum = the reward; null = weighted_sum. All terms are graded and reported in any case"""
     eval_pass_score: float | None = None
     """score of eval_term from which on an answer counts as passed in eval/pass_at_k; null = 1 for a term, and for
-    weighted_sum the sum of all weights above 0 without terms of kind overlong: each of these terms scores 1"""
+    weighted_sum the sum of the weights above 0 of the terms that apply to the answer, without kind overlong: each of
+    these terms scores 1"""
     save_best: bool = True
     """save the model whenever an evaluation has the highest eval/mean_at_k so far, the mean of eval_term; the previous
     best is deleted, unless a checkpoint needs it or save_every_steps retains it"""

@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import Field
@@ -21,10 +21,22 @@ class RewardTerm(Slice):
     """keyword arguments of the function"""
 
 
-def full_reward(weights: Iterable[tuple[str, float]]) -> float:
-    """The reward of an answer that scores 1 in each term with a weight above 0, except overlong, which is at most 0.
-    weights: (kind, weight) of each term."""
-    return sum((weight for kind, weight in weights if weight > 0 and kind != "overlong"), 0.0)
+PassScore = float | dict[str, float]
+"""The lowest score that passes, or for weighted sums its part of each term: the parts of the terms that apply to an
+answer are added."""
+
+
+def full_rewards(terms: Iterable[tuple[str, str, float]]) -> dict[str, float]:
+    """By term the weighted value of a full score: 1 in each term with a weight above 0, except overlong, which is at
+    most 0. terms: (name, kind, weight)."""
+    return {name: weight for name, kind, weight in terms if weight > 0 and kind != "overlong"}
+
+
+def has_passed(score: float | None, rewards: Mapping[str, object], pass_score: PassScore) -> bool:
+    """score: None = not graded. rewards: of each term of the answer, None = it does not apply."""
+    if isinstance(pass_score, dict):
+        pass_score = sum((part for name, part in pass_score.items() if rewards.get(name, 0.0) is not None), 0.0)
+    return score is not None and score >= pass_score
 
 
 class RewardConfig(Slice):

@@ -18,7 +18,7 @@ from meshrl.config.data import DataConfig
 from meshrl.config.loop import WEIGHTED_SUM, LoopConfig, SftConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.monitor import MonitorConfig
-from meshrl.config.reward import SHAPING_KINDS, RewardConfig, full_reward
+from meshrl.config.reward import SHAPING_KINDS, PassScore, RewardConfig, full_rewards
 from meshrl.config.rollout import RolloutConfig, SamplingConfig
 from meshrl.config.train import TrainConfig
 
@@ -99,11 +99,11 @@ class RunConfig(Slice):
         return self.loop.eval_term or WEIGHTED_SUM
 
     @property
-    def eval_pass_score(self) -> float:
+    def eval_pass_score(self) -> PassScore:
         """The value of loop.eval_pass_score, or its default."""
         if self.loop.eval_pass_score is not None or self.eval_term != WEIGHTED_SUM:
             return 1.0 if self.loop.eval_pass_score is None else self.loop.eval_pass_score
-        return full_reward((term.kind, term.weight) for term in self.reward.terms.values())
+        return full_rewards((name, term.kind, term.weight) for name, term in self.reward.terms.items())
 
     @property
     def replace_weights(self) -> dict[str, float] | None:

@@ -153,6 +153,7 @@ class Trajectory:
 
     status `failed` has a Failure and never a reward of 0. Filled by the scorer: rewards, by term; reward, the weighted
     sum of the terms that apply, plus the rewards of all turns. reward None = masked out of training, and counted.
+    has_abstained: it is None although no grading with a weight failed, because no term with a weight applies.
     """
 
     prompt: Prompt
@@ -164,17 +165,11 @@ class Trajectory:
     failure: Failure | None = None
     rewards: dict[str, Graded] = field(default_factory=dict)
     reward: float | None = None
+    has_abstained: bool = False
 
     @property
     def id(self) -> str:
         return f"{self.group_id}/{self.index}"
-
-    @property
-    def has_abstained(self) -> bool:
-        """Whether this answer has no reward although nothing failed: a reward function returned None, and no other
-        term with a weight applies."""
-        nothing_failed = self.status != "failed" and not any(isinstance(r, Failure) for r in self.rewards.values())
-        return self.reward is None and nothing_failed and None in self.rewards.values()
 
     @property
     def text(self) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from meshrl.agent.loop import Task
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.loop import WEIGHTED_SUM
+from meshrl.config.reward import has_passed
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import Failure, RewardError
 from meshrl.core.lookup import code_of
@@ -26,18 +27,21 @@ from meshrl.reward.score import Scorer, example
 
 def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Metric]:
     """mean@k: mean of the scores of loop.eval_term. standard_error: of mean@k. pass@k: fraction of prompts with an
-    attempt whose score is at least cfg.eval_pass_score. eval/reward/*: means over all attempts, named as in training.
+    attempt that did not fail and whose score is at least cfg.eval_pass_score. eval/reward/*: means over all attempts,
+    named as in training.
 
     An attempt that failed, or whose grading failed, has the lowest score of all, at most 0, and is counted: failures
     must not improve the score. An attempt to which the term does not apply is left out, and counted.
     """
     groups: dict[str, list[float]] = {}
+    passed: set[str] = set()
     scores = scores_by(cfg.eval_term, trajectories)
     for t, score in zip(trajectories, scores, strict=True):
         if score is not None:
             groups.setdefault(t.group_id, []).append(score)
+        if not _has_failed(t, cfg.eval_term) and has_passed(score, t.rewards, cfg.eval_pass_score):
+            passed.add(t.group_id)
     rows = [np.array(of_group) for of_group in groups.values()]
-    passed = float(sum(row.max() >= cfg.eval_pass_score for row in rows))
     num_failed = float(sum(_has_failed(t, cfg.eval_term) for t in trajectories))
     lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
     terms = [_mean(f"eval/reward/term/{term}", scores_by(term, trajectories)) for term in cfg.reward.terms]
@@ -48,7 +52,7 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
         Metric(name="eval/standard_error", sum=standard_error([r.mean() for r in rows]), reduce="max", unit="score"),
         Metric(name="eval/score_min", sum=min(map(min, rows), default=math.nan), reduce="min", unit="score"),
         Metric(name="eval/score_max", sum=max(map(max, rows), default=math.nan), reduce="max", unit="score"),
-        Metric(name="eval/pass_at_k", sum=passed, weight=len(rows), unit="fraction"),
+        Metric(name="eval/pass_at_k", sum=float(len(passed)), weight=len(rows), unit="fraction"),
         _mean("eval/reward/mean", scores_by(WEIGHTED_SUM, trajectories)),
         *terms,
         Metric(name="eval/length_mean_tokens", sum=float(sum(lengths)), weight=len(lengths), unit="tokens"),

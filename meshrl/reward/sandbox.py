@@ -90,7 +90,7 @@ class WorkerOutput:
 Item = tuple[str, dict[str, Any]]
 """(term, payload): payload has completion, answer and the keywords in kinds.py that a term takes."""
 
-_START_TIMEOUT_S = 60.0  # enough for imports of a user's module on a busy machine
+_START_TIMEOUT_S = 300.0  # of the imports of the user's modules, which may load a reward model
 _END_TIMEOUT_S = 2.0  # from the end of a socket to the end of its process
 _ASYNC_GRACE_S = 1.0  # the worker times async graders; if it takes this much longer, its event loop hangs
 _MAX_BATCH = 64  # items of one message, and async graders that wait together in one worker
@@ -240,6 +240,8 @@ class _Worker:
         except (OSError, EOFError, ValueError) as error:
             code = running.process.exit_code(0.0 if isinstance(error, TimeoutError | ValueError) else _END_TIMEOUT_S)
             outcome = f"{type(error).__name__}: {error}" if code is None else exit_text(code)
+            if isinstance(error, TimeoutError):
+                outcome = f"the imports of the reward functions took more than {_START_TIMEOUT_S:g} s"
             ready = None
         self.release()
         if ready is not None:

@@ -69,7 +69,7 @@ class Scorer:
         """
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
         for trajectory in trajectories:
-            trajectory.rewards, trajectory.reward = {}, None
+            trajectory.rewards, trajectory.reward, trajectory.has_abstained = {}, None, False
         items = [(name, trajectory) for trajectory in scored for name in self._cfg.terms]
         for (name, trajectory), result in zip(items, await self.grade(items, self._decode)):
             trajectory.rewards[name] = result
@@ -116,7 +116,7 @@ class Scorer:
 
     def _reward(self, trajectory: Trajectory) -> float | None:
         """The weighted sum of the terms that apply, and the rewards of turns; None when a grading with a weight failed,
-        or nothing applies. A sum of terms that is too large fails its largest term."""
+        or nothing applies, and the answer abstains. A sum of terms that is too large fails its largest term."""
         parts: dict[str, float] = {}
         for name in self._weighted:
             value = trajectory.rewards[name]
@@ -126,6 +126,7 @@ class Scorer:
                 parts[name] = self._cfg.terms[name].weight * value
         total, of_turns = sum(parts.values(), 0.0), _turn_rewards(trajectory)
         if self._weighted and not parts and not of_turns:
+            trajectory.has_abstained = True
             return None
         if abs(total) <= MAX_REWARD:
             return total + sum(of_turns)

@@ -137,7 +137,7 @@ class _Answers:
 
     def summary(self) -> dict[str, Any]:
         """The entries for result.json."""
-        cfg = self._cfg
+        cfg, bar = self._cfg, self._cfg.eval_pass_score
         return {
             "model": cfg.model.path if self._subject.state is None else str(self._subject.state.resolve()),
             "step": self._subject.step,
@@ -145,7 +145,7 @@ class _Answers:
             "samples": cfg.loop.eval_samples,
             "sampling": cfg.eval_sampling.model_dump(mode="json"),
             "eval_term": cfg.eval_term,
-            "eval_pass_score": cfg.eval_pass_score,
+            "eval_pass_score": sum(bar.values()) if isinstance(bar, dict) else bar,
             "answers": len(self.trajectories),
             "metrics": divide(merge(eval_metrics(self.trajectories, cfg))) if self.trajectories else {},
         }

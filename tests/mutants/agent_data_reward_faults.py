@@ -130,6 +130,12 @@ FAULTS = [
         _MATH_ANSWER_STYLES + "test_the_default_rule_grades_the_answer_that_is_stated",
     ),
     Fault(
+        "an answer to which no term applies counts as lost",
+        "meshrl/reward/score.py::Scorer._reward",
+        "trajectory.has_abstained = True => pass",
+        _SCORER + "test_a_term_that_returns_none_does_not_apply",
+    ),
+    Fault(
         "a failed grading counts as 0",
         "meshrl/reward/score.py::Scorer._reward",
         "if isinstance(value, Failure): return None => if isinstance(value, Failure): continue",

@@ -151,6 +151,12 @@ FAULTS = [
         _REPLACED + "test_a_run_that_continues_before_a_group_that_was_not_trained_leaves_out_replaced_ones",
     ),
     Fault(
+        "an attempt that failed passes where the lowest score is the full one",
+        "meshrl/loops/evaluate.py::eval_metrics",
+        "not _has_failed(t, cfg.eval_term) => True",
+        "tests/unit/loops/test_eval_metrics.py::test_an_answer_passes_by_the_terms_that_apply_to_it",
+    ),
+    Fault(
         "a group of equal rewards counts as one with a gradient",
         "meshrl/loops/source.py::GroupFilter.accepts",
         "min(len(rewards), len(scores)) > 1 => min(len(rewards), len(scores)) > 0",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.loop import WEIGHTED_SUM
-from meshrl.config.reward import full_reward
+from meshrl.config.reward import PassScore, full_rewards, has_passed
 from meshrl.config.values import scalar
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
@@ -196,15 +196,16 @@ def read_settings(path: Path) -> list[SavedSetting]:
     return settings
 
 
-def criterion_of(settings: list[SavedSetting]) -> tuple[str, float]:
+def criterion_of(settings: list[SavedSetting]) -> tuple[str, PassScore]:
     """The values of loop.eval_term and loop.eval_pass_score, or their defaults."""
     values = {setting.key: setting.value for setting in settings}
     terms = [key.removesuffix(".kind") for key in values if key.startswith("reward.terms.") and key.endswith(".kind")]
     term, pass_score = (scalar(values.get(key, "null")) for key in ("loop.eval_term", "loop.eval_pass_score"))
     name = WEIGHTED_SUM if term is None else str(term).strip('"')
-    weights = [(values[f"{key}.kind"].strip('"'), scalar(values.get(f"{key}.weight", "1"))) for key in terms]
-    if pass_score is None and name == WEIGHTED_SUM and weights:
-        pass_score = full_reward((kind, weight) for kind, weight in weights if isinstance(weight, int | float))
+    if pass_score is None and name == WEIGHTED_SUM and terms:
+        names = [key.removeprefix("reward.terms.").strip('"') for key in terms]
+        weights = [(values[f"{key}.kind"].strip('"'), scalar(values.get(f"{key}.weight", "1"))) for key in terms]
+        return name, full_rewards((n, kind, w) for n, (kind, w) in zip(names, weights) if isinstance(w, int | float))
     return name, float(pass_score) if isinstance(pass_score, int | float) else 1.0  # a text if the file was changed
 
 
@@ -214,7 +215,7 @@ def judged_score(trajectory: Trajectory, term: str) -> float | None:
     return None if isinstance(score, Failure) else score
 
 
-def read_evaluation(path: Path, term: str, pass_score: float) -> tuple[int, dict[str, LoggedPrompt]]:
+def read_evaluation(path: Path, term: str, pass_score: PassScore) -> tuple[int, dict[str, LoggedPrompt]]:
     asked: dict[str, LoggedPrompt] = {}
     for number, logged in enumerate(read_rollouts(path), start=1):
         with data_errors(f"{path}:{number}", "a trajectory"):
@@ -222,7 +223,7 @@ def read_evaluation(path: Path, term: str, pass_score: float) -> tuple[int, dict
             if prompt.id not in asked:
                 asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], plain_text(prompt.answer))
             score = judged_score(trajectory, term)
-            passed = score is not None and score >= pass_score
+            passed = has_passed(score, trajectory.rewards, pass_score)
             conversation = []  # what was sampled, as text with special tokens, and what tools answered
             for turn, text in zip(trajectory.turns, logged.texts, strict=True):
                 conversation += [_message(message) for message in turn.messages if message.get("role") != "assistant"]

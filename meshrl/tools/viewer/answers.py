@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
+from meshrl.config.reward import has_passed
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
 from meshrl.tools.report.folder import criterion_of, judged_score, read_settings
@@ -59,7 +60,7 @@ def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answer
     notes: list[str] = []
     for logged in read_rollouts(files[number], notes):
         name = names.setdefault(logged.trajectory.group_id, f"{step_name(kind, number)}/{len(names) + 1}")
-        score = judged_score(logged.trajectory, term)
-        if not (wrong and score is not None and score >= pass_score):
+        answer = logged.trajectory
+        if not (wrong and has_passed(judged_score(answer, term), answer.rewards, pass_score)):
             groups.setdefault(name, []).append(logged)
     return Answers(f"{run}, {title} {number}{', wrong answers only' * wrong}", groups, len(names), "".join(notes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -60,6 +61,11 @@ def test_an_exception_of_an_agent_is_a_typed_failure_of_its_sample():
     assert (t.status, t.turns, t.reward, t.id, t.purpose) == ("failed", [], None, "p-0@7/2", "eval")
     assert t.failure.kind == "crash"
     assert t.failure.message.startswith(r"KeyError: 'no such\nroom' at ") and "test_attempt.py:" in t.failure.message
+
+
+def test_the_failure_names_the_users_line_and_not_that_of_a_library():
+    t = run(Agent(lambda trajectory: json.loads("no JSON")))
+    assert t.failure.message.startswith("JSONDecodeError: ") and "test_attempt.py:" in t.failure.message
 
 
 @pytest.mark.parametrize("error", [DataError("no messages"), MeshrlError("a bug")])

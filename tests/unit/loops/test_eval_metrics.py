@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshrl.config.reward import RewardConfig
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import Failure, RewardError
 from meshrl.core.types import Prompt, Trajectory
@@ -93,11 +94,25 @@ def test_a_failed_grading_has_the_lowest_score_so_that_it_does_not_improve_a_pen
 def test_an_attempt_to_which_the_term_does_not_apply_has_no_score():
     attempts = [attempt("a", 0, 1.0), attempt("b", 0, 0.0), attempt("b", 1, 0.0)]
     attempts[1].rewards["answer"] = attempts[2].rewards["answer"] = attempts[2].reward = None
+    attempts[2].has_abstained = True
     found = values(attempts, eval_term="answer")
     assert (found["eval/mean_at_k"], found["eval/num_prompts"]) == (1.0, 1)
     assert (found["eval/num_abstained"], found["eval/num_failed"], found["eval/reward/mean"]) == (2, 0, 0.5)
     with pytest.raises(RewardError, match="returned None for all of 2 attempts"):
         check_scores(config(eval_term="answer"), attempts[1:])
+
+
+def test_an_answer_passes_by_the_terms_that_apply_to_it():
+    """Of rewards for several tasks each row has one term."""
+    attempts = [attempt(name, 0, 1.0, form=1.0) for name in "abc"]
+    for each, term, reward in zip(attempts, ("form", "answer", "answer"), (1.0, 0.5, 0.25), strict=True):
+        each.rewards[term], each.reward = None, reward
+    attempts.append(Trajectory(prompt=Prompt(id="d", ordinal=0), group_id="d", index=0, status="failed"))
+    assert values(attempts)["eval/pass_at_k"] == 2 / 4
+    assert values(attempts, eval_pass_score=1.0)["eval/pass_at_k"] == 1 / 4
+    terms = {"long": {"kind": "overlong", "args": {"max_tokens": 9, "buffer_tokens": 8}}}
+    only_penalties = config().model_copy(update={"reward": RewardConfig.model_validate({"terms": terms})})
+    assert divide(merge(eval_metrics(attempts[3:], only_penalties)))["eval/pass_at_k"] == 0  # its score is the full one
 
 
 def test_an_evaluation_whose_term_failed_is_no_score():

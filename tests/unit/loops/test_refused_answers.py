@@ -61,7 +61,7 @@ def test_exceptions_of_the_agent_in_too_many_attempts_end_the_run():
 def test_three_steps_in_which_every_answer_abstained_end_the_run():
     notes: list[str] = []
     job = job_of(notes)
-    abstained = Trajectory(prompt=Prompt(id="p", ordinal=0), group_id="p@0", index=0, rewards={"right": None})
+    abstained = Trajectory(prompt=Prompt(id="p", ordinal=0), group_id="p@0", index=0, has_abstained=True)
     for _ in range(2):
         asyncio.run(train_step(job, [abstained] * 4))
     with pytest.raises(RewardError, match=r"in 3 steps .* no answer has a reward, .* right returned None"):

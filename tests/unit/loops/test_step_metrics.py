@@ -55,6 +55,18 @@ def test_trained_tokens_include_the_prompts_and_sampled_ones_do_not():
     assert values["rollout/num_tokens"] == 8 and values["train/num_tokens"] == 60
 
 
+def test_the_calls_that_tools_answered_are_counted_for_agents_with_tools():
+    samplers = Samplers()
+    samplers.replacement_metrics = list
+    job, trajectories = job_of(samplers, 1), answers(3, 5)
+    trajectories[1].turns[0].messages = [{"role": "tool"}, {"role": "assistant"}, {"role": "tool"}, {"role": "tool"}]
+    counted = []
+    for tools in ([{"name": "add"}], []):
+        job.task = SimpleNamespace(agent=SimpleNamespace(tools=tools))
+        counted.append(divide(merge(rollout_metrics(job, trajectories, []))).get("rollout/tool_calls_mean"))
+    assert counted == [1.5, None]
+
+
 def finishable() -> tuple[Job, list[int]]:
     """A job in its third step, and the steps that it reports."""
     samplers, reported = Samplers(), list[int]()

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import json
 import logging
 import os
 import re
@@ -46,6 +47,10 @@ def behave(completion, answer):
     if completion == "die_once":
         return die_once(answer)
     return ACTIONS.get(completion, lambda: 1.0)()
+
+
+def fails(completion, answer):
+    raise ValueError(completion)
 
 
 def loop_forever():
@@ -156,6 +161,7 @@ ACTIONS = {
     "come_back_twice": come_back_twice,
     "memory": allocate_two_gigabytes,
     "raise": lambda: int("twelve"),
+    "raise_in_a_library": lambda: json.loads("no JSON"),
     "sys_exit": lambda: sys.exit(0),
     "os_exit": lambda: os._exit(3),
     "segfault": segfault,

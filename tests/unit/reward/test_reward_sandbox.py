@@ -177,6 +177,11 @@ def test_exceptions_and_exits_are_crashes_with_a_reason(shared_sandbox):
     assert killed == 4  # os_exit and segfault are tried twice and kill two workers each; exceptions kill none
 
 
+def test_a_crash_names_the_users_line_and_not_that_of_a_library(shared_sandbox):
+    message = grade(shared_sandbox, ["raise_in_a_library"])[0][0].message
+    assert message.startswith("JSONDecodeError: ") and "sandbox_graders.py:" in message
+
+
 def test_a_worker_that_dies_is_replaced_and_its_item_is_graded_again(shared_sandbox, tmp_path):
     """It is graded again once: an item that kills its worker twice is a crash."""
     before = shared_sandbox.counts["reward/gradings_retried"]
@@ -298,6 +303,25 @@ def test_an_async_function_that_blocks_the_loop_fails_alone(make_sandbox):
     assert kinds(results) == ["timeout", 1.0, 1.0] and killed == 2
 
 
+def test_the_import_of_a_functions_module_is_no_part_of_its_grading(tmp_path, monkeypatch):
+    """Also when a worker is replaced, and for async functions."""
+    (tmp_path / "imported_slowly.py").write_text(
+        "import time\ntime.sleep(1.6)\ndef waits(completion, answer):\n    time.sleep(60 * (completion == 'hang'))\n"
+        "    return 1\nasync def fast(completion, answer):\n    return 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def run():
+        sandbox = open_sandbox({n: RewardTerm(kind=f"imported_slowly:{n}") for n in ("waits", "fast")}, timeout_s=1.5)
+        try:
+            asked = (("waits", ""), ("waits", "hang"), ("waits", ""), ("fast", ""))
+            return await sandbox.grade([(name, payload(text)) for name, text in asked])
+        finally:
+            await sandbox.close()
+
+    assert kinds(asyncio.run(run())) == [1.0, "timeout", 1.0, 2.0]
+
+
 def test_only_math_answer_turns_a_limit_of_cpu_time_into_a_wrong_answer():
     """A user's function that dies of the same signal is a crash."""
 
@@ -318,11 +342,22 @@ def test_a_reward_that_can_not_work_is_refused_at_the_start():
     asyncio.run(sandbox.close())
 
 
-def test_the_error_for_a_worker_that_does_not_start_has_its_output(tmp_path, monkeypatch):
-    (tmp_path / "large_module.py").write_text("table = bytearray(1 << 30)\n")
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        ("table = bytearray(1 << 30)", r"(?s)did not start: exit code 1.*MemoryError.*max_memory_bytes"),
+        (
+            "import time; print('loads', flush=True); time.sleep(60)",
+            "imports of the reward functions took more than 3 s. It printed: loads",
+        ),
+    ],
+)
+def test_the_error_for_a_worker_that_does_not_start_has_its_output(tmp_path, monkeypatch, module, found):
+    (tmp_path / "large_module.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("meshrl.reward.sandbox._START_TIMEOUT_S", 3.0 if "sleep" in module else 60.0)
     sandbox = open_sandbox({"large": RewardTerm(kind="large_module:grade")})
-    with pytest.raises(RewardError, match=r"(?s)did not start: exit code 1.*MemoryError.*max_memory_bytes"):
+    with pytest.raises(RewardError, match=found):
         asyncio.run(sandbox.start())
     asyncio.run(sandbox.close())
 

@@ -138,10 +138,13 @@ def test_a_term_that_returns_none_does_not_apply():
     assert (metrics["term/other"].sum, metrics["term/other"].weight, metrics["failed"].sum) == (3.0, 1, 0)
     alone = [make_trajectory("none"), make_trajectory("none")]
     alone[1].turns[0].reward = 0.25
-    shown = RewardTerm(kind="format", weight=0, args={"regex": "[0-9]+"})
-    metrics = score(alone, terms={"other": BEHAVE, "shown": shown}, max_failure_fraction=0.0)
-    assert [(t.reward, t.has_abstained) for t in alone] == [(None, True), (0.25, False)]
-    assert (metrics["abstained"].sum, metrics["abstained"].weight) == (1, 2)
+    for shown in (RewardTerm(kind="format", args={"regex": "[0-9]+"}), RewardTerm(kind="sandbox_graders:fails")):
+        terms = {"other": BEHAVE, "shown": shown.model_copy(update={"weight": 0.0})}
+        metrics = score(alone, terms=terms, max_failure_fraction=0.0)
+        assert [(t.reward, t.has_abstained) for t in alone] == [(None, True), (0.25, False)]
+        assert (metrics["abstained"].sum, metrics["abstained"].weight) == (1, 2)
+    score(alone, terms={"other": BEHAVE, "lost": shown}, max_failure_fraction=1.0)
+    assert [(t.reward, t.has_abstained) for t in alone] == [(None, False), (None, False)]
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])

@@ -179,6 +179,7 @@ OTHER = Failure(kind="crash", message="NameError: name 'y' is not defined at f.p
 VALUE = Failure(kind="crash", message="ValueError: could not convert string to float: '' at f.py:3")
 TIMEOUT = Failure(kind="timeout", message="no answer within 10 s")
 NO_HIGHER, FAILED = "no higher than an empty completion", "failed on each of the data's own answers"
+NONE = "returned None for each of the data's own answers and for empty completions"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,10 @@ NO_HIGHER, FAILED = "no higher than an empty completion", "failed on each of the
         ([(CRASH, OTHER), (CRASH, OTHER)], 1.0, FAILED),
         ([(VALUE, VALUE)], 1.0, FAILED),
         ([(TIMEOUT, TIMEOUT)], 1.0, FAILED),
+        ([(None, None), (None, None)], 1.0, NONE),
+        ([(None, None)], 0.0, NONE),
+        ([(None, None), (1.0, None)], 1.0, None),
+        ([(None, None), (0.0, 0.0)], 1.0, NO_HIGHER),
         ([(CRASH, CRASH), (CRASH, CRASH)], 1.0, ConfigError),
         ([(CRASH, CRASH)], -1.0, ConfigError),
     ],

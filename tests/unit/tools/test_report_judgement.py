@@ -253,7 +253,7 @@ def test_the_term_and_the_pass_score_of_a_config_are_read_whatever_its_names_are
     terms = {name: {"kind": "math_answer", "weight": 0.5}, "form": form | {"weight": 0.25}}
     terms |= {"fine": form | {"weight": -1}, "long": {"kind": "overlong", "weight": 2, "args": long}}
     data, (given, saved) = values["data"] | {"eval_path": values["data"]["path"]}, map(config.with_name, ("g", "s"))
-    for term, pass_score in ((None, 0.75), (name, 1.0)):
+    for term, pass_score in ((None, {name: 0.5, "form": 0.25}), (name, 1.0)):
         loop = {"num_steps": 1, "eval_term": term}
         given.write_text(json.dumps({**values, "data": data, "reward": {"terms": terms}, "loop": loop}))
         cfg = (loaded := load_run_config(given)).config

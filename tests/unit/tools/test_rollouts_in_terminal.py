@@ -32,6 +32,7 @@ def run(tmp_path: Path) -> Path:
     ungraded.rewards["correct"], ungraded.reward = Failure(kind="timeout", message="slow grader"), None
     hostile = answer(HOSTILE, HOSTILE, -1.0)
     silent = answer("6*7?", "no messages", 0.0, index=2)
+    silent.rewards["form"] = None
     silent.turns[0].messages = []
     RolloutLog(folder, decode).write(3, [tools, ungraded, silent, hostile])
     return folder
@@ -58,7 +59,7 @@ def test_a_step_is_printed_with_prompts_answers_rewards_tools_and_failures(run, 
   timeout: slow grader
     two
     lines
-── answer 3/1/2: reward 0 (correct 0, form 0), done, 11 tokens
+── answer 3/1/2: reward 0 (correct 0, form does not apply), done, 11 tokens
     no messages
 """
     assert expected in printed

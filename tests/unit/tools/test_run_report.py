@@ -173,8 +173,14 @@ def test_the_folder_is_read_as_it_was_written(folder: Path):
 
 
 def test_the_keys_of_the_run_decide_which_answers_of_an_evaluation_are_right(folder: Path):
-    def right(*lines: str) -> list[bool]:
-        (folder / "config.yaml").write_text("\n".join(["loop:", *(f"  {line}  # default" for line in lines)]) + "\n")
+    def right(*lines: str, weight: str = "") -> list[bool]:
+        terms = [
+            f"    {name}:\n      kind: m:f  # default\n      weight: {weight}  # default"
+            for name in ("answer", "other")
+            if weight
+        ]
+        text = ["reward:", "  terms:", *terms, "loop:", *(f"  {line}  # default" for line in lines)]
+        (folder / "config.yaml").write_text("\n".join(text) + "\n")
         evaluation = read_run(folder).first_eval
         assert evaluation is not None
         return [prompt.is_right for prompt in evaluation[1].values()]
@@ -182,7 +188,8 @@ def test_the_keys_of_the_run_decide_which_answers_of_an_evaluation_are_right(fol
     attempts = [attempt("6*7?", "41", 0.5), attempt("forty two?", "42", 1)]
     attempts[0].rewards["other"], attempts[1].rewards["other"] = 2.0, 0.0
     attempts[0].reward = 1.5
-    RolloutLog(folder, lambda ids: "".join(map(chr, ids))).write(0, attempts, name="eval")
+    log = RolloutLog(folder, lambda ids: "".join(map(chr, ids)))
+    log.write(0, attempts, name="eval")
     assert right("eval_term: answer") == [False, True] and right("eval_term: answer", "eval_pass_score: 0.5") == [
         True,
         True,
@@ -191,6 +198,11 @@ def test_the_keys_of_the_run_decide_which_answers_of_an_evaluation_are_right(fol
     assert right("eval_term: other", "eval_pass_score: 1.0") == [True, False]
     assert right("eval_term: weighted_sum", "eval_pass_score: 1.5") == [True, False]
     assert right("eval_term: weighted_sum", "eval_pass_score: many") == [True, True]
+
+    attempts[1].rewards.update(answer=None, other=1.0)  # it passes by the other term alone
+    attempts[1].reward = 0.5
+    log.write(0, attempts, name="eval")
+    assert right("eval_term: null", weight="0.5") == [True, True] and right(weight="2") == [False, False]
 
 
 def test_the_page_of_a_single_evaluation_shows_wrong_and_right_answers(folder: Path):
