@@ -341,11 +341,16 @@ def _launch(args: argparse.Namespace) -> None:
 
 
 def _plan_schedule(args: argparse.Namespace) -> None:
+    from meshrl.config.load import load_run_config
     from meshrl.run.inputs import load_run
     from meshrl.tools.schedule.advise import advise
 
     config = load_run(args.config, args.overrides, starts=False).config
-    print_output(advise(config, args.measured, args.assume, args.gpus, args.out))
+
+    def check(keys: Sequence[str]) -> object:
+        return load_run_config(args.config, [*args.overrides, *keys], starts=False)
+
+    print_output(advise(config, check, args.measured, args.assume, args.gpus, args.out))
 
 
 def _diagnose(args: argparse.Namespace) -> None:

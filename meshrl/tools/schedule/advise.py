@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import wrap
@@ -14,7 +14,7 @@ from meshrl.tools.runs import table
 from meshrl.tools.schedule.inputs import Inputs, measured, resized, with_assumed
 from meshrl.tools.schedule.picture import picture, seconds
 from meshrl.tools.schedule.setup import Setup
-from meshrl.tools.schedule.simulate import FIRST_STEPS, Prediction, predict
+from meshrl.tools.schedule.simulate import FIRST_STEPS, SCHEDULES, Prediction, predict
 
 MAX_STALENESS = 4  # the largest that is tried; more has little to gain, and importance weights become worse
 WORTH = 1.05  # a schedule with more staleness is recommended if it is this much faster
@@ -23,8 +23,15 @@ MAX_SPLITS = 17
 ANSWERS = 16384  # of a simulation, about
 
 
-def advise(config: RunConfig, folder: Path | None, assumed: Sequence[str], gpus: int | None, out: Path | None) -> str:
-    """The predictions and the recommendation as text; the timelines are written to `out`. folder: of a colocated run.
+Check = Callable[[Sequence[str]], object]
+"""Checks the config with these overrides, such as cluster.num_train_ranks=4. Raises: ConfigError."""
+
+
+def advise(
+    config: RunConfig, check: Check, folder: Path | None, assumed: Sequence[str], gpus: int | None, out: Path | None
+) -> str:
+    """The predictions and the recommendation as text; the timelines are written to `out`. check: of the config; only
+    what it accepts is predicted. folder: of a colocated run.
 
     Raises: ConfigError, MeshrlError.
     """
@@ -32,7 +39,25 @@ def advise(config: RunConfig, folder: Path | None, assumed: Sequence[str], gpus:
     if count < 1:
         raise ConfigError(f"--gpus is {count}; it must be 1 or more")
     inputs = with_assumed(None if folder is None else measured(folder), assumed, config)
-    predictions = best_of_each_kind(setup_of(config, inputs), count)
+    refusals: dict[str, str] = {}  # overrides -> why the config's check refuses them
+
+    def accepts(setup: Setup) -> bool:
+        keys = overrides(setup)
+        try:
+            check(keys)
+        except ConfigError as error:
+            refusals[" ".join(keys)] = str(error)
+            return False
+        return True
+
+    predictions = best_of_each_kind(setup_of(config, inputs), count, accepts)
+    if not predictions:
+        keys, why = next(iter(refusals.items()))
+        raise ConfigError(f"no schedule on {count} GPUs is accepted; with {keys}: {why}")
+    kinds = {prediction.setup.loop.kind for prediction in predictions}
+    refused = [kind for kind in SCHEDULES if kind not in kinds] if count > 1 else []
+    notes = tuple(f"{kind}: the config's check refuses it on {count} GPUs, with every split" for kind in refused)
+    inputs = replace(inputs, notes=inputs.notes + notes)
     text = describe(predictions, recommended(predictions), inputs)
     if out is None:
         return text
@@ -55,37 +80,51 @@ def setup_of(config: RunConfig, inputs: Inputs, num_steps: int | None = None) ->
     )
 
 
-def best_of_each_kind(base: Setup, gpus: int) -> list[Prediction]:
-    """For each kind, the fastest split of the GPUs; for fully_async with the smallest max_staleness that is enough."""
-    colocated = base.with_loop(kind="colocated", max_staleness=0)
-    predictions = [predict(replace(colocated, train_ranks=gpus, rollout_ranks=0))]
-    if gpus < 2:
+def best_of_each_kind(base: Setup, gpus: int, accepts: Callable[[Setup], bool] = lambda _: True) -> list[Prediction]:
+    """For each kind, the fastest accepted split of the GPUs, if there is one; for fully_async with the smallest
+    max_staleness that is enough."""
+    colocated = replace(base.with_loop(kind="colocated", max_staleness=0), train_ranks=gpus, rollout_ranks=0)
+    predictions = [predict(colocated)] if accepts(colocated) else []
+    one_step_off, fully_async = (
+        _splits(base.with_loop(kind=kind, max_staleness=versions), gpus, accepts)
+        for kind, versions in (("one_step_off", 1), ("fully_async", 2))
+    )
+    if one_step_off:
+        predictions.append(_best_split(one_step_off))
+    if not fully_async:
         return predictions
-    predictions.append(_best_split(base.with_loop(kind="one_step_off", max_staleness=1), gpus))
-    tried = {2: _best_split(base.with_loop(kind="fully_async", max_staleness=2), gpus)}
+    tried = {2: _best_split(fully_async)}
     for versions in (1, 3, MAX_STALENESS):
         tried[versions] = predict(tried[2].setup.with_loop(max_staleness=versions))
     best = 1
     for versions in range(2, MAX_STALENESS + 1):
         if tried[best].step_s > tried[versions].step_s * WORTH_VERSION ** (versions - best):
             best = versions
-    again = _best_split(tried[best].setup, gpus)  # samplers that run further ahead may need fewer ranks
+    # samplers that run further ahead may need fewer ranks
+    again = _best_split([setup.with_loop(max_staleness=best) for setup in fully_async])
     return [*predictions, min(tried[best], again, key=lambda prediction: prediction.step_s)]
 
 
-def _best_split(base: Setup, gpus: int) -> Prediction:
-    every = max(1, -(-(gpus - 1) // MAX_SPLITS))
-    best = _fastest(base, gpus, range(1, gpus, every))
-    if every > 1:
-        near = best.setup.train_ranks
-        finer = [n for n in range(near - every + 1, near + every) if 0 < n < gpus and n != near]
-        best = min(best, _fastest(base, gpus, finer), key=lambda p: p.step_s)
-    return best
+def _splits(base: Setup, gpus: int, accepts: Callable[[Setup], bool]) -> list[Setup]:
+    splits = (replace(base, train_ranks=count, rollout_ranks=gpus - count) for count in range(1, gpus))
+    return [setup for setup in splits if accepts(setup)]
 
 
-def _fastest(base: Setup, gpus: int, train_ranks: Iterable[int]) -> Prediction:
-    setups = [replace(base, train_ranks=count, rollout_ranks=gpus - count) for count in train_ranks]
-    return min(map(predict, setups), key=lambda prediction: prediction.step_s)
+def _best_split(splits: Sequence[Setup]) -> Prediction:
+    """The fastest of these, in the order of their train ranks: some of them, then those near the best."""
+    every = max(1, -(-len(splits) // MAX_SPLITS))
+    tried = {at: predict(splits[at]) for at in range(0, len(splits), every)}
+    near = min(tried, key=lambda at: tried[at].step_s)
+    finer = range(max(0, near - every + 1), min(len(splits), near + every))
+    tried |= {at: predict(splits[at]) for at in finer if at not in tried}
+    return min(tried.values(), key=lambda prediction: prediction.step_s)
+
+
+def overrides(setup: Setup) -> list[str]:
+    """The keys of the config that choose this schedule."""
+    keys = [f"loop.kind={setup.loop.kind}", f"cluster.num_train_ranks={setup.train_ranks}"]
+    keys.append(f"cluster.num_rollout_ranks={setup.rollout_ranks}")
+    return [*keys, f"loop.max_staleness={setup.loop.staleness}"] if setup.loop.kind == "fully_async" else keys
 
 
 def recommended(predictions: Sequence[Prediction]) -> Prediction:
@@ -101,9 +140,12 @@ def reason(predictions: Sequence[Prediction], chosen: Prediction) -> str:
     """Why this one is recommended."""
     others = [p for p in predictions if p is not chosen]
     compared = ", ".join(f"{p.step_s / chosen.step_s:.2f} x as fast as {p.setup.loop.kind}" for p in others)
+    if not others:
+        only = "the config's check accepts no other schedule"
+        return only if chosen.setup.train_ranks > 1 else "one GPU can only sample and train in turn"
     if chosen is predictions[0]:
-        text = "no other schedule is 5 % faster, and it has no staleness"
-        return f"{text} ({compared})" if compared else "one GPU can only sample and train in turn"
+        text = "no other schedule is 5 % faster, and it has the least staleness"
+        return f"{text} ({compared})"
     longer = "training" if chosen.train_idle < chosen.rollout_idle else "sampling"
     if min(chosen.train_idle, chosen.rollout_idle) > 0.25:
         longer = "the time of the longest answers"
@@ -115,16 +157,11 @@ def describe(predictions: Sequence[Prediction], chosen: Prediction, inputs: Inpu
     """The table, the recommendation and the assumptions, for the terminal."""
     rows = [[*COLUMNS], *([show(prediction) for show in COLUMNS.values()] for prediction in predictions)]
     costs = [f"{name}={value:.3g}" for name, value in asdict(inputs.costs).items()]
-    setup = chosen.setup
-    config = [f"loop.kind={setup.loop.kind}", f"cluster.num_train_ranks={setup.train_ranks}"]
-    config += [f"cluster.num_rollout_ranks={setup.rollout_ranks}"]
-    if setup.loop.kind == "fully_async":
-        config.append(f"loop.max_staleness={setup.loop.staleness}")
     return "\n".join(
         [
             *table(rows),
             "",
-            f"recommended: {' '.join(config)}",
+            f"recommended: {' '.join(overrides(chosen.setup))}",
             f"  {reason(predictions, chosen)}",
             "",
             f"times: {inputs.source}",

@@ -22,6 +22,8 @@ from meshrl.tools.report.folder import read_run, seconds_by_phase
 from meshrl.tools.schedule.setup import AnswerLengths, Costs, TurnLengths
 from meshrl.tools.schedule.simulate import PROBED_ROWS
 
+LEAST_SPREAD = 0.02  # standard deviation of the tokens of steps over their mean; below it no constant is fitted
+MOST_UNSURE = 0.25  # standard error of a fitted constant, over the median time; above it, too
 FORWARD_SHARE = 1 / 3  # of the time of forward and backward
 NUM_ASSUMED_GROUPS = 512
 LENGTHS = {"answer_tokens": 0.0, "answer_sigma": 0.8, "prompt_tokens": 200.0}  # with their defaults
@@ -72,7 +74,7 @@ def measured(folder: Path) -> Inputs:
             "more are needed to fit times to them"
         )
     groups = [group for _, trajectories in steps for group in _groups(trajectories)]
-    costs = _costs(folder, run.lines, steps[1:], ranks)  # the first step is slower
+    costs, unknown = _costs(folder, run.lines, steps[1:], ranks)  # the first step is slower
     truncated = float(np.mean([t.status == "truncated" for _, trajectories in steps for t in trajectories]))
     # The proof after a sync: a forward pass of some short rows in the trainer. Without tokens, it costs as much as that
     # of a sampler.
@@ -83,7 +85,8 @@ def measured(folder: Path) -> Inputs:
         replace(costs, probe_s=probe_s),
         groups,
         f"measured in {len(steps) - 1} steps of {folder} ({ranks} train ranks)",
-        (f"{truncated:.0%} of the run's answers were truncated; with a higher limit they would be longer",)
+        unknown
+        + (f"{truncated:.0%} of the run's answers were truncated; with a higher limit they would be longer",)
         * (truncated > 0.05)
         + tuple(run.state.problems),
     )
@@ -92,17 +95,21 @@ def measured(folder: Path) -> Inputs:
 _Step = tuple[MetricsLine, list[Trajectory]]
 
 
-def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], ranks: int) -> Costs:
+def _costs(
+    folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], ranks: int
+) -> tuple[Costs, tuple[str, ...]]:
+    """The costs, and notes on those that the run can't separate."""
     steps = [(line, trajectories) for line, trajectories in steps if any(t.turns for t in trajectories)]
     warm = [line for line, _ in steps]
     engines = [_decodings(trajectories) for _, trajectories in steps]
     turns = [of_engine for step in engines for of_engine in step.values()]
     if not sum(d.end > d.start for of_engine in turns for d in of_engine):
         raise MeshrlError(f"the turns in {folder}/rollouts have no decode times; give --assume decode_step_s=SECONDS")
-    decode = _fit_decoding(turns)
-    train = _least_deviations(
+    decode, decode_known = _fit_decoding(turns)
+    train, train_known = _constant_and_slope(
         [(1.0, line.metrics["train/num_tokens"] / ranks) for line in warm],
         [line.metrics["time/train_s"] for line in warm],
+        len(warm),
     )
     first = []  # (context tokens, seconds) of the prefill in an engine's first step
     for of_engine in turns:
@@ -111,7 +118,8 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
         seconds = median(turn.prefill_s for turn in joined) - decode[0] - decode[1] * len(joined)
         first.append((float(sum(turn.prefill for turn in joined)), max(0.0, seconds)))
     # Computing a context token is the first third of training on it. The other time of a prefill is the same for all.
-    fitted = _least_deviations([(1.0, tokens) for tokens, _ in first], [seconds for _, seconds in first])
+    columns, prefill_s = [(1.0, tokens) for tokens, _ in first], [seconds for _, seconds in first]
+    fitted, prefill_known = _constant_and_slope(columns, prefill_s, len(first))
     token_s = min(fitted[1], train[1] * FORWARD_SHARE)
     between = [  # seconds of a step that no phase has
         line.time - before.time - sum(seconds_by_phase(line).values())
@@ -119,7 +127,18 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
         if line in warm
     ]
     ends = [max(d.end for of_engine in step.values() for d in of_engine) for step in engines]
-    return Costs(
+    fits = {
+        "train_step_s and train_token_s": (train_known, "tokens of its steps"),
+        "prefill_step_s and prefill_token_s": (prefill_known, "prompt tokens of its steps"),
+        "decode_step_s and decode_row_s": (decode_known, "running rows of its decode steps"),
+    }
+    notes = [
+        f"this run can't separate {keys}: the {what} vary too little, so the second one gets the time (of a prefill "
+        f"at most a third of training); give a run in which they vary more, or both values by --assume"
+        for keys, (known, what) in fits.items()
+        if not known
+    ]
+    costs = Costs(
         decode_step_s=decode[0],
         decode_row_s=decode[1],
         prefill_step_s=max(0.0, median(seconds - token_s * tokens for tokens, seconds in first)),
@@ -137,6 +156,7 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
         sync_s=median(line.metrics.get("time/sync_s", 0.0) for line in warm),
         step_s=max(0.0, median(between)),
     )
+    return costs, tuple(notes)
 
 
 def _groups(trajectories: Iterable[Trajectory]) -> list[list[AnswerLengths]]:
@@ -172,8 +192,8 @@ def _decodings(trajectories: Sequence[Trajectory]) -> dict[str, list[_Decoding]]
     return by_engine
 
 
-def _fit_decoding(engines: Sequence[Sequence[_Decoding]]) -> tuple[float, float]:
-    """(a, b) of the time a + b * (running rows) of a decode step."""
+def _fit_decoding(engines: Sequence[Sequence[_Decoding]]) -> tuple[tuple[float, float], bool]:
+    """(a, b) of the time a + b * (running rows) of a decode step, and whether the rows vary enough to separate them."""
     fit = (1.0, 0.0)
     for _ in range(6):  # the mean number of rows of a turn's steps depends on how long each of its steps was
         columns: list[tuple[float, float]] = []
@@ -183,7 +203,7 @@ def _fit_decoding(engines: Sequence[Sequence[_Decoding]]) -> tuple[float, float]
             columns += [(turn.steps, turn.steps * rows) for turn, rows in zip(used, _mean_rows(used, fit))]
             seconds += [turn.end - turn.start for turn in used]
         fit = _least_deviations(columns, seconds)
-    return fit
+    return _constant_and_slope(columns, seconds, len(engines))  # the turns of an engine share their noise
 
 
 def _mean_rows(turns: Sequence[_Decoding], fit: tuple[float, float]) -> Sequence[float]:
@@ -200,6 +220,22 @@ def _mean_rows(turns: Sequence[_Decoding], fit: tuple[float, float]) -> Sequence
     first, last = np.searchsorted(edges, starts), np.searchsorted(edges, ends)
     mean: list[float] = ((weighted[last] - weighted[first]) / (before[last] - before[first])).tolist()
     return mean
+
+
+def _constant_and_slope(
+    columns: Sequence[tuple[float, float]], values: Sequence[float], count: int
+) -> tuple[tuple[float, float], bool]:
+    """`_least_deviations`, and whether the data can separate its two columns. If they can't, all is attributed to the
+    second one. count: of independent values."""
+    first, second = np.array(columns, np.float64).T
+    units, each = second / first, np.array(values, np.float64) / first
+    fit = _least_deviations(columns, values)
+    noise = 1.4826 * float(np.median(np.abs(each - fit[0] - fit[1] * units)))  # a standard deviation
+    mean, spread = float(units.mean()), float(units.std())
+    error = noise * mean / max(spread * math.sqrt(count), 1e-300)  # of the constant
+    if spread >= LEAST_SPREAD * mean and error <= MOST_UNSURE * float(np.median(each)):
+        return fit, True
+    return (0.0, float(np.median(each / np.maximum(units, 1e-300)))) if mean else (fit[0], 0.0), False
 
 
 def _least_deviations(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -26,15 +27,18 @@ NUM_GROUPS, SIZE = 4, 4
 ASSUMED = "decode_step_s=0.02,train_token_s=1e-4,answer_tokens=200"
 
 
-def write_colocated_run(folder: Path, num_steps: int = 8, kind: str = "colocated", times: bool = True) -> Path:
-    """The files of a run whose times follow from the constants above. The number of rows falls while it decodes."""
+def write_colocated_run(
+    folder: Path, num_steps: int = 8, kind: str = "colocated", times: bool = True, equal: bool = False
+) -> Path:
+    """The files of a run whose times follow from the constants above. The number of rows falls while it decodes. equal:
+    all steps have the same lengths, but for a few tokens, and times of training that vary by 20 %."""
     rng = np.random.default_rng(0)
     log = RolloutLog(folder, decode=str)
     sink, clock = JsonlSink(folder / "metrics.jsonl", clock=lambda: now), 0.0
     names = ("rollout", "reward", "train", "sync")
     for step in range(num_steps):
-        prompt = PROMPT + 10 * step
-        lengths = rng.integers(2, 200, NUM_GROUPS * SIZE)
+        prompt = PROMPT if equal else PROMPT + 10 * step
+        lengths = rng.integers(*((198, 200) if equal else (2, 200)), NUM_GROUPS * SIZE)
         first = PREFILL_S + PREFILL_TOKEN_S * prompt * NUM_GROUPS + STEP_S + ROW_S * len(lengths)
         decoded = [sum(STEP_S + ROW_S * int((lengths > j).sum()) for j in range(1, n)) for n in lengths]
         trajectories = [
@@ -42,7 +46,12 @@ def write_colocated_run(folder: Path, num_steps: int = 8, kind: str = "colocated
             for i, (n, s) in enumerate(zip(lengths, decoded))
         ]
         tokens = int(lengths.sum()) + prompt * len(lengths)
-        spent = (first + max(decoded), 0.004, TRAIN_S + TRAIN_TOKEN_S * tokens, SYNC_S)
+        spent = (
+            first + max(decoded),
+            0.004,
+            (TRAIN_S + TRAIN_TOKEN_S * tokens) * (1 + equal * 0.1 * (-1) ** step),
+            SYNC_S,
+        )
         clock += sum(spent) + REST_S
         now = 1e6 + clock
         values = {f"time/{name}_s": seconds for name, seconds in zip(names, spent)}
@@ -87,6 +96,24 @@ def test_the_costs_of_a_run_are_found_again(tmp_path):
     assert costs.reward_group_s == pytest.approx(0.004 / NUM_GROUPS)
     assert costs.request_s == pytest.approx(0, abs=1e-6)
     assert len(inputs.lengths) == 8 * NUM_GROUPS and {len(group) for group in inputs.lengths} == {SIZE}
+
+
+def test_a_run_of_equal_lengths_reports_what_it_cannot_separate(tmp_path):
+    varied = measured(write_colocated_run(tmp_path / "varied"))
+    assert not [note for note in varied.notes if "can't separate" in note]
+    inputs = measured(write_colocated_run(tmp_path / "equal", equal=True))
+    notes = " ".join(inputs.notes)
+    for keys in (
+        "train_step_s and train_token_s",
+        "prefill_step_s and prefill_token_s",
+        "decode_step_s and decode_row",
+    ):
+        assert f"can't separate {keys}" in notes
+    tokens = 16 * (PROMPT + 198.5)
+    assert inputs.costs.train_step_s == 0
+    assert inputs.costs.train_token_s == pytest.approx(TRAIN_TOKEN_S + TRAIN_S / tokens, rel=0.15)
+    assert 0 < inputs.costs.prefill_token_s <= inputs.costs.train_token_s / 3
+    assert inputs.costs.decode_row_s == pytest.approx(ROW_S + STEP_S / 16, rel=0.05)
 
 
 def test_the_simulation_of_the_same_schedule_repeats_the_run(tmp_path):
@@ -178,3 +205,32 @@ def test_the_command_prints_a_table_and_writes_the_picture(tmp_path, config, cap
     assert "--gpus is 0" in capsys.readouterr().err
     assert main(["plan", str(config), "--schedule", "--from", str(tmp_path)]) == 1
     assert "no metrics.jsonl" in capsys.readouterr().err
+
+
+VLLM = ("rollout.engine=vllm", "rollout.vllm.python=null", "rollout.mesh.infer_tp=4", "train.mesh.ulysses=4")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+@pytest.mark.parametrize("gpus", [32, 12])
+def test_only_splits_that_training_accepts_are_recommended_also_without_vllm(config, capsys, gpus):
+    command = [str(config), *VLLM, f"cluster.num_train_ranks={gpus}"]
+    assert main(["plan", *command, "--schedule", "--assume", ASSUMED]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()[1:4]]
+    splits = {row[0]: (int(row[1]), row[2]) for row in rows}
+    assert splits["colocated"] == (gpus, "same")
+    for kind in ("one_step_off", "fully_async"):
+        train, rollout = splits[kind]
+        assert train % 4 == 0 and train + int(rollout) == gpus
+    keys = printed.partition("recommended: ")[2].splitlines()[0].split()
+    load_run_config(config, [*VLLM, *keys], starts=False)
+
+
+def test_kinds_without_an_accepted_split_are_left_out(config, capsys):
+    command = ["plan", str(config), "--schedule", "--assume", ASSUMED, "--gpus", "4"]
+    assert main([*command, "train.mesh.ulysses=4", "cluster.num_train_ranks=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "recommended: loop.kind=colocated cluster.num_train_ranks=4" in printed
+    assert "note: one_step_off: the config's check refuses it on 4 GPUs, with every split" in printed
+    assert main([*command, "cluster.executor=inline"]) == 2
+    assert "no schedule on 4 GPUs is accepted" in capsys.readouterr().err
