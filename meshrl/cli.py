@@ -225,7 +225,7 @@ def _add_convert_options(convert: argparse.ArgumentParser) -> None:
     checkpoints = "such as runs/NAME/checkpoints/step_000100, runs/NAME for its best, model.gguf, or a model's folder"
     convert.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoints)
     convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
-    dtypes = "of the weights (default: model.dtype of the run); float32 has all that LoRA or fp32 masters have learnt"
+    dtypes = "of the weights (default: model.dtype of the run); float32 keeps all changes of LoRA and fp32 masters"
     convert.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help=dtypes)
 
 

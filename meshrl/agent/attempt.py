@@ -34,12 +34,12 @@ async def attempt(
     own = replace(prompt, **copy.deepcopy(fields))
 
     async def observed(request: Request) -> Turn:
-        name = getattr(request, "id", "")
-        if name and name in running:
-            text = f"two turns at once: a request {name} is running. Await each turn before the next one"
+        request_id = getattr(request, "id", "")
+        if request_id and request_id in running:
+            text = f"two turns at once: a request {request_id} is running. Await each turn before the next one"
             refused.append(RuntimeError(text))
             raise refused[-1]
-        running.add(name)
+        running.add(request_id)
         try:
             return await generate(request)
         except RequestError:
@@ -49,7 +49,7 @@ async def attempt(
                 of_engine.append(error)
             raise
         finally:
-            running.discard(name)
+            running.discard(request_id)
 
     failure = None
     try:

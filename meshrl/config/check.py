@@ -246,7 +246,7 @@ def defaults_of_the_machine(case: Case) -> dict[str, tuple[object, str]]:
     reason."""
     config, defaults = case.config, dict[str, tuple[object, str]]()
     if _computes_slowly(case):
-        reason = "this CPU has no fast products of 16-bit numbers (bfloat16 takes 44 to 92 times as long)"
+        reason = "this CPU has no fast products of 16-bit numbers, so bfloat16 takes many times as long"
         defaults["model.dtype"] = "float32", reason
     if isinstance(config, RunConfig) and config.cluster.num_rollout_ranks and config.rollout.uses_device:
         name = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}.get(config.rollout.engine)

@@ -109,8 +109,7 @@ class RunConfig(Slice):
     def replace_weights(self) -> dict[str, float] | None:
         """The weight of each reward term in the score of loop.replace_by; None = the score is the reward."""
         loop, terms = self.loop, self.reward.terms
-        by = loop.replace_by or (loop.eval_term if "eval_term" in loop.model_fields_set else None)
-        if by is not None:
+        if (by := loop.replace_by or loop.eval_term) is not None:
             return None if by == WEIGHTED_SUM else {by: 1.0}
         weights = {name: term.weight for name, term in terms.items() if term.kind not in SHAPING_KINDS}
         return weights if any(weights.values()) and len(weights) < len(terms) else None

@@ -59,7 +59,7 @@ def is_there(path: Path) -> bool:
 
 
 def is_private(path: Path) -> bool:
-    """Whether this user or root owns it, and others than its group can't write there."""
+    """Whether this user or root owns it, and only the owner and its group can write there."""
     try:
         status = path.stat()
     except OSError:

@@ -12,7 +12,8 @@ _ACCELERATORS = ("nvidia0", "nvidiactl", "kfd", "dri/renderD128", "accel/accel0"
 
 def products_of_16_bits_are_slow(flags: Collection[str] | None = None, accelerator: bool | None = None) -> bool:
     """Whether ranks use a CPU on which oneDNN has no fast products of 16-bit matrices: x86 without AVX-512, AMX or
-    AVX-NE-CONVERT. There the gradient of a linear layer's input takes 44 to 92 times as long as in fp32.
+    AVX-NE-CONVERT. There a linear layer, and most of all the gradient of its input, takes many times as
+    long as in fp32.
 
     flags: of the CPU, as in /proc/cpuinfo. accelerator: whether ranks have one. None = those of this machine; False
     without x86 flags.

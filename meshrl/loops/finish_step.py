@@ -29,7 +29,7 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
         *job.rollouts.replacement_metrics(),
         *request_times(trajectories),
     ]
-    if job.task is not None and job.task.agent.tools:
+    if job.task.agent.tools:
         answered = sum(m.get("role") == "tool" for t in trajectories for turn in t.turns for m in turn.messages)
         metrics.append(Metric(name="rollout/tool_calls_mean", sum=answered, weight=len(trajectories), unit="calls"))
     if rollout_s:  # 0 if all groups of an overlapped step were sampled before the previous one ended

@@ -52,8 +52,8 @@ def report(sinks: Sequence[Sink], step: int, metrics: Iterable[Metric]) -> tuple
 class JsonlSink:
     """metrics.jsonl: lines {"schema", "step", "time", "metrics"} and, before the first line that needs it, a header
     {"schema", "units"} with the units of new names; an evaluation's line also has the identity that `evaluation`
-    returns then. Each line is flushed. All methods raise OutputError when the file
-    can't be written, or when it was removed or replaced: nothing else has these numbers.
+    returns then. Each line is flushed. All methods raise OutputError when the file can't be written, or when it was
+    removed or replaced: nothing else has these numbers.
 
     An existing file is continued. first_step: the first step of a resumed run; lines of this and later steps are
     dropped, because these steps are repeated.

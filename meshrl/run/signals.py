@@ -22,10 +22,10 @@ class Stop:
     Inside `updating`, once the weights have changed, and inside `saving`, the task is cancelled at the end of the
     block. Everywhere else it is cancelled at once, because the trainer still has the weights of the last finished step.
 
-    After Ctrl-C, an update gets at most GRACE_S, if there is a checkpoint (can_fall_back). SIGTERM and
-    SIGUSR2 have no such limit, because the scheduler that sends them has its own, and neither has SIGHUP.
-    trainer_is_valid: the trainer has the weights of a finished step, or will have them at the end of the block;
-    otherwise no checkpoint can be saved.
+    After Ctrl-C, an update gets at most GRACE_S, if there is a checkpoint (can_fall_back). SIGTERM and SIGUSR2 have
+    no such limit, because the scheduler that sends them has its own, and neither has SIGHUP, which means a lost
+    terminal. trainer_is_valid: the trainer has the weights of a finished step, or will have them at the end of the
+    block; otherwise no checkpoint can be saved.
     """
 
     def __init__(self) -> None:

@@ -119,6 +119,16 @@ def test_a_resume_on_another_order_or_other_data_is_refused(config, kind, seed, 
         feed(config(kind, **changes), seed).load_state(state)
 
 
+@pytest.mark.parametrize("kind", FEEDS[:2])
+def test_a_resume_detects_changed_answers_unless_the_state_has_no_digest_of_them(config, kind):
+    state, path = feed(config(kind)).state(), Path(config(kind).path)
+    path.write_text(path.read_text().replace('"answer": "2"', '"answer": "3"'))
+    with pytest.raises(DataError, match="answers was"):
+        feed(config(kind)).load_state(state)
+    if kind == "memory":  # a stream knows the offsets and sizes of its file
+        feed(config(kind)).load_state({name: value for name, value in state.items() if name != "answers"})
+
+
 def test_a_resumed_stream_detects_a_changed_row_far_from_its_start(config):
     """A stream renders only its first rows at the start, and knows the others by their offsets."""
     state = feed(config("stream")).state()
