@@ -49,9 +49,9 @@ class ModelConfig(Slice):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """dtype in which trainer and sampler compute; the trainer stores parameters in train.master_dtype. On a CPU without
     fast products of 16-bit numbers (x86 without AVX-512 or AMX) the default is float32, which is many times faster"""
-    attn_implementation: Literal["auto", "sdpa", "flash", "flex", "eager"] = "auto"
+    attn_implementation: Literal["auto", "sdpa", "flash", "eager"] = "auto"
     """how trainer and embedded sampler compute attention: flash (or flash_attention_2) = a kernel for packed rows;
-    flex = torch's flex_attention; sdpa = torch's SDPA over padded rows; eager = plain matrix products, for a debugger;
+    sdpa = torch's SDPA over padded rows; eager = plain matrix products, for a debugger;
     auto = flash where the device and the model permit it (on H100 and B200 cuDNN, if all rows of a micro-batch have
     4,096 tokens or more and share no prompt), else sdpa, and matrix products for short rows on a CPU. The run reports
     what it uses, and why where it can't be the one that is set: then it is as auto. Embedded samplers compute prompts

@@ -22,10 +22,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from meshrl.core.device import has_long_row_kernels, has_triton, has_varlen_kernels, upload
+from meshrl.core.device import has_long_row_kernels, has_varlen_kernels, upload
 from meshrl.core.errors import ConfigError
 from meshrl.model.attention_kernels import (
-    Flex,
     cudnn_attention,
     eager_attention,
     no_sdpa,
@@ -39,7 +38,7 @@ NAME = "meshrl"
 OWN_CODE = ("gptj", "falcon", "bloom")  # model types that compute attention by themselves
 ONLY_CACHE = (*OWN_CODE, "nemotron", "stablelm")  # model types that pass nothing but a cache on to attention
 # Transformers' name of each model.attn_implementation. It loads a package of its own for a name with "flash" in it.
-NAMES = {"auto": NAME, **{name: f"{NAME}_{name}" for name in ("sdpa", "eager", "flex")}, "flash": f"{NAME}_varlen"}
+NAMES = {"auto": NAME, **{name: f"{NAME}_{name}" for name in ("sdpa", "eager")}, "flash": f"{NAME}_varlen"}
 PAD_WASTE = 1.25  # a padded bucket may cost at most this many times what its rows cost one by one
 ALIGNED_KEYS = 16  # on a CPU, 316 keys take 11 ms and 320 take 7 ms (bf16, forward): a softmax computes full vectors
 LONG_ROW = 4096  # tokens; from here on cuDNN computes rows, where it can
@@ -208,8 +207,6 @@ class PackedAttention:
         problem = ""
         if spec.implementation == "flash":
             problem = no_flash
-        elif spec.implementation == "flex":
-            problem = _no_flex(q.device)
         elif spec.implementation == "sdpa":
             problem = no_sdpa(q, spec)
         if problem or spec.implementation == "auto":
@@ -299,18 +296,6 @@ class PackedAttention:
     @cached_property
     def varlen(self) -> Varlen:
         return varlen_layout(*self._segments)
-
-    @cached_property
-    def flex(self) -> Flex:
-        cu_seqlens, parents, device = self._segments
-        lengths = torch.tensor(cu_seqlens).diff()
-        parent = torch.full_like(lengths, -1) if parents is None else torch.tensor(list(parents))
-        before = torch.where(parent < 0, 0, lengths[parent])
-        token, starts = torch.arange(self.num_tokens), torch.tensor(cu_seqlens[:-1])
-        tensors = [torch.arange(len(lengths)), parent, before - starts]
-        segment, parent, shift = (x.repeat_interleave(lengths) for x in tensors)
-        segment, parent, position = upload([segment, parent, token + shift], device)
-        return Flex(segment, parent, position)
 
 
 def needs_all_tokens(axis: str, size: int) -> ConfigError:
@@ -403,12 +388,6 @@ def _no_flash(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> str:
     return next((f"the kernel computes no {name}" for name, value in others.items() if value is not None), "")
 
 
-def _no_flex(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "flex_attention has no backward pass on a CPU"
-    return "" if has_triton(device) else "flex_attention needs Triton, which is not installed for this device"
-
-
 @lru_cache(maxsize=1)
 def _varlen_kernel() -> Callable[..., Any]:
     """PyTorch's kernel. Newer versions need enable_gqa when query heads share a key head, older ones do not have the
@@ -452,7 +431,6 @@ KERNELS: dict[str, Kernel] = {
     "eager": lambda pack, *layer: pack.in_rows(eager_attention, *layer),
     "flash": lambda pack, *layer: pack.varlen.attend(*layer),
     "cudnn": lambda pack, *layer: pack.row_by_row(cudnn_attention, *layer),
-    "flex": lambda pack, *layer: pack.flex.attend(*layer),
 }
 _TEXTS = {
     "padded": "SDPA over padded rows, and matrix products for short rows on a CPU, softcaps and ALiBi in 16 bits",
@@ -460,7 +438,6 @@ _TEXTS = {
     "eager": "plain matrix products",
     "flash": "torch's kernel for packed rows (varlen_attn)",
     "cudnn": "cuDNN's kernel, row by row",
-    "flex": "torch's flex_attention, compiled",
 }
 
 

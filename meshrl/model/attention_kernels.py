@@ -1,4 +1,4 @@
-"""The attention of equally long rows, and of a pack by flex_attention; attention.py chooses between these functions.
+"""The attention of equally long rows; attention.py chooses between these functions.
 
 Letters: B rows, L queries and N keys of a row, H query heads, K key/value heads, D head size. A row's queries are its
 last L positions.
@@ -6,11 +6,9 @@ last L positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -172,61 +170,3 @@ class _WideProduct(torch.autograd.Function):
         a, b = ctx.saved_tensors
         grad = grad.to(a.dtype)
         return torch.bmm(grad, b.mT).mul_(ctx.scale), torch.bmm(a.mT, grad).mul_(ctx.scale), None, None
-
-
-@dataclass(frozen=True, slots=True)
-class Flex:
-    """A pack for flex_attention, which computes only the blocks of scores that have a visible key. Each int64[T]: the
-    segment of a token, the segment that its own continues (-1 = none), and its position in its row."""
-
-    segment: torch.Tensor
-    parent: torch.Tensor
-    position: torch.Tensor
-    _masks: dict[int | None, Any] = field(default_factory=dict)  # window -> BlockMask
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        from torch.nn.attention.flex_attention import AuxRequest, flex_attention  # imports the compiler
-
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        # As a number, the cap would be dynamic too, which the compiler can't trace in score_mod.
-        cap = None if spec.softcap is None else q.new_full((), spec.softcap, dtype=torch.float32)
-        slopes, grouped = spec.slopes, q.shape[1] != k.shape[1]
-
-        def changed(score: torch.Tensor, b: Any, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
-            if cap is not None:
-                score = torch.tanh(score / cap) * cap
-            return score if slopes is None else score + slopes[h] * (self.position[key] - self.position[query])
-
-        out, aux = compiled(flex_attention)(
-            q,
-            k,
-            v,
-            score_mod=None if cap is None and slopes is None else changed,
-            block_mask=self._mask(spec.window),
-            scale=spec.scale,
-            enable_gqa=grouped,
-            return_aux=AuxRequest(lse=True),
-        )
-        if spec.sinks is not None:  # the share of the softmax that the sink does not take
-            out = out * torch.sigmoid(aux.lse - spec.sinks[:, None])[..., None].to(out.dtype)
-        return out[0].transpose(0, 1).contiguous()  # type: ignore[no-any-return]
-
-    def _mask(self, window: int | None) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        def seen(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            behind = self.position[query] - self.position[key]
-            own = (self.segment[query] == self.segment[key]) | (self.parent[query] == self.segment[key])
-            own = own & (behind >= 0)
-            return own if window is None else own & (behind < window)
-
-        if window not in self._masks:
-            size, device = len(self.segment), self.segment.device
-            self._masks[window] = compiled(create_block_mask)(seen, None, None, size, size, device=device)
-        return self._masks[window]
-
-
-@lru_cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once for packs of any length."""
-    return torch.compile(function, dynamic=True)

@@ -256,12 +256,6 @@ FAULTS = [
         _PACKED_ATTENTION + "test_rows_padded_to_full_vectors_equal_the_definition_in_bf16[prompts_of_equal_length]",
     ),
     Fault(
-        "flex_attention sees all earlier tokens of a pack",
-        "meshrl/model/attention_kernels.py::Flex._mask",
-        "(self.segment[query] == self.segment[key]) | (self.parent[query] == self.segment[key]) => query >= key",
-        _IMPLEMENTATIONS + "test_changing_one_answer_changes_no_bit_of_the_others[flex]",
-    ),
-    Fault(
         "every model.attn_implementation is auto",
         "meshrl/model/attention.py::PackedAttention._choose",
         'return spec.implementation, "" => return "padded", ""',

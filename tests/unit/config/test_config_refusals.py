@@ -65,7 +65,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("algo.loss.tau_pos=2", ["algo.loss.tau_pos = 2", "no effect: algo.loss.kind is ppo_clip"]),
     ("algo.loss.tau_neg=2", ["algo.loss.tau_neg = 2", "no effect: algo.loss.kind is ppo_clip"]),
     ("train.activation_checkpointing=3", ["true | false"]),
-    ("model.attn_implementation=flash_attention_3", ["auto, sdpa, flash, flex or eager. Nearest: flash."]),
+    ("model.attn_implementation=flash_attention_3", ["auto, sdpa, flash or eager. Nearest: flash."]),
     ("loop.num_steps=2.5", ["integer >= 1"]),
     ("loop.num_steps=0", ["integer >= 1"]),
     ("loop.num_steps=null", ["integer >= 1"]),

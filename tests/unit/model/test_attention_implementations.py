@@ -1,13 +1,10 @@
 """Each model.attn_implementation computes what auto computes, by its own kernel, and leaks nothing between rows.
 
-flash needs a GPU: test_varlen_layout.py replaces its kernel by the definition. flex_attention has no backward pass on a
-CPU by decision of torch; here that check is off, and its fallback without compilation computes scores and gradients.
+flash needs a GPU: test_varlen_layout.py replaces its kernel by the definition.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,34 +12,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import tiny_lm
-from tiny_run import steps_of, train, write_run
 from tiny_samples import random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample
-from meshrl.model import attention, attention_kernels
 from meshrl.model.attention import KERNELS, NAMES, AttentionSpec, PackedAttention, attention_text
 from meshrl.model.causal import CausalModel
 from meshrl.train.packing import pack
 from meshrl.train.probe import require_independent_rows
 
 CPU = torch.device("cpu")
-OWN = ["sdpa", "eager", "flex"]
+OWN = ["sdpa", "eager"]
 PACKS = {
     "rows": ([0, 5, 5, 6, 70, 81], None),
     "shared": ([0, 9, 10, 10, 22, 25, 40, 43], [-1, 0, 0, 0, -1, 4, 4]),  # prompts of 9 and 3 tokens; an empty answer
 }
 SPECS = [(None, None), (4, None), (None, 2.0), (4, 2.0)]  # window, softcap
-
-
-@pytest.fixture
-def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(attention, "_no_flex", lambda device: "")
-    monkeypatch.setattr(attention_kernels, "compiled", lambda function: function)
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-    yield
-    torch._dynamo.reset()  # it counts functions that it has traced, up to a limit
 
 
 def _attended(name: str, pack_name: str, window: int | None, softcap: float | None) -> list[torch.Tensor]:
@@ -60,7 +46,7 @@ def _attended(name: str, pack_name: str, window: int | None, softcap: float | No
 
 @pytest.mark.parametrize("pack_name", PACKS)
 @pytest.mark.parametrize("name", OWN)
-def test_each_implementation_equals_auto_in_values_and_gradients(flex_on_cpu, name, pack_name):
+def test_each_implementation_equals_auto_in_values_and_gradients(name, pack_name):
     for window, softcap in SPECS:
         got, want = (_attended(each, pack_name, window, softcap) for each in (name, "auto"))
         for one, other in zip(got, want, strict=True):
@@ -144,7 +130,7 @@ def _group() -> list[Sample]:
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2"])
 @pytest.mark.parametrize("name", OWN)
-def test_a_model_scores_and_learns_with_each_implementation_as_with_auto(flex_on_cpu, name, family):
+def test_a_model_scores_and_learns_with_each_implementation_as_with_auto(name, family):
     """Grouped heads, windows that end in a shared prompt, and a softcap."""
     found = []
     for each in (name, "auto"):
@@ -167,7 +153,7 @@ def _probe(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*OWN, "flash"])
-def test_the_leak_probe_passes_with_each_implementation_and_sees_a_leak(flex_on_cpu, name, monkeypatch):
+def test_the_leak_probe_passes_with_each_implementation_and_sees_a_leak(name, monkeypatch):
     _probe(name)
     start = PackedAttention.__init__
     monkeypatch.setattr(PackedAttention, "__init__", lambda self, cu, *rest: start(self, [0, cu[-1]], CPU))
@@ -176,7 +162,7 @@ def test_the_leak_probe_passes_with_each_implementation_and_sees_a_leak(flex_on_
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_changing_one_answer_changes_no_bit_of_the_others(flex_on_cpu, name):
+def test_changing_one_answer_changes_no_bit_of_the_others(name):
     model, samples = _model("gemma2", name), _group()
     with torch.no_grad():
         before = _scores(model, samples)
@@ -191,25 +177,3 @@ def test_the_report_names_what_layers_use_and_why():
     assert text.startswith("attention sdpa: SDPA over padded rows in 2 of 3 layers; ")
     assert text.endswith("in 1 of 3 layers, because SDPA computes no softcap")
     assert all(attention_text("auto", {0: (kernel, "")}) for kernel in KERNELS)
-
-
-def test_flex_attention_is_not_used_where_it_has_no_backward_pass():
-    packed, q = PackedAttention([0, 3], CPU), torch.ones(3, 2, 8)
-    packed.attend(0, q, q, q, AttentionSpec(0.3, implementation="flex"))
-    assert packed.used == {0: ("padded", "flex_attention has no backward pass on a CPU")}
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("flash", "attention flash: SDPA over padded rows, .* because PyTorch has no kernel for packed rows for this"),
-        ("eager", "attention eager: plain matrix products. The sampler computes prompts in this way"),
-    ],
-)
-def test_a_run_reports_its_attention_once_and_trains_with_it(tmp_path, capsys, name, reason):
-    """Trainer and sampler; the proof that their logprobs are equal passes."""
-    overrides = [f"model.attn_implementation={name}", "cluster.executor=inline", "loop.num_steps=1"]
-    folder = train(write_run(tmp_path), name, *overrides)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention ")]
-    assert len(lines) == 1 and re.match(reason, lines[0])
-    assert len(steps_of(folder)) == 1
