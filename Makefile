@@ -34,14 +34,14 @@ help:  ## list these commands
 setup: $(STAMP)  ## make .venv and install the pinned dependencies and meshrl itself
 
 # torch is installed first, with the same constraints as the rest, so that no dependency installs another version.
-$(STAMP): constraints.txt requirements.txt requirements-dev.txt requirements-ray.txt requirements-view.txt requirements-gguf.txt pyproject.toml
+$(STAMP): constraints.txt requirements.txt requirements-dev.txt requirements-ray.txt requirements-gguf.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "meshrl needs Python 3.11 or newer; $(PYTHON) is: `$(PYTHON) -V 2>&1 || true`." \
 	       "Name another one: make setup PYTHON=python3.12" >&2; exit 1; }
 	@echo "Installing into .venv, pinned by constraints.txt; this takes a few minutes, once."
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --only-binary :all: -c constraints.txt torch
-	$(PY) -m pip install --quiet --only-binary :all: -c constraints.txt -r requirements.txt -r requirements-dev.txt -r requirements-ray.txt -r requirements-view.txt -r requirements-gguf.txt
+	$(PY) -m pip install --quiet --only-binary :all: -c constraints.txt -r requirements.txt -r requirements-dev.txt -r requirements-ray.txt -r requirements-gguf.txt
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 

@@ -243,7 +243,6 @@ def _add_view_options(view: argparse.ArgumentParser) -> None:
         metavar="N",
         help="print the answers of the evaluation after N steps (default: of the last one)",
     )
-    shown.add_argument("--terminal", action="store_true", help="browse all steps in the terminal (meshrl[view])")
     shown.add_argument(
         "--attention",
         metavar="STEP/GROUP/ANSWER",
@@ -375,13 +374,9 @@ def _view(args: argparse.Namespace) -> None:
     prints = args.step is not None or args.evaluation is not None
     if (args.wrong or args.text) and not prints:
         raise ConfigError("--wrong and --text are about answers that are printed; add --step N or --eval")
-    if args.out is not None and (prints or args.terminal):
-        raise ConfigError("--out is the page to write, and --step, --eval and --terminal write none; leave it out")
-    if args.terminal:
-        from meshrl.tools.viewer.text import browse
-
-        browse(args.folder)
-    elif prints:
+    if args.out is not None and prints:
+        raise ConfigError("--out is the page to write, and --step and --eval write none; leave it out")
+    if prints:
         from meshrl.tools.viewer.answers import read_answers
         from meshrl.tools.viewer.text import one_line_each, pages_of
 

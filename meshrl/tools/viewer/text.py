@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import math
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from meshrl.core.errors import ConfigError, Failure, Graded, MeshrlError
+from meshrl.core.errors import Failure, Graded, MeshrlError
 from meshrl.core.terminal import counted, printable
 from meshrl.core.types import Prompt
 from meshrl.monitor.rollout_log import LoggedTrajectory
-from meshrl.monitor.token_log import TokenValues
 from meshrl.tools.report.folder import plain_text
-from meshrl.tools.viewer.answers import Answers, require_rollouts
-
-COLOURS = ("none", "sampler logprob", "trainer logprob", "log ratio", "entropy", "advantage", "version", "loss mask")
-"""The values by which `tinted` can colour tokens."""
+from meshrl.tools.viewer.answers import Answers
 
 _ANY_WIDTH = 1 << 20  # of lines in a pipe or a file
-
-
-def browse(run: Path) -> None:
-    """Show the steps of a run in the terminal until its user quits. Raises: MeshrlError as `require_rollouts`;
-    ConfigError when textual is not installed, or without a terminal."""
-    require_rollouts(run)
-    if importlib.util.find_spec("textual") is None:
-        raise ConfigError("--terminal needs textual, which is not installed: pip install 'meshrl[view]'")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError(
-            "--terminal needs a terminal for its input and its output; --step N prints the answers of a step"
-        )
-    from meshrl.tools.viewer.terminal import RolloutViewer
-
-    RolloutViewer(run).run()
 
 
 def one_line_each(answers: Answers) -> Iterator[str]:
@@ -49,10 +26,10 @@ def one_line_each(answers: Answers) -> Iterator[str]:
     two characters \\n."""
     for group in answers.groups.values():
         for logged in group:
-            yield printable(sampled_text(logged).replace("\n", "\\n"))
+            yield printable(_sampled_text(logged).replace("\n", "\\n"))
 
 
-def sampled_text(logged: LoggedTrajectory) -> str:
+def _sampled_text(logged: LoggedTrajectory) -> str:
     """The decoded text, also of an agent that left no messages."""
     try:
         return logged.trajectory.text
@@ -70,22 +47,21 @@ def pages_of(answers: Answers) -> Iterator[str]:
     counts = f"{of}{counted(answers.num_groups, 'prompt')}, {counted(len(rewards), 'answer')}"
     yield _drawn([Text(printable(f"{answers.title}: {counts}{mean}"), "bold")])
     for name, group in answers.groups.items():
-        question = question_parts(group[0].trajectory.prompt, f" {name.rpartition('/')[2]} of {answers.num_groups}")
-        yield _drawn([Text(), *question, *(part for logged in group for part in answer_parts(name, logged))])
+        question = _question_parts(group[0].trajectory.prompt, f" {name.rpartition('/')[2]} of {answers.num_groups}")
+        yield _drawn([Text(), *question, *(part for logged in group for part in _answer_parts(name, logged))])
     if answers.error:
         yield _drawn([Text(printable(answers.error), "yellow")])
 
 
-def question_parts(prompt: Prompt, number: str = "") -> Iterator[Any]:
+def _question_parts(prompt: Prompt, number: str = "") -> Iterator[Any]:
     """The head of a group, the messages of its prompt, and the expected answer."""
     yield Text(printable(f"━━━ prompt{number}: {prompt.id}"), "bold cyan")
     for message in (*(prompt.messages or ()), {"role": "expected answer", "content": prompt.answer}):
-        yield from message_parts(message)
+        yield from _message_parts(message)
 
 
-def answer_parts(group: str, logged: LoggedTrajectory, coloured: Sequence[Text] = ()) -> Iterator[Any]:
-    """The head of an answer with its name and reward, and the messages of its turns. group: a key of `Answers.groups`.
-    coloured: the texts of the turns, in place of the sampled messages."""
+def _answer_parts(group: str, logged: LoggedTrajectory) -> Iterator[Any]:
+    """The head of an answer with its name and reward, and the messages of its turns. group: a key of `Answers.groups`."""
     trajectory = logged.trajectory
     reward, tokens = trajectory.reward, counted(sum(len(turn.output_ids) for turn in trajectory.turns), "token")
     style = "yellow" if reward is None else "green" if reward > 0 else "red"
@@ -97,42 +73,16 @@ def answer_parts(group: str, logged: LoggedTrajectory, coloured: Sequence[Text] 
     for failure in (trajectory.failure, *trajectory.rewards.values()):
         if isinstance(failure, Failure):
             yield Text(printable(f"  {failure.kind}: {failure.message}"), "yellow")
-    for number, (turn, sampled) in enumerate(zip(trajectory.turns, logged.texts)):
-        messages = turn.messages or [{"role": "assistant", "content": sampled}]
-        for message in messages[:-1] if coloured else messages:
-            yield from message_parts(message, len(trajectory.turns) > 1)
-        if coloured:
-            yield Padding(coloured[number], (0, 0, 0, 4), expand=False)
+    for turn, sampled in zip(trajectory.turns, logged.texts):
+        for message in turn.messages or [{"role": "assistant", "content": sampled}]:
+            yield from _message_parts(message, len(trajectory.turns) > 1)
 
 
 def _graded(result: Graded) -> str:
     return "failed" if isinstance(result, Failure) else "does not apply" if result is None else f"{result:.4g}"
 
 
-def tinted(text: str, values: TokenValues, colour: str) -> Text:
-    """The text of a turn with a background for each token: green for values above 0, red for those below it, stronger
-    for larger ones. Tokens without this value are dim."""
-    columns = values.columns
-    numbers = {
-        "sampler logprob": columns["rollout_logprobs"],
-        "trainer logprob": columns["logprobs"],
-        "log ratio": columns["logprobs"] - columns["rollout_logprobs"],
-        "entropy": columns["entropies"],
-        "advantage": columns["advantages"],
-        "version": columns["versions"] - columns["versions"].min(initial=0),
-        "loss mask": columns["trained"],
-    }[colour].astype(float)
-    largest = np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0) or 1.0
-    out, at = Text(), 0
-    for size, value in zip(columns["characters"].tolist(), numbers.tolist()):
-        strength = round(150 * abs(value) / largest) if math.isfinite(value) else 0
-        style = f"on rgb({strength},0,0)" if value < 0 else f"on rgb(0,{strength},0)"
-        out.append(printable(text[at : at + size]), style if math.isfinite(value) else "dim")
-        at += size
-    return out
-
-
-def message_parts(message: dict[str, Any], with_role: bool = True) -> Iterator[Any]:
+def _message_parts(message: dict[str, Any], with_role: bool = True) -> Iterator[Any]:
     """The role and the indented content of a message, with the calls of tools that it has as fields."""
     if with_role:
         yield Text(printable(f"  {message.get('role')}:"), "dim")

@@ -149,7 +149,7 @@ def test_an_incomplete_line_is_named(run, capsys):
 def test_a_run_without_rollouts_and_a_missing_run_are_explained(tmp_path, capsys):
     sft = made_run(tmp_path / "sft", config=settings(sft__path="rows.jsonl"))
     empty = made_run(tmp_path / "empty")
-    for options in ([], ["--step", "1"], ["--eval"], ["--terminal"], ["--attention", "1/1/0"]):
+    for options in ([], ["--step", "1"], ["--eval"], ["--attention", "1/1/0"]):
         for place, error in (
             (sft, f"{sft} is a run of supervised fine-tuning, which samples no answers, so it has no rollouts\n"),
             (empty, f"{empty} has no rollouts: no step has ended yet, or monitor.rollout_log_every_steps is 0\n"),
@@ -159,9 +159,3 @@ def test_a_run_without_rollouts_and_a_missing_run_are_explained(tmp_path, capsys
         ):
             assert main(["view", str(place), *options]) == 1
             assert capsys.readouterr().err.startswith(f"meshrl: {error}")
-
-
-def test_without_textual_the_terminal_viewer_names_the_package_to_install(run, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "textual", None)
-    assert main(["view", str(run), "--terminal"]) == 2
-    assert "pip install 'meshrl[view]'" in capsys.readouterr().err
