@@ -61,7 +61,7 @@ def _question_parts(prompt: Prompt, number: str = "") -> Iterator[Any]:
 
 
 def _answer_parts(group: str, logged: LoggedTrajectory) -> Iterator[Any]:
-    """The head of an answer with its name and reward, and the messages of its turns. group: a key of `Answers.groups`."""
+    """The head of an answer with its name and reward, and the messages of its turns. group: key of `Answers.groups`."""
     trajectory = logged.trajectory
     reward, tokens = trajectory.reward, counted(sum(len(turn.output_ids) for turn in trajectory.turns), "token")
     style = "yellow" if reward is None else "green" if reward > 0 else "red"
