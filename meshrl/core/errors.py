@@ -72,7 +72,7 @@ class RankFailure(MeshrlError):
 
 
 class DeadlineError(MeshrlError):
-    """A phase missed its deadline, and no rank is the cause: an agent, a grader, or the controller itself."""
+    """A phase missed its deadline, and no rank is the cause: an agent or a grader."""
 
 
 class CheckpointError(MeshrlError):
