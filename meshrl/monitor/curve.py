@@ -1,15 +1,13 @@
-"""A reward curve for the terminal and as a PNG."""
+"""A curve for the terminal."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-_SMOOTH = 0.8  # weight of the past in the moving average: about the last five steps
 
 
 def text_curve(values: Sequence[float], width: int = 60, height: int = 8) -> str:
@@ -47,33 +45,3 @@ def mean_of_known(values: Sequence[float]) -> float:
     """The mean of the finite values; NaN if there are none."""
     finite = [v for v in values if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else math.nan
-
-
-def save_curve(path: Path, rewards: Sequence[float], evals: Sequence[tuple[int, float]]) -> None:
-    """Draw the training reward of each step from the first one (thin), its moving average (thick) and evaluations
-    (dots; finished steps, score) as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=120)
-    axes = figure.add_axes((0.14, 0.13, 0.83, 0.78))  # a layout that fits the labels would double the time
-    steps = range(1, len(rewards) + 1)
-    axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1, label="training, each step")
-    axes.plot(steps, moving_average(rewards), color="tab:blue", linewidth=2, label="training, moving average")
-    if evals:
-        axes.plot([s for s, _ in evals], [v for _, v in evals], "o", color="tab:orange", label="held-out")
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean reward")
-    axes.set_title("reward")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, format="png")
-
-
-def moving_average(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, corrected for its start; steps without a value repeat the last average."""
-    out, total, weight = [], 0.0, 0.0
-    for value in values:
-        if math.isfinite(value):
-            total, weight = _SMOOTH * total + value, _SMOOTH * weight + 1.0
-        out.append(total / weight if weight else math.nan)
-    return out

@@ -39,7 +39,7 @@ _METRICS, _BEST, _EARLIER = "metrics.jsonl", "best.json", "earlier_"
 _RESULT = "result.json"  # written when a run ends
 LOGS = "logs"  # of servers that ranks have started
 _OF_A_RUN = (
-    *(_METRICS, f"checkpoints/{_BEST}", _RESULT, "report.html", "view.html", "reward.png", "stacks.txt"),
+    *(_METRICS, f"checkpoints/{_BEST}", _RESULT, "report.html", "view.html", "stacks.txt"),
     *(NOTES_FILE, TRACES, LOGS, "tensorboard", "wandb"),
 )
 

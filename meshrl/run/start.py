@@ -33,7 +33,6 @@ from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
 from meshrl.loops.step_notes import run_without_signal
 from meshrl.model.limits import note_on_balance_loss
-from meshrl.monitor.curve import save_curve
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.rollout_log import RolloutLog
@@ -203,8 +202,6 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             run.summary = partial(_summary, run, job)
             with garbage_of_the_run(cfg.cluster.executor == "inline"):
                 await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
-        with run.writes.attempt("reward.png"):
-            save_curve(run.folder / "reward.png", job.rewards, job.evals)
         if job.feed.num_left_out > num_left_out:  # streaming finds them one by one
             _note_left_out(run, job, job.feed.num_left_out)
         if (no_signal := run_without_signal(job)) is not None:

@@ -68,7 +68,6 @@ def test_every_part_runs_and_writes_its_results(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.rglob("*") if len(path.relative_to(out).parts) < 3) == sorted(
         ["seed_3", ".quickstart", "start", "sft", "grpo", "report.json"]
     )
-    assert (out / "seed_3" / "grpo" / "reward.png").read_bytes().startswith(b"\x89PNG")
     model = AutoModelForCausalLM.from_pretrained(report["model"])
     assert model.config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(report["model"]).chat_template

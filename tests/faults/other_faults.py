@@ -90,7 +90,7 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "tests/unit/monitor/test_failed_writes.py::test_a_lost_terminal_ends_no_run",
         ),
         (
-            "`rollouts/`, `status.json`, `report.html` or `reward.png` can't be written",
+            "`rollouts/`, `status.json` or `report.html` can't be written",
             "the run continues, with one line when the output works again, and one at the end",
             "tests/unit/run/test_failed_outputs.py::test_a_run_goes_on_without_outputs_that_can_not_be_written_and_lists_them",
         ),

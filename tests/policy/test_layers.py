@@ -60,7 +60,6 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "tensorboard": {"monitor"},
     "wandb": {"monitor"},
     "rich": {"tools", "monitor"},
-    "matplotlib": {"tools", "monitor"},
     "psutil": {"monitor", "process"},
     "ray": {"cluster/ray.py"},
     "httpx2": {"rollout/server/http.py"},

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import math
-import struct
-
 import pytest
 
-from meshrl.monitor.curve import moving_average, save_curve, text_curve
+from meshrl.monitor.curve import text_curve
 
 NAN = float("nan")
 
@@ -39,17 +36,3 @@ def test_the_curve_keeps_its_size(num_values):
     lines = text_curve([float(i % 7) for i in range(num_values)], width=60, height=8).splitlines()
     assert len(lines) == 8
     assert len(lines[-1].split("│")[1]) == min(num_values, 60)
-
-
-def test_the_moving_average_starts_at_the_first_value_and_skips_gaps():
-    average = moving_average([NAN, 2.0, NAN, 2.0])
-    assert math.isnan(average[0]) and average[1:] == pytest.approx([2.0, 2.0, 2.0])
-    assert moving_average([0.0, 1.0])[1] == pytest.approx(1 / 1.8)
-
-
-def test_the_picture_is_a_png_of_some_size(tmp_path):
-    path = tmp_path / "curve.png"
-    save_curve(path, [0.1, NAN, 0.5], [(0, 0.2), (3, 0.9)])
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", data[16:24]) == (840, 480)

