@@ -198,7 +198,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             )
             num_left_out = job.feed.num_left_out
             _note_left_out(run, job, num_left_out, task.num_eval_left_out)
-            await _note_ready(run, job.trainer, len(task.eval_prompts), task.max_context_tokens)
+            await _note_ready(run, job.trainer, bool(task.eval_prompts))
             run.summary = partial(_summary, run, job)
             with garbage_of_the_run(cfg.cluster.executor == "inline"):
                 await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
@@ -242,9 +242,7 @@ def _note_start(run: LiveRun) -> None:
     run.note(f"run {run.folder}: starting {trainers}, {samplers}executor {cluster.executor}")
 
 
-async def _note_ready(
-    run: LiveRun, trainer: TrainGroup, num_eval_prompts: int = 0, max_context_tokens: int = 0
-) -> None:
+async def _note_ready(run: LiveRun, trainer: TrainGroup, has_evaluations: bool = False) -> None:
     await run.try_export(trainer)
     run.note(f"ready after {run.seconds:.1f} s")
     for line in await trainer.compute_notes():
@@ -254,8 +252,7 @@ async def _note_ready(
     sizes = WrittenSizes(
         state_bytes=await trainer.state_bytes(),
         model_bytes=await trainer.model_bytes(),
-        num_eval_prompts=num_eval_prompts,
-        max_context_tokens=max_context_tokens,
+        has_evaluations=has_evaluations,
         on_disk_bytes=bytes_of(run.folder) if run.start is not None else 0,
     )
     every_steps, free_bytes = run.save_every_steps, shutil.disk_usage(run.folder).free

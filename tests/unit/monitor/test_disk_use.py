@@ -10,7 +10,7 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
 
 GB, TB = 10**9, 10**12
-SIZES = WrittenSizes(state_bytes=6 * GB, model_bytes=GB, num_eval_prompts=100, max_context_tokens=4096)
+SIZES = WrittenSizes(state_bytes=6 * GB, model_bytes=GB, has_evaluations=True)
 NO_BEST = {"save_best": False}
 
 
@@ -32,12 +32,10 @@ def _sft(**run: Any) -> SftRunConfig:
 
 
 def test_the_line_lists_all_that_a_run_writes_and_the_room():
-    """An answer of 205 tokens takes 205 x 56 + 1900 = 13 kB, and a prompt of 100 tokens 2 kB."""
     config = _config(loop={"eval_every_steps": 100}, run={"keep_models": 3})
     assert disk_use(config, 50, 0.0, SIZES, TB) == (
-        "disk: at most 37.1 GB, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 50 steps, at the end, newest 2 "
-        "kept), models 8.0 GB (4 + 4 that were the best, x 1.0 GB; newest 3 kept), rollouts 11.1 GB (10000 steps x "
-        "1.1 MB, 101 evaluations x 1.5 MB), metrics 30.3 MB"
+        "disk: at most 26.0 GB, and rollouts, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 50 steps, at the end, "
+        "newest 2 kept), models 8.0 GB (4 + 4 that were the best, x 1.0 GB; newest 3 kept), metrics 30.3 MB"
     )
 
 
@@ -88,32 +86,15 @@ def test_states_are_counted_by_steps_evaluations_and_time(every_steps, every_s, 
     ],
 )
 def test_models_are_counted_with_those_that_were_the_best_and_with_adapters(every_steps, sections, expected):
-    assert f", models {expected}), rollouts " in disk_use(_config(**sections), every_steps, 0.0, SIZES, TB)
+    assert f", models {expected}), metrics " in disk_use(_config(**sections), every_steps, 0.0, SIZES, TB)
 
 
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ({}, "10.9 GB (10000 steps x 1.1 MB, 2 evaluations x 1.5 MB)"),
-        ({"monitor": {"rollout_log_every_steps": 30}}, "367.3 MB (334 steps x 1.1 MB, 2 evaluations x 1.5 MB)"),
-        ({"loop": {"num_steps": 1}}, "4.2 MB (1 step x 1.1 MB, 2 evaluations x 1.5 MB)"),
-        ({"agent": {"kind": "multi_turn"}}, "185.3 GB (10000 steps x 18.5 MB, 2 evaluations x 23.3 MB)"),
-    ],
-)
-def test_rollouts_are_counted_by_prompts_answers_and_tokens(sections, expected):
-    assert f", rollouts {expected}, metrics " in disk_use(_config(**sections), 0, 0.0, SIZES, TB)
-
-
-def test_a_run_without_rollout_files_lists_none():
-    assert "rollouts" not in disk_use(_config(monitor={"rollout_log_every_steps": 0}), 0, 0.0, SIZES, TB)
-
-
-def test_a_run_without_held_out_prompts_writes_no_evaluation():
+def test_a_run_without_held_out_prompts_has_no_best_model():
     text = disk_use(_config(), 0, 0.0, WrittenSizes(state_bytes=1, model_bytes=1), TB)
-    assert "evaluation" not in text and "best" not in text
+    assert "best" not in text
 
 
-def test_supervised_training_writes_one_model_and_no_rollouts():
+def test_supervised_training_writes_one_model():
     assert disk_use(_sft(), 10, 0.0, SIZES, TB) == (
         "disk: at most 19.0 GB, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 10 steps, at the end, newest 2 "
         "kept), models 1.0 GB (1 x 1.0 GB; all kept), metrics 300.0 kB"
@@ -125,8 +106,7 @@ def test_a_run_that_may_not_fit_gets_a_warning_with_the_keys():
     assert "warning" not in disk_use(_sft(), 0, 0.0, SIZES, 7_000_300_000)
     line, warning = disk_use(_sft(), 0, 0.0, SIZES, 7_000_299_999).splitlines()
     assert "7.0 GB free" in line and warning.startswith("warning: the disk may become full")
-    assert "run.keep_checkpoints or run.keep_models" in warning and "rollout" not in warning
-    assert "or set monitor.rollout_log_every_steps to" in disk_use(_config(), 0, 0.0, SIZES, 0)
+    assert "run.keep_checkpoints or run.keep_models" in warning
     continued = WrittenSizes(state_bytes=6 * GB, model_bytes=GB, on_disk_bytes=5 * GB)
     text = disk_use(_sft(), 0, 0.0, continued, 2_000_300_000)
     assert text.startswith("disk: at most 7.0 GB (5.0 GB of it exist), 2.0 GB free: ") and "warning" not in text
