@@ -34,8 +34,8 @@ def _sft(**run: Any) -> SftRunConfig:
 def test_the_line_lists_all_that_a_run_writes_and_the_room():
     config = _config(loop={"eval_every_steps": 100}, run={"keep_models": 3})
     assert disk_use(config, 50, 0.0, SIZES, TB) == (
-        "disk: at most 26.0 GB, and rollouts, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 50 steps, at the end, "
-        "newest 2 kept), models 8.0 GB (4 + 4 that were the best, x 1.0 GB; newest 3 kept), metrics 30.3 MB"
+        "disk: at most 26.0 GB, and rollouts, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 50 steps, at the "
+        "end, newest 2 kept), models 8.0 GB (4 + 4 that were the best, x 1.0 GB; newest 3 kept), metrics 30.3 MB"
     )
 
 
