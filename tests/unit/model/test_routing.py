@@ -19,7 +19,7 @@ from meshrl.parallel.checkpointing import checkpoint_blocks
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(40) * 7 % 60 + 1
-WITHOUT = ("jetmoe", "jamba")  # their routers do not return (logits, scores, selected experts)
+WITHOUT = ("jetmoe",)  # its routers do not return (logits, scores, selected experts)
 NOT_REPLAYED = {"phimoe": "do not choose by torch.topk"}
 MIXTURES = [
     family
