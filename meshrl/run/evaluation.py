@@ -83,6 +83,7 @@ async def run_evaluation(
             ):
                 assert groups.rollouts is not None
                 groups.rollouts.replacement.note = run.note
+                run.status.ranks = groups.executor.processes
                 await groups.rollouts.trust_loaded_weights()
                 await trial
                 run.evaluation = evaluation_identity(cfg, task, scorer)

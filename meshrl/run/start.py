@@ -179,6 +179,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             ) as groups,
         ):
             assert groups.trainer is not None and groups.rollouts is not None and task.train_prompts is not None
+            run.status.ranks = groups.executor.processes
             groups.rollouts.replacement.note = run.note
             layout = await groups.until_failure(groups.trainer.layout(cfg.rollout.sync_bucket_bytes))
             await groups.until_failure(groups.rollouts.reconcile(layout))
@@ -225,6 +226,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
         source, left_out, run.chat = await asyncio.to_thread(load_sft_source, cfg, objects)
         async with launched(cfg, cfg.cluster.num_train_ranks, 0) as groups:
             assert groups.trainer is not None
+            run.status.ranks = groups.executor.processes
             job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source, cursor=source.state())
             if left_out:
                 run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
