@@ -68,11 +68,14 @@ class JsonlSink:
     ):
         self._path, self._clock, self._evaluation = Path(path), clock, evaluation
         self._units: dict[str, str] = {}
+        self._identities: list[Mapping[str, str]] = []  # of evaluations, in the order of their first lines
         with output_errors(self._path, CONTINUE_LATER):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 lines, _, self._units = split_lines(self._path, first_step)
                 write_text(self._path, lines)  # without a truncated last line and the steps that are repeated
+                for line in metrics_lines(self._path, {}, "eval/mean_at_k"):
+                    self.curve_of(line.evaluation)
             self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
@@ -92,6 +95,12 @@ class JsonlSink:
             self._require_same_file()
             self._file.write(header + to_line(line))
             self._file.flush()
+
+    def curve_of(self, identity: Mapping[str, str]) -> int:
+        """Number of the curve of evaluations with this identity: 1 for the first one of the file."""
+        if identity not in self._identities:
+            self._identities.append(identity)
+        return self._identities.index(identity) + 1
 
     def close(self, failed: bool = False) -> None:
         """failed: the run already reports an error, so those of this file are not raised in its place."""
