@@ -6,6 +6,7 @@ is a terminal.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -73,9 +74,10 @@ class JsonlSink:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 lines, _, self._units = split_lines(self._path, first_step)
+                for record in map(json.loads, lines.splitlines()):
+                    if "eval/mean_at_k" in record.get("metrics", ()):
+                        self.curve_of(record.get("evaluation", {}))
                 write_text(self._path, lines)  # without a truncated last line and the steps that are repeated
-                for line in metrics_lines(self._path, {}, "eval/mean_at_k"):
-                    self.curve_of(line.evaluation)
             self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:

@@ -63,7 +63,7 @@ class _Tracker:
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         curve = self._curve() if "eval/mean_at_k" in values else 1
         if curve > 1:  # scores of another test than before
-            names = {name: f"{name}@{curve}" for name in values if name.startswith("eval/")}
+            names = {name: f"{name}@{curve}" for name in values if name.split("/")[0] == "eval"}
             values = {names.get(name, name): value for name, value in values.items()}
             units = {names.get(name, name): unit for name, unit in units.items()}
             if curve != self._noted:

@@ -162,7 +162,7 @@ def test_scores_of_another_test_have_names_of_their_own(tmp_path: Path, monkeypa
     package = SimpleNamespace(init=lambda **_: run, Settings=dict, errors=SimpleNamespace(Error=OSError))
     monkeypatch.setitem(sys.modules, "wandb", package)
     path, identity, notes = tmp_path / "metrics.jsonl", {"rows": "a"}, list[str]()
-    JsonlSink(path, evaluation=lambda: identity).write(0, {"eval/mean_at_k": 0.0}, {})
+    JsonlSink(path, evaluation=lambda: identity).write(0, {"eval/mean_at_k": 0.0}, UNITS)
     metrics = JsonlSink(path)  # a run that continues reads the first test there
     cfg = MonitorConfig(sinks=["wandb", "tensorboard"])
     sinks = open_trackers(cfg, tmp_path, {}, notes.append, FailedWrites(), lambda: metrics.curve_of(identity))
