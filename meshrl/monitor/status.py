@@ -66,8 +66,10 @@ def read_status(folder: Path) -> Status:
             for name, types in _TYPES.items():
                 if type(value := getattr(holder, name, types[0]())) not in types:
                     raise TypeError(f"{name} is {value!r:.80}")
-            if not 1 < holder.pid < 1 << 31:  # `stop` sends it a signal; 0, 1 and -1 would reach other processes
-                raise ValueError(f"pid is {holder.pid}")
+        if not 1 < status.pid < 1 << 31:  # `stop` sends it a signal; 0, 1 and -1 would reach other processes
+            raise ValueError(f"pid is {status.pid}")
+        if not all(0 < process.pid < 1 << 31 for process in status.ranks):
+            raise ValueError(f"pids of ranks are {[process.pid for process in status.ranks]}")
     return status
 
 

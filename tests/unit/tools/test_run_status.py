@@ -132,6 +132,15 @@ def test_status_lists_the_processes_of_all_machines(tmp_path, monkeypatch):
     assert ["77", "rank_3", "has", "ended"] in far
 
 
+@pytest.mark.parametrize("pid", [-1, 0, 1 << 40, "7", True])
+def test_a_status_with_a_wrong_process_of_a_rank_is_damaged(tmp_path, pid):
+    file = StatusFile(tmp_path, 10)
+    file.ranks = lambda: [RankProcess("far", pid, "rank_0", "trains")]
+    file.close()
+    with pytest.raises(MeshrlError, match=r"status\.json: not the status of a run"):
+        read_status(tmp_path)
+
+
 def test_status_of_a_killed_run_of_a_run_on_another_machine_and_of_a_missing_run(tmp_path, run_of, capsys):
     process = run_of("ignores SIGTERM")
     process.kill()
