@@ -161,7 +161,7 @@ def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(conf
 def curves_of(folder: Path) -> dict[str, dict[int, float]]:
     """The values that TensorBoard shows, by name and step."""
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
     read = EventAccumulator(str(folder))
