@@ -59,12 +59,12 @@ def is_there(path: Path) -> bool:
 
 
 def is_private(path: Path) -> bool:
-    """Whether this user or root owns it, and only the owner and its group can write there."""
+    """Whether this user or root owns it, and only the owner can write there."""
     try:
         status = path.stat()
     except OSError:
         return False
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & stat.S_IWOTH
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def open_plain(path: Path) -> BinaryIO:

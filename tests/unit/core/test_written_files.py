@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.core.files import replacing, write_text
+from meshrl.core.files import is_private, replacing, write_text
 
 
 def test_a_written_file_replaces_the_old_one_and_leaves_no_other_file(tmp_path: Path):
@@ -14,6 +14,15 @@ def test_a_written_file_replaces_the_old_one_and_leaves_no_other_file(tmp_path: 
     write_text(path, "old")
     write_text(path, "né")
     assert path.read_bytes() == "né".encode() and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("mode", "private"), [(0o755, True), (0o700, True), (0o775, False), (0o757, False), (0o720, False)]
+)
+def test_a_folder_that_a_group_or_others_can_write_is_not_private(tmp_path: Path, mode: int, private: bool):
+    tmp_path.chmod(mode)
+    assert is_private(tmp_path) == private
+    assert not is_private(tmp_path / "missing")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path):
