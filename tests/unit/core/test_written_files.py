@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +25,20 @@ def test_a_folder_that_a_group_or_others_can_write_is_not_private(tmp_path: Path
     tmp_path.chmod(mode)
     assert is_private(tmp_path) == private
     assert not is_private(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("group", "members", "private"),
+    [("ann", [], True), ("ann", ["ann"], True), ("ann", ["bob"], False), ("lab", [], False)],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder any group")
+def test_the_group_of_one_user_alone_may_write(tmp_path: Path, monkeypatch, group, members, private):
+    tmp_path.chmod(0o775)
+    gid = 12345
+    os.chown(tmp_path, -1, gid)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_gid=gid, pw_name="ann"))
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_mem=members))
+    assert is_private(tmp_path) == private
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path):
