@@ -104,10 +104,10 @@ def test_ranks_get_equal_work_and_not_equal_rows():
     assert len(plan.micro_batches[0]) <= 1.3 * sum(lengths) / 8 / 8192 + 1
 
 
-@pytest.mark.parametrize(("group", "most"), [(512, 80), (1024, 152)])
+@pytest.mark.parametrize(("group", "most"), [(512, 77), (1024, 145)])
 def test_rows_of_large_groups_are_moved_to_other_ranks_without_more_micro_batches(group, most):
     """Four groups on eight ranks: several rows are moved at once. If those were the longest, two of them did not fit
-    into a micro-batch, and all ranks had 85 and 158 micro-batches."""
+    into a micro-batch, and all ranks had 78 and 151 micro-batches."""
     rng = np.random.default_rng(2)
     lengths, groups = rng.integers(64, 2049, 4 * group), np.arange(4).repeat(group)
     prompts = rng.integers(50, 400, 4 * group)[groups]
