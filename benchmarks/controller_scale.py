@@ -14,9 +14,14 @@ second of the controller's process, of all its threads, is counted in one part:
     planning          the batch plan
     advantages        advantages, and staleness
     loss_weights
-    dispatch          the samples to the train ranks, their answers, and the optimizer step
+    dispatch          the samples to the train ranks, their answers with the values of each token, the optimizer step
     metrics           the proof of the samplers, the correction's summary, all metrics of the step
-    rollout_log       the log of all tokens and texts; it is not in the bars
+    log               the lines of the step's log, which a default run has, in the event loop
+    log_thread        the thread that writes these lines and the values of all tokens; it is in no sum
+
+The log is measured for 512 answers, after a first write, and each time scaled to all: `inline`, with all its work in
+the event loop, and as in a run, `thread`. log_us_loop_* and log_us_thread: CPU time for a token; late_ms_*: how much
+later than asked a coroutine continues that sleeps for 5 ms, while the log is written (`none`: nothing is written).
 
 The first step of a run is not counted; each figure is the mean of the next two. Lengths are drawn from a quarter to
 seven quarters of --tokens, since equal lengths make the batch plan trivial (`planning_equal`). Only CPU time is used,
@@ -32,7 +37,7 @@ import tempfile
 import time
 import types
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -57,16 +62,18 @@ from meshrl.config.run import RunConfig
 from meshrl.core.batch import Outputs
 from meshrl.core.device import keep_freed_memory
 from meshrl.core.types import Metric, Prompt, Sample, Trajectory
-from meshrl.data.decode import text_of
+from meshrl.data.decode import answer_text, text_of
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
 from meshrl.loops.finish_step import rollout_metrics
 from meshrl.loops.job import Job
 from meshrl.loops.source import ScoredBatch
 from meshrl.loops.train_step import _staleness, split_updates
+from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.metrics import divide, merge
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.spans import Spans
+from meshrl.monitor.token_log import TrainerValues
 from meshrl.run.start import garbage_of_the_run
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.packing import pack
@@ -74,7 +81,7 @@ from meshrl.train.packing import pack
 GROUP = 8
 VOCAB = 32768
 NUM_WARM, NUM_STEPS = 1, 3  # the first step is not counted: it allocates the memory that later steps reuse
-STEP_PARTS = ("buffer", "flatten", "planning", "advantages", "loss_weights", "dispatch", "metrics")
+STEP_PARTS = ("buffer", "flatten", "planning", "advantages", "loss_weights", "dispatch", "metrics", "log")
 TURN_PARTS = ("turns", "decode")
 LOGGED = 512  # trajectories of which the log is measured; all have the same cost
 
@@ -252,8 +259,11 @@ def job_of(cfg: RunConfig, executor: StandInExecutor, tokenizer: Any) -> Job:
     return job
 
 
-async def step(job: Job, clock: Clock, batch: ScoredBatch, buffer: GroupBuffer) -> tuple[list[Sample], int]:
-    """The controller's part of `train_step` and `finish_step`. Returns the samples and the bytes sent for training."""
+async def step(
+    job: Job, clock: Clock, batch: ScoredBatch, buffer: GroupBuffer
+) -> tuple[list[Sample], int, TrainerValues]:
+    """The controller's part of `train_step` and `finish_step`, without the log. Returns the samples, the bytes sent for
+    training, and what the log gets from the trainer."""
     cfg, executor = job.cfg, cast(StandInExecutor, job.trainer.executor)
     trajectories = batch.trained
     with clock("flatten"):
@@ -267,7 +277,9 @@ async def step(job: Job, clock: Clock, batch: ScoredBatch, buffer: GroupBuffer) 
         assign_loss_weights(samples, cfg.algo, cfg.rollout.sampling.max_new_tokens)
     before = executor.num_bytes
     with clock("dispatch"):
-        report = await job.trainer.forward_backward(update, "policy", make_policy_loss(cfg.algo))
+        report = await job.trainer.forward_backward(update, "policy", make_policy_loss(cfg.algo), values=True)
+        values = TrainerValues(version=job.trainer.version, samples=samples)
+        values.add(update.samples, report.values)
         await job.trainer.optim_step("policy", 1e-6)
     sent = executor.num_bytes - before
     with clock("metrics"):
@@ -282,7 +294,51 @@ async def step(job: Job, clock: Clock, batch: ScoredBatch, buffer: GroupBuffer) 
         buffer.metrics()
         job.cursor = buffer.cursor()
     job.step += 1
-    return samples, sent
+    return samples, sent, values
+
+
+class InlineWrites(FailedWrites):
+    """Writes in the event loop."""
+
+    def write(self, output: str, write: Callable[[], None]) -> None:
+        with self.attempt(output):
+            write()
+
+
+async def log_cost(
+    writes: FailedWrites | None, trajectories: Sequence[Trajectory], values: TrainerValues, tokenizer: Any
+) -> tuple[float, float, list[float]]:
+    """CPU seconds of the event loop and of the thread for one write, and the delays of a coroutine that sleeps for 5
+    ms. writes: None = nothing is written for a second."""
+    late: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.005)
+            late.append(time.perf_counter() - before - 0.005)
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = RolloutLog(folder, partial(text_of, tokenizer, special=True), writes)
+        if writes is not None:
+            log.write(0, trajectories, trainer=values)  # the pieces of all tokens are decoded once
+            writes.wait()
+        gc.collect()
+        beats = asyncio.create_task(beat())
+        await asyncio.sleep(0.05)
+        late.clear()
+        everything, loop = time.process_time(), time.thread_time()
+        if writes is None:
+            await asyncio.sleep(1)
+        else:
+            log.write(1, trajectories, trainer=values)
+            loop = time.thread_time() - loop
+            while writes._unfinished is not None and not writes._unfinished.done():
+                await asyncio.sleep(0.005)
+            writes.wait()
+            await asyncio.sleep(0.01)
+        beats.cancel()
+        return loop, time.process_time() - everything - loop, late
 
 
 def num_bytes(samples: list[Sample]) -> int:
@@ -294,7 +350,8 @@ def num_bytes(samples: list[Sample]) -> int:
 async def measure(report: Report, cfg: RunConfig, executor: StandInExecutor, tokenizer: Any, name: str) -> Clock:
     """CPU seconds by part of NUM_STEPS steps."""
     clock, tokens, sent, samples, logged = Clock(), cfg.rollout.sampling.max_new_tokens // 2, 0, [], []
-    agent_loop.text_of = clock.function("decode", text_of)
+    values = TrainerValues(version=0, samples=[])
+    agent_loop.answer_text = clock.function("decode", answer_text)
     job = job_of(cfg, executor, tokenizer)
     buffer = GroupBuffer(job)
     buffer.fill = clock.function("buffer", buffer.fill)  # type: ignore[method-assign]
@@ -302,15 +359,15 @@ async def measure(report: Report, cfg: RunConfig, executor: StandInExecutor, tok
         for number in range(NUM_STEPS):
             if number == NUM_WARM:
                 clock.seconds.clear()
-            logged, samples = [], []
+            logged, samples, values = [], [], TrainerValues(version=0, samples=[])
             with clock("turns"):
                 batch = await clock.coroutine("buffer", buffer.take())
                 while not all(group.task.done() for group in buffer._groups.values()):
                     await asyncio.sleep(0.2)
-            samples, sent = await step(job, clock, batch, buffer)
+            samples, sent, values = await step(job, clock, batch, buffer)
             logged = batch.trained[:LOGGED]
             del batch
-    agent_loop.text_of = text_of
+    agent_loop.answer_text = answer_text
     for part in clock.seconds:
         clock.seconds[part] /= NUM_STEPS - NUM_WARM
     lengths = [len(sample) for sample in samples]
@@ -319,10 +376,19 @@ async def measure(report: Report, cfg: RunConfig, executor: StandInExecutor, tok
     report.figure(f"train_message_bytes_{name}", sent)
     report.bar(f"bytes_ratio_{name}", sent / num_bytes(samples), at_most=1.1)
     report.figure(f"peak_rss_gb_{name}", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+    of_logged = {trajectory.id for trajectory in logged}
+    values.samples = [sample for sample in samples if sample.trajectory_id in of_logged]
     del samples
-    with tempfile.TemporaryDirectory() as folder, clock("rollout_log"):
-        RolloutLog(folder, partial(text_of, tokenizer, special=True)).write(0, logged)
-    clock.seconds["rollout_log"] *= len(lengths) / len(logged)
+    num_logged = sum(len(turn.output_ids) for trajectory in logged for turn in trajectory.turns)
+    for way, writes in (("none", None), ("inline", InlineWrites()), ("thread", FailedWrites())):
+        loop, thread, late = await log_cost(writes, logged, values, tokenizer)
+        report.figure(f"late_ms_mean_{way}_{name}", 1e3 * float(np.mean(late)))
+        report.figure(f"late_ms_max_{way}_{name}", 1e3 * max(late))
+        if writes is not None:
+            report.figure(f"log_us_loop_{way}_{name}", 1e6 * loop / num_logged)
+    report.figure(f"log_us_thread_{name}", 1e6 * thread / num_logged)
+    clock.seconds["log"] = loop * len(lengths) / len(logged)
+    clock.seconds["log_thread"] = thread * len(lengths) / len(logged)
     numbers = [i // GROUP for i in range(len(lengths))]
     with clock("planning_equal"):
         equal, prompt = [tokens] * len(lengths), min(PROMPT_TOKENS, tokens // 2)
@@ -345,7 +411,7 @@ async def run(report: Report, args: Any, socks: list[Any], sizes: list[int]) -> 
         parts["step_and_turns"] = parts["step"] + sum(parts[part] for part in TURN_PARTS)
         for part, seconds in parts.items():
             sums.setdefault(part, []).append(report.figure(f"cpu_s_{part}_{size}", seconds))
-        for part in ("planning_equal", "rollout_log"):
+        for part in ("planning_equal", "log_thread"):
             report.figure(f"cpu_s_{part}_{size}", clock.seconds[part])
     report.bar("cpu_s_step", sums["step"][-1], at_most=3.0)
     report.bar("cpu_s_step_and_turns", sums["step_and_turns"][-1], at_most=6.0)

@@ -173,7 +173,10 @@ class _Ranks:
         rows = message.samples()
         metrics = self.metrics * len(message.micro_batches)
         mismatch = {i: np.array([row.mask.sum(), row.mask.sum(), 1e-3, 1e-5, 1e-6]) for i, row in rows.items()}
-        return UpdateReport(metrics=metrics, mismatch=mismatch)
+        counts = {i: int(row.mask.sum()) for i, row in rows.items()} if values else {}
+        rng = np.random.default_rng(rank)
+        of_tokens = {i: -rng.random((2, count), np.float32) for i, count in counts.items()}
+        return UpdateReport(metrics=metrics, mismatch=mismatch, values=of_tokens)
 
     def optim_step(self, rank: int, role: Role, lr: float) -> StepReport:
         return StepReport(grad_norm=1.0, skipped=False, lr=lr, num_optimizer_steps=1)

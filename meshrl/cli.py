@@ -326,7 +326,7 @@ def _launch(args: argparse.Namespace) -> None:
 
     is_sft = args.run == "sft"
     load = partial(load_sft, args.config) if is_sft else partial(load_run, args.config, purpose=args.run)
-    load = partial(load, starts=False)
+    load = partial(load, starts=None)
     options = {"time": args.time, "partition": args.partition, "account": args.account}
     size = args.nodes, args.gpus_per_node
     text = batch_file(load, args.run, args.config, args.overrides, *size, options, args.measured)
@@ -422,7 +422,8 @@ def _convert(args: argparse.Namespace) -> None:
     text, share = convert(args.checkpoint, args.out, args.dtype, args.step)
     print_message(f"wrote {args.out}, of {text}", sys.stdout)
     if share is not None and share < 1:
-        print_message(f"it has {share:.0%} of the LoRA adapters' change; --dtype float32 writes all of it", sys.stdout)
+        from_state = "--dtype float32 writes all of it from a training state"
+        print_message(f"it has {share:.0%} of the LoRA adapters' change; {from_state}", sys.stdout)
 
 
 def _model_check(args: argparse.Namespace) -> int:

@@ -51,10 +51,11 @@ from meshrl.model.recipe import DTYPES
 from meshrl.model.stream import LoadedWeights
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.recorder import TRACED, recorder
+from meshrl.monitor.status import RankProcess
 from meshrl.monitor.trace import PROFILE_FILE, write_rank
 from meshrl.parallel.mesh import build_mesh
 from meshrl.parallel.timing import settle
-from meshrl.process.family import own_memory
+from meshrl.process.family import family, own_memory
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
 from meshrl.sync.digest import DigestKind, kind_for
@@ -110,8 +111,9 @@ class RankWorker:
         self.on_batches: Callable[[int], None] = lambda count: None  # called after each micro-batch
 
     @phase("load")
-    def start(self) -> None:
-        """Seed the generators, join the process group and build this rank's engines (collective over train ranks)."""
+    def start(self) -> list[RankProcess]:
+        """Seed the generators, join the process group and build this rank's engines (collective over train ranks).
+        Returns this process and those that it has started, such as a server."""
         recorder.clear()
         recorder.measure = self._memory_now
         set_threads(self.spec.num_local_ranks)
@@ -165,6 +167,10 @@ class RankWorker:
         if spec.trains:
             keep_freed_memory(self.device)
         self._memory = SharedDevice(spec, self.device, self.engines, self.sampler)
+        host, own = socket.gethostname(), f"rank_{spec.rank}"
+        does = " and ".join(["trains"] * spec.trains + ["samples"] * spec.samples)
+        _, *started = family(os.getpid())
+        return [RankProcess(host, os.getpid(), own, does), *(RankProcess(host, p.pid, p.name, own) for p in started)]
 
     # ---- training (collective)
 

@@ -18,6 +18,7 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
 from meshrl.monitor.recorder import recorder
 from meshrl.monitor.spans import current_span
+from meshrl.monitor.status import RankProcess
 
 if TYPE_CHECKING:
     from meshrl.cluster.actors import RankWorker
@@ -158,6 +159,10 @@ class Executor(Protocol):
 
     def failure_of(self, rank: int) -> RankFailure | None:
         """The failure by which this rank is lost; None if it is not lost, or starts again."""
+        ...
+
+    def processes(self) -> Sequence[RankProcess]:
+        """The processes of all ranks, as each has reported them after its last start; none if they are this one."""
         ...
 
     def computed_tokens(self, rank: int) -> int:

@@ -16,6 +16,7 @@ from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.device import generators_restored
 from meshrl.core.errors import ConfigError, RankFailure
+from meshrl.monitor.status import RankProcess
 from meshrl.parallel.mesh import forget_meshes
 from meshrl.process.connect import LOOPBACK, interface_of
 from meshrl.process.leases import LeasedFolder
@@ -58,6 +59,9 @@ class InlineExecutor:
 
     def failure_of(self, rank: int) -> RankFailure | None:
         return None
+
+    def processes(self) -> Sequence[RankProcess]:
+        return ()
 
     def computed_tokens(self, rank: int) -> int:
         return self.worker.computed_tokens

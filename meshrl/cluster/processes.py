@@ -33,6 +33,7 @@ from meshrl.cluster.rank_program import RANK, common_environment
 from meshrl.core.device import device_type
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
+from meshrl.monitor.status import RankProcess
 from meshrl.process import frames
 from meshrl.process.connect import LOOPBACK, interface_of
 from meshrl.process.diagnosis import Snapshot, innermost_frames, rank_at_fault
@@ -70,6 +71,7 @@ class RankConnection:
     lost: RankFailure | None = None  # set until the rank is replaced
     replaces: RankFailure | None = None  # of this rank's former process, until this one has started
     recorder: str = ""  # the socket on its machine of its flight recorder, if it serves one
+    processes: Sequence[RankProcess] = ()
 
     @property
     def phases(self) -> str:
@@ -117,6 +119,9 @@ class ProcessExecutor:
     def failure_of(self, rank: int) -> RankFailure | None:
         return self._ranks[rank].lost or self._ranks[rank].replaces
 
+    def processes(self) -> Sequence[RankProcess]:
+        return [process for _, rank in sorted(self._ranks.items()) for process in rank.processes]
+
     def computed_tokens(self, rank: int) -> int:
         return self._ranks[rank].computed_tokens
 
@@ -149,9 +154,9 @@ class ProcessExecutor:
         recorders = await asyncio.gather(*(self.call(rank, serve_recorder) for rank in ranks))
         for rank, recorder in zip(ranks, recorders, strict=True):
             self._ranks[rank].recorder = recorder
-        await asyncio.gather(*(self.call(rank, RankWorker.start) for rank in ranks))
-        for rank in ranks:
-            self._ranks[rank].replaces = None
+        started = await asyncio.gather(*(self.call(rank, RankWorker.start) for rank in ranks))
+        for rank, processes in zip(ranks, started, strict=True):
+            self._ranks[rank].replaces, self._ranks[rank].processes = None, processes
 
     async def _spawn(self, spec: WorkerSpec) -> RankConnection:
         """Start the process of a rank and open its channel."""

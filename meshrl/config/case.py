@@ -44,8 +44,8 @@ class Case:
 
     table_names: of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
     a kind is checked. Its entry "needs_answer" has the reward kinds that need the answer of a row. rows: rows in
-    memory, by the config key that they replace. starts: whether the run starts on this machine, now. fitted: defaults
-    that were lowered to fit the model -> the default.
+    memory, by the config key that they replace. starts: whether the run starts on this machine, now; None = it starts
+    on another one. fitted: defaults that were lowered to fit the model -> the default.
     """
 
     config: RunConfig | SftRunConfig
@@ -54,7 +54,7 @@ class Case:
     purpose: Purpose
     table_names: dict[str, set[str]] = field(default_factory=dict)
     rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    starts: bool = True
+    starts: bool | None = True
     fitted: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -259,7 +259,7 @@ def defaults_of_the_machine(case: Case) -> dict[str, tuple[object, str]]:
 def _computes_slowly(case: Case) -> bool:
     """Whether the run's ranks are on the CPU of this machine, and it is slow in 16 bits. Ranks of Ray may have other
     machines."""
-    return case.config.cluster.executor != "ray" and products_of_16_bits_are_slow()
+    return case.starts is not None and case.config.cluster.executor != "ray" and products_of_16_bits_are_slow()
 
 
 def notices(case: Case) -> list[str]:

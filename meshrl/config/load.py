@@ -99,7 +99,7 @@ def load_run_config(
     purpose: Purpose = "train",
     in_memory: InMemory = NOTHING_IN_MEMORY,
     further: Sequence[Check] = (),
-    starts: bool = True,
+    starts: bool | None = True,
     of_run: Path | None = None,
 ) -> Loaded[RunConfig]:
     """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, where top_p and other filters are allowed.
@@ -117,7 +117,7 @@ def load_sft_config(
     overrides: Sequence[str] = (),
     in_memory: InMemory = NOTHING_IN_MEMORY,
     further: Sequence[Check] = (),
-    starts: bool = True,
+    starts: bool | None = True,
 ) -> Loaded[SftRunConfig]:
     """The config of `meshrl sft`. Raises: ConfigError, as load_run_config."""
     return _load(SftRunConfig, source, overrides, {}, "sft", in_memory, further, starts)
@@ -136,7 +136,7 @@ def _load(
     purpose: Purpose,
     in_memory: InMemory,
     further: Sequence[Check],
-    starts: bool = True,
+    starts: bool | None = True,
     of_run: Path | None = None,
 ) -> Loaded[C]:
     if isinstance(overrides, str | Mapping):

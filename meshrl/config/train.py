@@ -100,9 +100,10 @@ class TrainConfig(Slice):
     tokens of the optimizer step, so that it does not depend on micro-batches and ranks; they need a second forward
     pass, about a third more compute; 0 = off, also where the model's config.json has a value"""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
-    """tokens whose logits exist at one time; a lower value needs less memory and gives the same results; null = those
-    of a micro-batch with at most 2^27 logits on a CPU, which are stored for the backward pass; otherwise as many as
-    have 2^25 logits on a CPU, 2^28 on a GPU, where about three fp32 copies of them exist"""
+    """tokens whose logits exist at one time; a lower value gives the same results and needs less memory, except for a
+    head that is trained in bfloat16 on a CPU in micro-batches of fewer tokens than the hidden size; null = those of a
+    micro-batch with at most 2^27 logits on a CPU, which are stored for the backward pass; otherwise as many as have
+    2^25 logits on a CPU, 2^28 on a GPU, where about three fp32 copies of them exist"""
 
     @property
     def tp_key(self) -> str:

@@ -6,8 +6,10 @@ as Unreadable, with a text that follows the path and a colon; the caller adds th
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -59,12 +61,23 @@ def is_there(path: Path) -> bool:
 
 
 def is_private(path: Path) -> bool:
-    """Whether this user or root owns it, and only the owner and its group can write there."""
+    """Whether this user or root owns it, and only the owner can write there: no group, except one of this user alone,
+    as many systems make for each user."""
     try:
         status = path.stat()
     except OSError:
         return False
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & stat.S_IWOTH
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
+        return False
+    return not status.st_mode & stat.S_IWGRP or _is_own_group(status.st_gid)
+
+
+def _is_own_group(gid: int) -> bool:
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid != 0 and group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name}
 
 
 def open_plain(path: Path) -> BinaryIO:

@@ -37,8 +37,9 @@ from meshrl.parallel.peers import sizes_for
 NAME = "meshrl"
 OWN_CODE = ("gptj", "falcon", "bloom")  # model types that compute attention by themselves
 ONLY_CACHE = (*OWN_CODE, "nemotron", "stablelm")  # model types that pass nothing but a cache on to attention
-# Transformers' name of each model.attn_implementation. It loads a package of its own for a name with "flash" in it.
-NAMES = {"auto": NAME, **{name: f"{NAME}_{name}" for name in ("sdpa", "eager")}, "flash": f"{NAME}_varlen"}
+# Transformers' name of each model.attn_implementation. It loads a package of its own for a name with "flash" in it, and
+# refuses one with "sdpa" for some models.
+NAMES = {"auto": NAME, "sdpa": f"{NAME}_padded", "eager": f"{NAME}_products", "flash": f"{NAME}_varlen"}
 PAD_WASTE = 1.25  # a padded bucket may cost at most this many times what its rows cost one by one
 ALIGNED_KEYS = 16  # on a CPU, 316 keys take 11 ms and 320 take 7 ms (bf16, forward): a softmax computes full vectors
 LONG_ROW = 4096  # tokens; from here on cuDNN computes rows, where it can
@@ -103,7 +104,12 @@ class ContextCache:
     def get_seq_length(self, layer: int = 0) -> int:
         return 0
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_mask_sizes(self, query_length: int, layer: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int | None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ContextCache.current = self.context
         return key, value
 

@@ -21,6 +21,7 @@ CHUNK_LOGITS_ON_CPU = 1 << 25  # logits of a chunk on a CPU
 SAVED_LOGITS = 1 << 24  # that a forward may store on an accelerator: 64 MiB
 SAVED_LOGITS_ON_CPU = 1 << 27  # 512 MiB
 BLOCK_LOGITS = 1 << 20  # of a chunk that a CPU works on at a time, in its cache
+_PARTS = 16  # of the head's gradient, to which a chunk's products are added one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,11 @@ class _ChunkedLogprob(torch.autograd.Function):
                 lse = torch.logsumexp(z, dim=-1, out=sums[rows])
                 logp[rows] = z.gather(1, targets[rows, None])[:, 0].sub_(lse).clamp_(max=0)
                 if want_entropy or save:
-                    logq = z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
+                    z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
                 if want_entropy:
-                    ent[rows] = (logq.exp() * logq).sum(-1).neg_().clamp_(min=0)
+                    ent[rows] = (z.exp() * z).sum(-1).neg_().clamp_(min=0)
             ctx.stored = chunk_logits if save else None
+            del chunk_logits, z  # before the next chunk's exist
         ctx.save_for_backward(hidden, weight, bias, targets, temperature)
         ctx.set_materialize_grads(False)  # an entropy that is only a metric has no backward
         ctx.facts = (scale, softcap, chunk, flat)
@@ -166,7 +168,9 @@ class _ChunkedLogprob(torch.autograd.Function):
         is_stored = stored is not None
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] and not len(hidden) else None
+        single, grad_weight = 0 < len(hidden) <= chunk, None
+        if ctx.needs_input_grad[1] and not single:
+            grad_weight = torch.zeros_like(weight, dtype=dtype)
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
         head = Head(weight if is_stored else _wide_on_cpu(weight), bias, scale, softcap)
         for a in range(0, hidden.shape[0], chunk):
@@ -199,9 +203,12 @@ class _ChunkedLogprob(torch.autograd.Function):
             low = chunk_logits.to(weight.dtype)
             del chunk_logits, logq, p, dz, entropy
             grad_hidden[part] = low @ weight
-            if ctx.needs_input_grad[1]:
-                of_chunk = low.T @ x.to(weight.dtype)
-                grad_weight = of_chunk.to(dtype) if grad_weight is None else grad_weight.add_(of_chunk)
+            if grad_weight is not None:
+                _add_product(grad_weight, low, x.to(weight.dtype))
+            elif ctx.needs_input_grad[1]:
+                grad_weight = low.T @ x.to(weight.dtype)
+            del low
+        del head  # before the gradient is cast: it may have an fp32 copy of the weight
         grads = [None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)]
         return grad_hidden, *grads, None, None, None, None, None, None, None
 
@@ -225,6 +232,12 @@ def _blocks(logits: torch.Tensor, first: int) -> Iterator[tuple[slice, torch.Ten
     for low in range(0, len(logits), step):
         block = logits[low : low + step]
         yield slice(first + low, first + low + len(block)), block
+
+
+def _add_product(total: torch.Tensor, low: torch.Tensor, x: torch.Tensor) -> None:
+    """total [V, D] += low [C, V].T @ x [C, D], in parts: the product would need as much memory as the total."""
+    for part, columns in zip(total.chunk(_PARTS), low.chunk(_PARTS, 1), strict=True):
+        part.add_(columns.T @ x)
 
 
 def _entropy_slope(logq: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

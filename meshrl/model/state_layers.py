@@ -70,8 +70,8 @@ def _state_class(cls: type) -> type:
 
 
 def cache_argument(names: Collection[str]) -> str:
-    """The name of the argument that takes Transformers' cache."""
-    return "cache_params" if "cache_params" in names else "past_key_values"
+    """The name of the argument that takes Transformers' cache: since 5.24 it is `cache` in all of them."""
+    return next(name for name in ("cache", "cache_params", "past_key_values") if name in names)
 
 
 def state_layers(lm: torch.nn.Module) -> list[Any]:

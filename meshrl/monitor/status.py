@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -19,11 +19,22 @@ STOP_FILE = "stopped"  # `meshrl stop` writes it; the next start by a user remov
 _SHOWN = ("reward/mean", "loss/nll", "run/train_idle", "run/rollout_idle", "rollout/staleness_versions/p95")
 
 
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """The process of a rank, or one that it has started. name: of process/family.py. role: what the rank does, or the
+    rank that has started it."""
+
+    host: str
+    pid: int
+    name: str
+    role: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
     """The state of a run. step: finished steps. phase: the current one; "" between two. since: start of the phase,
     seconds since 1970. values: main metrics of the last finished step. started: when this part of the run was started,
-    seconds since 1970."""
+    seconds since 1970. ranks: the processes of all machines, as each rank has reported them after its start."""
 
     host: str
     pid: int
@@ -33,10 +44,11 @@ class Status:
     phase: str = "start"
     since: float = 0.0
     values: dict[str, float | None] = field(default_factory=dict)
+    ranks: Sequence[RankProcess] = ()
 
 
 _TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may have written the file
-    **dict.fromkeys(("host", "phase"), (str,)),
+    **dict.fromkeys(("host", "phase", "name", "role"), (str,)),
     **dict.fromkeys(("pid", "num_steps", "step"), (int,)),
     **dict.fromkeys(("started", "since"), (int, float)),
 }
@@ -48,12 +60,16 @@ def read_status(folder: Path) -> Status:
     record = read_object(path)
     with data_errors(str(path), "the status of a run"):
         values = {str(name): float(value) for name, value in record["values"].items() if value is not None}
-        status = Status(**record | {"values": values})
-        for name, types in _TYPES.items():
-            if type(getattr(status, name)) not in types:
-                raise TypeError(f"{name} is {getattr(status, name)!r:.80}")
+        status = Status(**record | {"values": values, "ranks": [RankProcess(**r) for r in record.get("ranks", ())]})
+        holders: list[Status | RankProcess] = [status, *status.ranks]
+        for holder in holders:
+            for name, types in _TYPES.items():
+                if type(value := getattr(holder, name, types[0]())) not in types:
+                    raise TypeError(f"{name} is {value!r:.80}")
         if not 1 < status.pid < 1 << 31:  # `stop` sends it a signal; 0, 1 and -1 would reach other processes
             raise ValueError(f"pid is {status.pid}")
+        if not all(0 < process.pid < 1 << 31 for process in status.ranks):
+            raise ValueError(f"pids of ranks are {[process.pid for process in status.ranks]}")
     return status
 
 
@@ -65,6 +81,7 @@ class StatusFile:
         self._path, self._writes = folder / STATUS_FILE, writes or FailedWrites()
         self._before = self._path.read_bytes() if self._path.is_file() else None
         self._changed, self._lock, self._is_open = threading.Event(), threading.Lock(), True
+        self.ranks: Callable[[], Sequence[RankProcess]] = tuple  # set when they have started
         self.status = Status(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -107,7 +124,7 @@ class StatusFile:
 
     def _write(self) -> None:
         with self._writes.attempt(STATUS_FILE):
-            write_text(self._path, to_line(asdict(self.status)))
+            write_text(self._path, to_line(asdict(replace(self.status, ranks=self.ranks()))))
 
     def _write_changes(self) -> None:
         while self._changed.wait():

@@ -89,13 +89,23 @@ class TrainerValues:
         return by_turn
 
 
+class _Pieces(dict[int, str]):
+    """The text of each token, which `decode` gives when it is needed for the first time."""
+
+    def __init__(self, decode: Callable[[np.ndarray], str]):
+        self._decode = decode
+
+    def __missing__(self, number: int) -> str:
+        piece = self[number] = self._decode(np.array([number], np.int32))
+        return piece
+
+
 class TokenTexts:
     """Divides the text of a turn among its tokens. decode: ids int32[R] -> text."""
 
     def __init__(self, decode: Callable[[np.ndarray], str]):
         self._decode = decode
-        self._pieces: dict[int, str] = {}  # the text of each token after another one
-        self._first: dict[int, str] = {}  # and at the begin of a text
+        self._pieces, self._first = _Pieces(self._after), _Pieces(decode)  # after another token, at the begin of a text
         self._anchor: tuple[np.ndarray, str] | None = None
 
     def characters(self, ids: np.ndarray, text: str) -> np.ndarray:
@@ -106,13 +116,9 @@ class TokenTexts:
         if not len(ids):
             return np.zeros(0, np.int32)
         numbers = ids.tolist()
-        if numbers[0] not in self._first:
-            self._first[numbers[0]] = self._decode(ids[:1])
         first = self._first[numbers[0]]
         if self._anchor is None and first and "\ufffd" not in first:
             self._anchor = ids[:1].copy(), first
-        for number in set(numbers).difference(self._pieces):
-            self._pieces[number] = self._after(np.array([number], np.int32))
         pieces = [first, *map(self._pieces.__getitem__, numbers[1:])]
         if "".join(pieces) == text:
             return np.fromiter(map(len, pieces), np.int32, len(pieces))

@@ -22,34 +22,53 @@ from meshrl.monitor.sinks import Sink
 
 
 def open_trackers(
-    cfg: MonitorConfig, folder: Path, resolved: dict[str, Any], note: Callable[[str], None], writes: FailedWrites
+    cfg: MonitorConfig,
+    folder: Path,
+    resolved: dict[str, Any],
+    note: Callable[[str], None],
+    writes: FailedWrites,
+    curve: Callable[[], int] = lambda: 1,
+    first_step: int = 0,
 ) -> list[Sink]:
     """The configured sinks in addition to metrics.jsonl and the terminal.
 
     folder: the run's folder; its name is the run's name in W&B. resolved: the complete config as plain values, for W&B.
     note: called with a line that contains the address of the curves. writes: counts failed writes of the trackers.
+    curve: number of the curve of an evaluation; from 2 on its metrics have other names, such as eval/mean_at_k@2.
+    first_step: the first one that a resumed run repeats.
 
     Raises: ConfigError when W&B can't be reached or the user is not logged in.
     """
     opened: list[Sink] = []
     for name in dict.fromkeys(cfg.sinks):
         if name == "tensorboard":
-            opened.append(_Counted(TensorBoardSink(folder / "tensorboard"), name, writes))
+            opened.append(_Tracker(TensorBoardSink(folder / "tensorboard", first_step), name, writes, note, curve))
             note(f"TensorBoard: tensorboard --logdir {folder / 'tensorboard'}")
         else:
             wandb = WandbSink(folder, cfg.wandb_project, resolved)
-            opened.append(_Counted(wandb, name, writes))
+            opened.append(_Tracker(wandb, name, writes, note, curve))
             note(f"W&B: {wandb.destination}")
     return opened
 
 
-class _Counted:
-    """A tracker of which a failed write is counted and does not end the run."""
+class _Tracker:
+    """A tracker of which a failed write is counted and does not end the run. note, curve: as of open_trackers."""
 
-    def __init__(self, sink: Sink, name: str, writes: FailedWrites):
-        self._sink, self._name, self._writes = sink, name, writes
+    def __init__(
+        self, sink: Sink, name: str, writes: FailedWrites, note: Callable[[str], None], curve: Callable[[], int]
+    ):
+        self._sink, self._name, self._writes, self._note, self._curve = sink, name, writes, note, curve
+        self._noted = 1  # the curve that was noted last
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
+        curve = self._curve() if "eval/mean_at_k" in values else 1
+        if curve > 1:  # scores of another test than before
+            names = {name: f"{name}@{curve}" for name in values if name.split("/")[0] == "eval"}
+            values = {names.get(name, name): value for name, value in values.items()}
+            units = {names.get(name, name): unit for name, unit in units.items()}
+            if curve != self._noted:
+                self._note(f"{self._name}: scores of another test than before are eval/mean_at_k@{curve} and others")
+            self._noted = curve
         with self._writes.attempt(self._name):
             self._sink.write(step, values, units)
 
@@ -63,13 +82,14 @@ class TensorBoardSink:
     stop at a truncated record, so a failed write ends the file, and the next write begins another one. When steps are
     repeated, TensorBoard's reader in Python drops those that were written before."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, first_step: int):
         from tensorboard.summary import Writer
 
         self._folder, self._make = folder, Writer
         self._output: Any = None
         self._writer: Any = None
         self._last = math.inf  # the step written last; at first it may be any step of an earlier process
+        self._first_step = first_step  # 0 after the first write
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         if self._writer is None:
@@ -77,8 +97,8 @@ class TensorBoardSink:
             self._writer = self._make(self._output)
         try:
             if step < self._last:
-                self._output.start_at(step)
-            self._last = step
+                self._output.start_at(max(step, self._first_step))
+            self._last, self._first_step = step, 0
             for name, value in values.items():
                 texts = [f"Unit: {unit}."] if (unit := units.get(name)) else []
                 if (meaning := meaning_of(name)) is not None:

@@ -23,7 +23,7 @@ from pathlib import Path
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KERNEL = _BOOT_ID.read_text()[:8] if _BOOT_ID.exists() else None
 _NAME = re.compile(rf"meshrl_{_KERNEL}_\w+")
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY, _SHORT = Path("/dev/shm"), Path("/tmp")
 
 
 def new_name() -> str:
@@ -45,12 +45,15 @@ def take_lease(fd: int) -> bool:
 class LeasedFolder:
     """A new temporary folder. It is removed by `close`, with the object, or when Python exits; else by a later sweep.
 
-    fd: has the lease; a child process that inherits this descriptor shares the lease.
+    fd: has the lease; a child process that inherits this descriptor shares the lease. most_bytes: of its path; where it
+    would be longer, the folder is in /tmp, because a Unix socket's path has 107 bytes at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int | None = None) -> None:
         while True:
             self.path = Path(tempfile.gettempdir()) / new_name()
+            if most_bytes is not None and len(os.fsencode(self.path)) > most_bytes and os.access(_SHORT, os.W_OK):
+                self.path = _SHORT / self.path.name
             self.path.mkdir(mode=0o700)
             with contextlib.suppress(FileNotFoundError):  # a sweep has removed it
                 self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -65,9 +68,9 @@ class LeasedFolder:
 
 
 def sweep() -> None:
-    """Remove this user's resources without a lease from shared memory and from the system's folder for temporary files.
-    It never waits."""
-    for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir())) if _KERNEL else ():
+    """Remove this user's resources without a lease from shared memory, from the system's folder for temporary files and
+    from /tmp. It never waits."""
+    for folder in {_SHARED_MEMORY, _SHORT, Path(tempfile.gettempdir())} if _KERNEL else ():
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
                 if not _NAME.fullmatch(path.name):

@@ -111,7 +111,7 @@ _CONNECTIVE = re.compile(
     re.IGNORECASE,
 )
 _NOT_A_UNIT = re.compile(
-    rf"\b(?:{_OPERATION}|but|or|not|nor|if|when|unless)\b|(?<![\w'’/])[b-fi-kn-rt-z](?![\w'’])"
+    rf"\b(?:{_OPERATION}|but|or|not|nor|if|when|unless)\b|(?<![\w'’])[b-fi-kn-rt-z](?![\w'’])"
     r"|\band (?:a )?(?:half|more|less|fewer)\b",
     re.IGNORECASE,
 )

@@ -31,7 +31,7 @@ from meshrl.run.inputs import Objects
 from meshrl.run.live import LiveRun, WriteReport, live_run
 from meshrl.run.signals import Stop
 from meshrl.run.subject import Subject
-from meshrl.run.task import load_task, reward_workers
+from meshrl.run.task import load_task, note_on_special, reward_workers
 
 Convert = Callable[[Path, Path], object]
 """convert(checkpoint, folder) writes the model of a training state."""
@@ -68,8 +68,8 @@ async def run_evaluation(
     with live_run(loaded, "eval", num_answers, stop, write_report, objects) as run:
         run.note(f"evaluates {subject.text if subject.model is not None else cfg.model.path}")
         run.note(f"eval {folder}: {len(task.eval_prompts)} held-out prompts, {evaluation_text(cfg)}")
-        if task.tool_note:
-            run.note(f"note: {task.tool_note}")
+        for note in filter(None, (note_on_special(task), task.tool_note and f"note: {task.tool_note}")):
+            run.note(note)
         answers = _Answers(run, cfg, task, subject)
         run.summary = answers.summary
         model = cfg.model
@@ -83,6 +83,7 @@ async def run_evaluation(
             ):
                 assert groups.rollouts is not None
                 groups.rollouts.replacement.note = run.note
+                run.status.ranks = groups.executor.processes
                 await groups.rollouts.trust_loaded_weights()
                 await trial
                 run.evaluation = evaluation_identity(cfg, task, scorer)

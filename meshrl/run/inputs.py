@@ -128,7 +128,7 @@ def load_run(
     overrides: Sequence[str] = (),
     purpose: Literal["train", "eval"] = "train",
     objects: Objects = NO_OBJECTS,
-    starts: bool = True,
+    starts: bool | None = True,
     of_run: Path | None = None,
 ) -> Loaded[RunConfig]:
     """The checked config. The check constructs rewards and built-in agents from their args, but not a user's agent.
@@ -148,7 +148,7 @@ def load_run(
 
 
 def load_sft(
-    source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS, starts: bool = True
+    source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS, starts: bool | None = True
 ) -> Loaded[SftRunConfig]:
     """The checked config of an SFT run. starts: as in load_run. Raises: ConfigError, as load_run."""
     return load_sft_config(source, overrides, objects.in_memory(), [check_data], starts)

@@ -276,9 +276,8 @@ class LiveRun:
             overwritten = "an earlier part of the run" if start is not None else "an earlier run in this folder"
             self.note(f"what {overwritten} wrote after step {first_step} is now in {aside}")
         first_repeated = start.first_repeated_step if start is not None else 0
-        self.sinks.insert(
-            0, JsonlSink(self.folder / "metrics.jsonl", first_repeated, evaluation=lambda: self.evaluation)
-        )
+        self._metrics = JsonlSink(self.folder / "metrics.jsonl", first_repeated, evaluation=lambda: self.evaluation)
+        self.sinks.insert(0, self._metrics)
         self.status.go_back_to(first_step)
         self.ends_early = False  # on_step is called again for the steps that are repeated
         self.spans.take()  # drops the times of steps that are repeated
@@ -289,7 +288,8 @@ class LiveRun:
                     (self.folder / name).unlink(missing_ok=True)
                 write_text(self.folder / "config.yaml", to_yaml(self.loaded))
             resolved = cfg.model_dump(mode="json")
-            self.sinks += open_trackers(cfg.monitor, self.folder, resolved, self.note, self.writes)
+            of_run = self.note, self.writes, lambda: self._metrics.curve_of(self.evaluation), first_repeated
+            self.sinks += open_trackers(cfg.monitor, self.folder, resolved, *of_run)
             if self.objects.on_step is not None:
                 self.sinks.append(StepCallback(self.objects.on_step, self.end_early))
 

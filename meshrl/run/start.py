@@ -178,6 +178,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             ) as groups,
         ):
             assert groups.trainer is not None and groups.rollouts is not None and task.train_prompts is not None
+            run.status.ranks = groups.executor.processes
             groups.rollouts.replacement.note = run.note
             layout = await groups.until_failure(groups.trainer.layout(cfg.rollout.sync_bucket_bytes))
             await groups.until_failure(groups.rollouts.reconcile(layout))
@@ -204,7 +205,9 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                 await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
         if job.feed.num_left_out > num_left_out:  # streaming finds them one by one
             _note_left_out(run, job, job.feed.num_left_out)
-        if (no_signal := run_without_signal(job)) is not None:
+        no_signal = run_without_signal(job)
+        run.summary = partial(_summary, run, job, no_signal)
+        if no_signal is not None:
             run.note(no_signal)
         if (verdict := read_verdict(run.folder)) is not None:
             for line in verdict.lines:
@@ -222,6 +225,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
         source, left_out, run.chat = await asyncio.to_thread(load_sft_source, cfg, objects)
         async with launched(cfg, cfg.cluster.num_train_ranks, 0) as groups:
             assert groups.trainer is not None
+            run.status.ranks = groups.executor.processes
             job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source, cursor=source.state())
             if left_out:
                 run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
@@ -273,8 +277,8 @@ def _note_left_out(run: LiveRun, job: Job, num_training: int, num_held_out: int 
             run.note(f"left out {num} {kind} prompts over {job.cfg.data.max_prompt_tokens} tokens")
 
 
-def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
-    """The run's entries for result.json."""
+def _summary(run: LiveRun, job: Job, no_signal: str | None = None) -> dict[str, Any]:
+    """The run's entries for result.json. no_signal: as run_without_signal, when the run has ended."""
     rss = next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")
     best, verdict = read_best(run.folder), read_verdict(run.folder)
     term = best.evaluation.get("term") if best else None
@@ -286,7 +290,7 @@ def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
         "model": newest_model(run.folder),
         "best": best and {"step": best.step, "mean_at_k": best.score, "term": term, "model": best.model},
         "verdict": verdict.facts if verdict else None,
-        "no_signal": run_without_signal(job),
+        "no_signal": no_signal,
     }
 
 

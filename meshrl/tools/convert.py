@@ -13,7 +13,7 @@ from meshrl.model.facts import text_model
 from meshrl.model.gguf import convert_gguf, is_gguf
 from meshrl.model.lora import add_adapters
 from meshrl.model.recipe import DTYPES, cast_parameters, load_causal_lm
-from meshrl.model.save import save_pretrained
+from meshrl.model.save import save_pretrained, saved_share
 from meshrl.run.folder import similar_runs, state_in
 from meshrl.run.subject import find_subject
 from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller
@@ -67,7 +67,7 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None, step: int | N
                 )
             with output_errors(out, _REMEDY), replacing(out) as aside:
                 shutil.copytree(source, aside)
-            return text, None
+            return text, saved_share(source)
     if not is_there(folder / MANIFEST):
         raise CheckpointError(
             f"{checkpoint} is neither a checkpoint, nor a run with one, nor a GGUF file; give a folder such as "

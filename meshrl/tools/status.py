@@ -6,14 +6,15 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import write_text
 from meshrl.core.terminal import command
 from meshrl.monitor.notes import NOTES_FILE, important
-from meshrl.monitor.status import STOP_FILE, read_status
-from meshrl.process.family import family
+from meshrl.monitor.status import STOP_FILE, RankProcess, Status, read_status
+from meshrl.process.family import FamilyMember, family
 from meshrl.run.folder import read_best
 from meshrl.run.lease import holds_lease, is_running
 from meshrl.run.verdict import verdict_of
@@ -48,11 +49,30 @@ def describe(folder: Path) -> str:
     if run.state.word != "running":
         saved = states(folder / "checkpoints")
         lines += [f"newest checkpoint: after step {saved[-1][0]}; run.resume=auto continues from it"] if saved else []
-    elif status is not None and holds_lease(status.pid, folder):
-        for process in family(status.pid):
-            name = "controller" if process.pid == status.pid else process.name
-            lines.append(f"{process.pid:>8}  {name:<12} {process.rss_bytes / 2**20:>8.0f} MiB")
+    elif status is not None and (status.host != socket.gethostname() or holds_lease(status.pid, folder)):
+        lines += _processes(status)
     return "\n".join(lines)
+
+
+def _processes(status: Status) -> Iterator[str]:
+    """A line for each process of a run: those of this machine with their memory, then those of each other machine."""
+    here = socket.gethostname()
+    of_run = [RankProcess(status.host, status.pid, "controller", ""), *status.ranks]
+    local = {process.pid: process for process in of_run if process.host == here}
+    members = dict[int, FamilyMember]()
+    for process in local.values():
+        found = list(family(process.pid))
+        if found and process.name in ("controller", found[0].name):  # else another program has got its pid
+            members |= {member.pid: member for member in found}
+    for pid, member in members.items():
+        known = local.get(pid, RankProcess(here, pid, member.name, ""))
+        yield f"{pid:>8}  {known.name:<12} {member.rss_bytes / 2**20:>8.0f} MiB  {known.role}".rstrip()
+    for process in of_run:
+        if process.host != here:
+            place = f"on {process.host}, not checked from here"
+            yield f"{process.pid:>8}  {process.name:<12} {place}  {process.role}".rstrip()
+        elif process.pid not in members and process.name != "other":
+            yield f"{process.pid:>8}  {process.name:<12} has ended"
 
 
 def _state_text(folder: Path, state: State) -> str:

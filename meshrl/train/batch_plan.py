@@ -18,7 +18,7 @@ import numpy as np
 MAX_IMBALANCE = 1.01  # cost of the fullest bin over the lowest possible one; below it no more rows are moved
 MIN_GAIN = 0.999  # a move has to lower the cost of the fullest bin to at most this share
 _TRIED = 32  # micro-batches that are tried for a row, the cheapest first
-_SINGLE_MOVES = 1 << 17  # rows that are compared in moves of one row; then several are moved at once
+_SINGLE_MOVES = 1 << 15  # rows that are compared in moves of one row; then several are moved at once
 _SWAPS = 32  # rows of the other bin that are compared with each row in a swap
 QUADRATIC_TOKENS = 4096.0  # length at which a row's attention costs as much as the rest of the model
 
@@ -227,9 +227,10 @@ def _is_balanced(costs: Sequence[float], costliest_row: float) -> bool:
 
 def _move(rows: Sequence[Row], high: _Bin, low: _Bin, several: bool) -> bool:
     """Move the row that balances the two bins best; False when none helps. several: before that, move rows by groups
-    as long as the low bin stays the lower one."""
+    as long as the low bin stays the lower one, of each group long and short ones alike: only few long rows fit into a
+    micro-batch."""
     before = high.cost
-    for i in [i for group in _by_group(rows, high.rows) for i in group] if several else ():
+    for i in [i for group in _by_group(rows, high.rows) for i in sorted(group)] if several else ():
         if low.cost + low.added_cost(rows[i]) <= high.cost - high.freed(rows[i]):
             high.remove(i, rows[i])
             low.add(i, rows[i])

@@ -165,8 +165,27 @@ def test_controller_scale(tmp_path: Path) -> None:
     line = smoke("controller_scale", tmp_path)
     totals = {"cpu_s_step", "cpu_s_step_and_turns", "ratio_step", "ratio_step_and_turns"}
     assert bars(line) == totals | {"bytes_ratio_64", "bytes_ratio_256"}
-    parts = ("buffer", "flatten", "planning", "advantages", "loss_weights", "dispatch", "metrics", "turns", "decode")
-    assert all(line["figures"][f"cpu_s_{part}_256"] > 0 for part in parts)
+    parts = (
+        "buffer",
+        "flatten",
+        "planning",
+        "advantages",
+        "loss_weights",
+        "dispatch",
+        "metrics",
+        "log",
+        "turns",
+        "decode",
+    )
+    assert all(line["figures"][f"cpu_s_{part}_256"] > 0 for part in (*parts, "log_thread"))
+    assert line["figures"]["log_us_loop_thread_256"] < line["figures"]["log_us_loop_inline_256"]
+
+
+@pytest.mark.slow
+def test_batch_plan(tmp_path: Path) -> None:
+    line = smoke("batch_plan", tmp_path)
+    assert bars(line) == {"worst_rank", "mean_over_greedy", "slowest_cpu_s"}
+    assert line["figures"]["rank_equal_16_16384"] >= 1 and line["figures"]["equal_16_16384_over_greedy"] < 1
 
 
 @pytest.mark.slow

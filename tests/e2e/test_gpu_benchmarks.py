@@ -70,6 +70,30 @@ def test_a_part_without_a_record_is_named(tmp_path: Path) -> None:
     assert "FAILED a::bad: off by one" in done.stdout and "MISSING gpu_step" in done.stdout
 
 
+def test_the_page_of_a_step_has_the_shares_of_its_raw_results() -> None:
+    """Each row of docs/perf/gpu.md with a step is one of a raw file, with the columns that gpu_table.py prints."""
+    page = (BENCHMARKS.parent / "docs" / "perf" / "gpu.md").read_text().partition("## A GRPO step")[2]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][
+        2:11
+    ]
+    file, found = "", 0
+    for run, released, *_, sheet, over in table:
+        day = "20261126" if "143614" in run else "20261127" if "031753" in run else file[9:17]
+        file = f"gpu_step_{day}-{run.strip('`').removesuffix('.json')[-6:]}" if run else file
+        record = json.loads((BENCHMARKS / "results" / f"{file}.json").read_text())
+        end = "_released" if released else ""
+        code = f"import json, gpu_table; d = json.load(open('results/{file}.json')); print('\\n'.join(gpu_table.rows("
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}d['figures'], d['raw']['predictions'])))"],
+            capture_output=True, text=True, cwd=BENCHMARKS,
+        )  # fmt: skip
+        printed = {row.split(" | ")[0][2:]: row.rstrip(" |").split(" | ")[-2:] for row in done.stdout.splitlines()}
+        assert sheet == printed[f"step_train_s{end}"][0].replace("%", " %"), (file, record["figures"])
+        assert over == printed[f"step_s{end}"][1], file
+        found += 1
+    assert found == 9
+
+
 def _in_benchmarks(code: str) -> list[float]:
     """The numbers that this code prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=BENCHMARKS)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from tiny_models import tiny_qwen2
 from tiny_run import steps_of, train, write_run
 from tiny_tokenizers import tiny_tokenizer
 from vllm_servers import MISSING, MODEL
 
 from meshrl.core.errors import SamplerMismatchError
+from meshrl.model.lora import merged_rows
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.rollout.server import weights
+from meshrl.rollout.vllm import dialect
 from meshrl.rollout.vllm.dialect import VllmDialect
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(600)]
@@ -31,11 +39,8 @@ RELEASING = (f"rollout.vllm.python={sys.executable}", "rollout.release_memory=tr
 PARALLEL = ("cluster.num_train_ranks=2", "rollout.mesh.infer_tp=2")
 TRAINER_TP = ("cluster.num_train_ranks=2", "train.mesh.tp=2", "cluster.num_rollout_ranks=1")
 SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
-LORA = (  # only adapters are sent; the server's rank merges them
-    *SPLIT,
-    "model.lora.enabled=true",
-    "rollout.sync_mode=delta",
-)
+ADAPTERS = ("model.lora.enabled=true", "rollout.sync_mode=delta")  # the server's rank merges them
+LORA = (*SPLIT, *ADAPTERS)
 
 
 @pytest.fixture
@@ -112,6 +117,52 @@ def test_a_stale_prefix_cache_ends_a_run_that_trains_older_samples(config: Path,
     with pytest.raises(SamplerMismatchError, match="at weight version 1 the logprobs of sampler vllm-0"):
         train(config, "stale", *VLLM, *stale, *long)
     assert len(steps_of(config.parent / "runs" / "stale")) == 1
+
+
+def server_with(extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers have this worker extension in place of meshrl's."""
+    command = dialect.command_line
+
+    def faulty(python: str, module: str, values: dict[str, object], *rest: Any) -> list[str]:
+        return command(python, module, {**values, "--worker-extension-cls": extension}, *rest)
+
+    monkeypatch.setattr(dialect, "command_line", faulty)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]))
+
+
+def server_with_old_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first adapters are merged at each sync. The server is proven to have what was sent to it."""
+    former: dict[int, torch.Tensor] = {}
+
+    def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> Any:
+        return merged_rows(weight, former.setdefault(id(a), a.clone()), former.setdefault(id(b), b.clone()), scale)
+
+    monkeypatch.setattr(weights, "merged_rows", merged)
+
+
+STALE = {
+    "head": (partial(server_with, "vllm_stale_copies.Head"), ()),
+    "layers": (partial(server_with, "vllm_stale_copies.Layers"), ()),
+    "adapters": (server_with_old_adapters, ADAPTERS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["colocated", "one_step_off", "fully_async"])
+@pytest.mark.parametrize(("plant", "options"), STALE.values(), ids=STALE)
+def test_a_stale_copy_in_a_server_ends_the_run(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    options: tuple[str, ...],
+    kind: str,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Faults that no read-back finds: what the server samples is compared."""
+    plant(monkeypatch)
+    short = ("cluster.executor=inline", "loop.num_steps=5", "loop.prompts_per_step=2", "train.optimizer.lr=0.05")
+    with pytest.raises(SamplerMismatchError, match="at weight version 1 the logprobs of sampler vllm-0"):
+        train(config, "stale", *VLLM, *short, f"loop.kind={kind}", "algo.correction=off", *options)
+    assert sum("loss/policy" in step for step in steps_of(config.parent / "runs" / "stale")) <= 2
 
 
 @pytest.mark.slow

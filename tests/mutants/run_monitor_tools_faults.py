@@ -16,7 +16,35 @@ _MODEL_CHECK = "tests/unit/tools/test_model_check.py::"
 _FAMILIES = "tests/contract/test_model_families.py::test_a_family_has_exactly_what_its_entry_states"
 _RUN_STATUS = "tests/unit/tools/test_run_status.py::"
 
+_TRACKERS = "tests/unit/monitor/test_trackers.py::"
+_CAUSES = "tests/unit/tools/test_causes.py::"
+
 FAULTS = [
+    Fault(
+        "a run that continues does not know the tests of its earlier evaluations",
+        "meshrl/monitor/sinks.py::JsonlSink.__init__",
+        'self.curve_of(record.get("evaluation", {})) => pass',
+        _TRACKERS + "test_scores_of_another_test_have_names_of_their_own",
+    ),
+    Fault(
+        "an evaluation that repeats a step removes the step's other values from TensorBoard",
+        "meshrl/monitor/trackers.py::TensorBoardSink.write",
+        "max(step, self._first_step) => step",
+        "tests/unit/run/test_run_record.py::"
+        "test_a_resume_with_another_test_compares_no_scores_with_the_former_ones[data.eval_path=other.jsonl-rows-0.5]",
+    ),
+    Fault(
+        "diagnose advises a value that the config has already",
+        "meshrl/tools/diagnose/diagnosis.py::_is_followed",
+        "bool(has) and all(has) => False",
+        _CAUSES + "test_what_to_change_depends_on_the_config_of_the_run",
+    ),
+    Fault(
+        "a process that has the id of a rank that ended counts as the rank",
+        "meshrl/tools/status.py::_processes",
+        'found and process.name in ("controller", found[0].name) => found',
+        _RUN_STATUS + "test_status_lists_the_processes_of_all_machines",
+    ),
     Fault(
         "a run that starts at step 0 keeps the files of the earlier run",
         "meshrl/run/folder.py::set_aside",

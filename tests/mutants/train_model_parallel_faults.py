@@ -139,6 +139,12 @@ FAULTS = [
         _PACKING + "test_a_plan_of_groups_counts_each_prompt_once_in_a_micro_batch",
     ),
     Fault(
+        "several rows that are moved at once are the longest ones",
+        "meshrl/train/batch_plan.py::_move",
+        "sorted(group) => group",
+        _PACKING + "test_rows_of_large_groups_are_moved_to_other_ranks_without_more_micro_batches[512-77]",
+    ),
+    Fault(
         "files of a checkpoint are not compared with their hashes",
         "meshrl/train/checkpoint_files.py::require_as_written",
         "digest.hexdigest() != fact.blake2b => False",

@@ -17,6 +17,7 @@ from meshrl.process.guard import GuardedProcess
 from meshrl.process.leases import LeasedFolder
 
 _POLL_S = 0.1
+_SOCKET_BYTES = 40  # of the longest name of a Unix socket that servers make in TMPDIR, with its slash: vLLM's has 37
 _OUTPUT_BYTES = 3000  # the end of a server's output, shown in errors
 
 
@@ -36,8 +37,8 @@ class ServerProcess:
         """command: gets the private folder. environment: added to the environment of this process. logs: the folder of
         its log, to which a server of the same name appends; None = the private folder."""
         self.name = name
-        self._folder_lease = LeasedFolder()
-        self.folder = self._folder_lease.path  # short: a Unix socket's path has 107 characters at most
+        self._folder_lease = LeasedFolder(107 - _SOCKET_BYTES)
+        self.folder = self._folder_lease.path
         self._is_saved = logs is not None
         self._path = self.folder / "log.txt" if logs is None else logs / f"{name}.txt"
         self._path.parent.mkdir(parents=True, exist_ok=True)

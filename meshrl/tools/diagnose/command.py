@@ -16,7 +16,7 @@ from meshrl.core.terminal import print_message
 from meshrl.monitor.trace import FOLDER
 from meshrl.tools.diagnose.diagnosis import SYNC_STAGES, Diagnosis, as_record, diagnose, perfetto
 from meshrl.tools.diagnose.page import page
-from meshrl.tools.diagnose.read import read_trace
+from meshrl.tools.diagnose.read import CONFIG, read_trace
 from meshrl.tools.page.charts import number
 from meshrl.tools.page.document import write_page
 from meshrl.tools.runs import table
@@ -46,9 +46,9 @@ def run(target: Path, overrides: Sequence[str], num_steps: int, out: Path | None
 
 
 def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:
-    """Run the first steps of a config in a folder of its own, which has only the traces afterwards; returns the folder.
-    There are no evaluations and no checkpoints. Two steps come before those with the profiler, and give its slow-down.
-    If the run fails, its folder stays as it is."""
+    """Run the first steps of a config in a folder of its own, which has only the traces afterwards, and with them its
+    config.yaml; returns the folder. There are no evaluations and no checkpoints. Two steps come before those with the
+    profiler, and give its slow-down. If the run fails, its folder stays as it is."""
     from meshrl.run import start
     from meshrl.run.inputs import Objects, load_run, load_sft
 
@@ -68,7 +68,9 @@ def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:
     quiet = Objects(quiet=True, saves=False, on_step=lambda step, _: print_message(f"step {step} of {count}"))
     folder = begin(lambda _: None, quiet)
     for path in folder.iterdir() if is_there(folder / FOLDER) else ():
-        if path.name != FOLDER:
+        if path.name == CONFIG:
+            path.rename(folder / FOLDER / CONFIG)  # what to change depends on it
+        elif path.name != FOLDER:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
+from meshrl.config.values import scalar
 from meshrl.core.errors import MeshrlError
 from meshrl.tools.diagnose import measure
 from meshrl.tools.diagnose.intervals import Intervals, overlap, total
@@ -50,7 +52,7 @@ def costs(
 
     def cost(cause: str, took: float, detail: str, rank: int | None = None) -> Cost:
         texts = CAUSES[cause]
-        title, change = texts["title"], texts.get(program) or texts["train"]
+        title, change = texts["title"], open_parts(texts.get(program) or texts["train"], trace.config)
         if rank is not None:
             title = f"{'a slow rank' if cause == 'slow_rank' else 'a slow link'}: the others wait for rank {rank}"
         share = took / wall
@@ -83,6 +85,28 @@ def costs(
         details = {**details, "wait": "the machines' clocks were not compared" if is_unknown else none}
     divided = [cost(cause, took, details.get(cause, "")) for cause, took in seconds.items() if took > 0]
     return sorted([*divided, *blamed], key=lambda each: -each.seconds)
+
+
+_KEY = r"([a-z_]+(?:\.[a-z_]+)+)"
+_AS_FAST = {"SHARD_GRAD_OP": "NO_SHARD", "bfloat16": "float16"}  # another value that needs no advice
+
+
+def open_parts(text: str, config: Mapping[str, Any]) -> str:
+    """The parts of an advice, divided by semicolons, that a config ({} = unknown) does not follow yet. It follows
+    KEY=VALUE when this is set, and "raise", "lower" and "fewer KEY" at the end of the key's range. A part with
+    (KEY: VALUE) is for configs with this value."""
+    parts = [part for part in text.split("; ") if not (config and _is_followed(part, config))]
+    joined = "; ".join(re.sub(rf" \({_KEY}: \w+\)", "", part) if config else part for part in parts)
+    return joined if "." in joined.split()[0] else joined[0].upper() + joined[1:]  # a key begins it
+
+
+def _is_followed(part: str, config: Mapping[str, Any]) -> bool:
+    advised, needed = (re.findall(pattern, part) for pattern in (rf"{_KEY}=(\w+)", rf"\({_KEY}: (\w+)\)"))
+    has = [config.get(key) in (scalar(value), _AS_FAST.get(value, "")) for key, value in advised]
+    for verb, key in re.findall(rf"([Rr]aise|[Ll]ower|fewer) {_KEY}", part):
+        ends = {"lower": (0, 1), "fewer": ("[]",)}.get(verb.lower(), (0, None) if "_every_steps" in key else ("all",))
+        has.append(key in config and config[key] in ends)
+    return (bool(has) and all(has)) or any(config.get(key) != value for key, value in needed)
 
 
 SYNC_STAGES = ("cast", "load", "verify", "wait")  # of the metrics sync/<stage>_s

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.values import scalar
 from meshrl.core.errors import DataError, MeshrlError
 from meshrl.core.files import Unreadable, is_there, open_plain
 from meshrl.monitor.jsonl import data_errors, parse_large
@@ -31,8 +32,11 @@ from meshrl.monitor.trace import (
     read_rank,
 )
 from meshrl.tools.diagnose.intervals import Intervals, overlap, union, without
+from meshrl.tools.report.folder import read_settings
+from meshrl.tools.state import read_part
 
 MAX_BYTES = 2 << 30  # of the JSON; a larger one would need more memory than it is worth
+CONFIG = "config.yaml"
 _COPIES = ("gpu_memcpy", "gpu_memset")
 _CATEGORIES = ("cpu_op", "user_annotation", "kernel", *_COPIES)
 _COMMUNICATION = re.compile(r"nccl|rccl|c10d::|gloo:|record_param_comms", re.IGNORECASE)
@@ -169,7 +173,7 @@ class Rank:
 class Trace:
     """steps: those to be examined. all_steps: also those without a profile. clock: how the clocks of the ranks were
     aligned. clock_error_ns: of a difference between two ranks' times; infinite for machines whose clocks were not
-    compared. notes: what is missing, and why."""
+    compared. config: values by key, {} = unknown. notes: what is missing, and why."""
 
     source: Path
     steps: list[Step]
@@ -179,6 +183,7 @@ class Trace:
     clock: str
     clock_error_ns: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def windows(self, name: str = "", steps: Sequence[Step] | None = None) -> Intervals:
@@ -249,7 +254,16 @@ def _run_trace(folder: Path, files: dict[int, Path], profiles: dict[int, Path]) 
             notes.append(f"rank {number} is left out: nothing is known about its time")
     if not ranks:
         raise MeshrlError(f"{folder}: no file of a rank can be read. " + "; ".join(notes))
-    return _trace(folder, control, ranks, notes)
+    trace = _trace(folder, control, ranks, notes)
+    for path in (at / CONFIG for at in (folder, folder.parent) if is_there(at / CONFIG)):
+        settings = read_part(notes, read_settings, path) or []
+        trace.config = {setting.key: scalar(setting.value.strip('"')) for setting in settings}
+    prompts, samples = (trace.config.get(f"loop.{key}", math.inf) for key in ("prompts_per_step", "samples_per_prompt"))
+    if prompts * samples <= trace.config.get("rollout.max_running_requests", 0):
+        trace.config["rollout.max_running_requests"] = "all"
+    if trace.config and all(rank.facts.device == "cpu" for rank in ranks.values()):
+        trace.config["model.dtype"] = "bfloat16"  # there the default is the faster one
+    return trace
 
 
 def _profiler_trace(path: Path, files: Sequence[Path]) -> Trace:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from meshrl.core.terminal import command
 from meshrl.monitor.notes import REWARDS_FILE, important
 from meshrl.monitor.rules import unhealthy
+from meshrl.run.verdict import HELD_OUT
 from meshrl.tools.page.document import document, package_text, write_page
 from meshrl.tools.report import sections
 from meshrl.tools.report.folder import RunFolder, read_run
@@ -75,6 +76,11 @@ def _summary(run: RunFolder, place: Path) -> Iterator[str]:
         css, (text, *best) = OUTCOMES.get(run.verdict.outcome, ""), run.verdict.lines
         yield f'<p><b>Verdict</b>: <span class="{css}">{escape(text)}</span></p>'
         yield from (f"<p>{escape(line)}</p>" for line in best)
+        own = run.evals[-1].evaluation
+        if others := [line for line in run.lines if HELD_OUT in line.metrics and line.evaluation != own]:
+            parts = ", ".join(part for part in own if others[-1].evaluation.get(part) != own[part])
+            steps = ", ".join(str(line.step) for line in others)
+            yield f"<p>Not in the curves: evaluations with other {escape(parts)}, after steps {steps}</p>"
     for problem in run.state.problems:
         yield f'<p><span class="bad">Damaged</span>: {escape(problem)}</p>'
     rows = [

@@ -13,6 +13,7 @@ from test_agents import CALL, USER, ScriptedPolicy, run
 from tiny_run import write_run
 from tiny_tokenizers import DROPS_THINKING, SHOWS_TOOLS, tiny_tokenizer
 
+from meshrl import evaluate
 from meshrl.agent.loop import MultiTurn, SingleTurn
 from meshrl.agent.tree import path_ids
 from meshrl.core.types import Prompt, SamplingParams
@@ -100,6 +101,8 @@ def test_rewards_read_special_tokens_and_ids_and_the_start_states_what_is_remove
     note = note_on_special(task)
     assert note is not None and "\n" not in note and "removed (<|im_end|>, <|endoftext|>)" in note
     assert ", ".join(TAGS[:4]) + " and 1 more" in note and "<|im_start|>" not in note
+    evaluated = evaluate(config, [f"data.eval_path={cfg.data.path}"], out=tmp_path / "evaluated", quiet=True)
+    assert note in (evaluated.folder / "run_notes.txt").read_text()
     text = "<think>ab</think>12<|im_end|>"
     ids = tokenizer(text, add_special_tokens=False).input_ids
 

@@ -10,7 +10,9 @@ import dataclasses
 import os
 import re
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -29,6 +31,7 @@ from meshrl.cluster.remote import RemoteExecutor
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
+from meshrl.monitor.status import RankProcess
 
 pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
 
@@ -39,6 +42,11 @@ host, port, token, rank = sys.argv[1:]
 sys.exit(NodeAgent((host, int(port)), bytes.fromhex(token), int(rank)).serve())
 """
 
+
+HAS_NAMES = (
+    shutil.which("unshare") and not subprocess.run(["unshare", "-u", "hostname", "x"], capture_output=True).returncode
+)
+"""Whether processes can have a machine name of their own here."""
 
 OF_THE_CONTROLLER = ("MESHRL_TOKEN", "VLLM_USE_DEEP_GEMM", "CUDA_VISIBLE_DEVICES")  # not set on the rank's machine
 
@@ -77,6 +85,8 @@ class ByHand(RemoteExecutor):
             arguments = [address[0], str(address[1]), self.token.hex(), str(rank)]
             command = [sys.executable, "-c", AGENT, *arguments]
             own = {name: value for name, value in os.environ.items() if name not in OF_THE_CONTROLLER}
+            if HAS_NAMES:
+                command = ["unshare", "--uts", "sh", "-c", f'hostname machine{rank}; exec "$@"', "sh", *command]
             self.started[rank] = subprocess.Popen(command, env={**own, "HF_OWN": "of the machine"})
         return {spec.rank for spec in self.specs}
 
@@ -163,7 +173,8 @@ def _assert_named(failure: BaseException | None, how: str) -> None:
 
 
 def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_node_agent(model, monkeypatch):
-    """The machine's own variables win over the controller's, the rank's own over both; for a replaced rank, too."""
+    """The machine's own variables win over the controller's, the rank's own over both; for a replaced rank, too. The
+    controller knows machine, process id and role of each."""
     monkeypatch.setenv("HF_OWN", "of the controller")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
@@ -188,12 +199,16 @@ def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_n
 
     async def body(executor: ByHand) -> None:
         trainer, sampler = await pid_of(executor, 0), await pid_of(executor, 1)
+        machines = [f"machine{rank}" if HAS_NAMES else socket.gethostname() for rank in (0, 1)]
+        first = RankProcess(machines[0], trainer, "rank_0", "trains")
+        assert executor.processes() == [first, RankProcess(machines[1], sampler, "rank_1", "")]
         with pytest.raises(RankFailure) as failure:
             await executor.call(1, misbehave, "SIGKILL")
         _assert_named(failure.value, "SIGKILL")
         await executor.restart([1])
-        assert await pid_of(executor, 1) != sampler
+        assert (another := await pid_of(executor, 1)) != sampler
         assert await pid_of(executor, 0) == trainer
+        assert executor.processes() == [first, RankProcess(machines[1], another, "rank_1", "")]
 
     assert _with(ByHand(model, 1, 1), body) == [0, 0]
 

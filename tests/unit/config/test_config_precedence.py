@@ -348,6 +348,8 @@ def test_the_default_dtype_is_float32_on_a_cpu_that_is_slow_in_16_bits(good, goo
         assert sum("model.dtype is float32, since this CPU" in notice for notice in loaded.notices) == slow
         origin = loaded.origins["model.dtype"]
         assert origin.startswith("default, here float32: this CPU has no fast") if slow else origin == "default"
+        elsewhere = (load_run_config if loaded.origins.get("loop.kind") else load_sft_config)(loaded.path, starts=None)
+        assert elsewhere.config.model.dtype == "bfloat16" and not any("this CPU" in line for line in elsewhere.notices)
     given = load_run_config(good, ["model.dtype=bfloat16"])
     assert given.config.model.dtype == "bfloat16"
     assert sum("float32 is many times faster here" in notice for notice in given.notices) == slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from meshrl.core.files import replacing, write_text
+from meshrl.core.files import is_private, replacing, write_text
 
 
 def test_a_written_file_replaces_the_old_one_and_leaves_no_other_file(tmp_path: Path):
@@ -14,6 +16,29 @@ def test_a_written_file_replaces_the_old_one_and_leaves_no_other_file(tmp_path: 
     write_text(path, "old")
     write_text(path, "né")
     assert path.read_bytes() == "né".encode() and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("mode", "private"), [(0o755, True), (0o700, True), (0o775, False), (0o757, False), (0o720, False)]
+)
+def test_a_folder_that_a_group_or_others_can_write_is_not_private(tmp_path: Path, mode: int, private: bool):
+    tmp_path.chmod(mode)
+    assert is_private(tmp_path) == private
+    assert not is_private(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("group", "members", "private"),
+    [("ann", [], True), ("ann", ["ann"], True), ("ann", ["bob"], False), ("lab", [], False)],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder any group")
+def test_the_group_of_one_user_alone_may_write(tmp_path: Path, monkeypatch, group, members, private):
+    tmp_path.chmod(0o775)
+    gid = 12345
+    os.chown(tmp_path, -1, gid)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_gid=gid, pw_name="ann"))
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_mem=members))
+    assert is_private(tmp_path) == private
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path):

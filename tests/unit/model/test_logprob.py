@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -213,6 +214,47 @@ def test_how_many_copies_of_a_chunk_a_cpu_needs(dtype, copies_of_a_chunk):
         logp, ent = logprob.token_logprobs(hidden, Head(weight), targets, temperature, entropy=True)
         (logp.sum() + ent.sum()).backward()
     assert copies.count == copies_of_a_chunk
+
+
+class _Live(TorchDispatchMode):
+    """Most bytes, at one time, of existing results of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[weakref.ref[torch.Tensor]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in given:
+            self.results = [ref for ref in (*self.results, weakref.ref(out)) if ref() is not None]
+            storages = [t.untyped_storage() for ref in self.results if (t := ref()) is not None]
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in storages))
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 1), (torch.bfloat16, 1.5)], ids=["fp32", "bf16"])
+def test_fewer_tokens_at_one_time_need_less_memory(monkeypatch, dtype, copies):
+    """The memory is that of one chunk's logits (in bf16 also of a cast copy, and of the weight in fp32), and for a
+    trained head of one fp32 gradient. Counted in rows of the vocabulary's size."""
+    tokens, vocab, dim, block = 256, 4000, 64, 4
+    monkeypatch.setattr(logprob, "BLOCK_LOGITS", block * vocab)
+
+    def peak(chunk: int, trained: bool) -> float:
+        hidden, weight = (torch.randn(n, dim).to(dtype).requires_grad_() for n in (tokens, vocab))
+        arguments = (torch.randint(vocab, (tokens,)), torch.full((tokens,), 0.7))
+        with _Live() as live:
+            head = Head(weight.requires_grad_(trained))
+            logp, ent = logprob.token_logprobs(hidden, head, *arguments, chunk_tokens=chunk, entropy=True)
+            (logp.sum() + ent.sum()).backward()
+        return live.peak / (4 * vocab)
+
+    chunks = (tokens, 128, 64, 16, 4)
+    frozen, trained = ([peak(chunk, trains) for chunk in chunks] for trains in (False, True))
+    assert frozen == sorted(frozen, reverse=True) and trained == sorted(trained, reverse=True)
+    assert all(rows <= copies * chunk + (copies > 1) * dim + 10 * block for rows, chunk in zip(frozen, chunks))
+    assert all(rows - of_frozen <= 1.1 * dim for rows, of_frozen in zip(trained, frozen))
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

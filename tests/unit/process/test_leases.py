@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,15 @@ import pytest
 
 from meshrl.process import leases
 from meshrl.process.leases import LeasedFolder, new_name, sweep
+from meshrl.rollout.server.process import ServerProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a boot id")
+
+BINDS = """
+import socket, tempfile, uuid
+socket.socket(socket.AF_UNIX).bind(f"{tempfile.gettempdir()}/{uuid.uuid4()}")
+print("bound")
+"""
 
 OWNER = """
 import sys
@@ -35,6 +43,28 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
+
+
+@pytest.mark.parametrize("length", [10, 90])
+def test_sockets_of_a_server_can_be_bound_also_with_a_long_folder_for_temporary_files(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, length: int
+):
+    """In TMPDIR a server makes sockets named by 36 characters; they need a folder whose path is short, which is swept
+    like others."""
+    long = Path(tempfile.mkdtemp(dir="/tmp"), "x" * length)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    server = ServerProcess("s", lambda folder: [sys.executable, "-c", BINDS], {})
+    server.wait_until(lambda: server.ends_within(0.1), 60)
+    assert "bound" in server.diagnosis() and server.folder.stat().st_mode & 0o777 == 0o700
+    assert server.folder.parent == (long if length == 10 else Path("/tmp"))
+    left = server.folder.with_name(new_name())
+    left.mkdir()
+    server.close()
+    sweep()
+    assert not server.folder.exists() and not left.exists()
+    shutil.rmtree(long.parent)
 
 
 @contextlib.contextmanager

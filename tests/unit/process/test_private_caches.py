@@ -57,9 +57,10 @@ def test_a_folder_that_the_user_has_set_stays(tmp_path: Path):
     assert _run(tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "mine"))[0] == tmp_path / "mine"
 
 
-def test_a_cache_of_another_user_is_replaced_by_a_temporary_folder(tmp_path: Path):
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+def test_a_cache_that_another_user_can_write_is_replaced_by_a_temporary_folder(tmp_path: Path, mode: int):
     (tmp_path / "cache" / "meshrl").mkdir(parents=True)
-    (tmp_path / "cache" / "meshrl").chmod(0o777)
+    (tmp_path / "cache" / "meshrl").chmod(mode)
     used = _run(tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert used[0].parent.parent == tmp_path / "t" and used[0].parent.name.startswith("meshrl_")
     assert list((tmp_path / "cache" / "meshrl").iterdir()) == []

@@ -119,6 +119,8 @@ FORMS: dict[str, list[tuple[str, list[object], list[object]]]] = {
         ("\\boxed{12 km2}", ["12"], ["2", "122"]),
         ("\\boxed{9.8 \\, \\mathrm{m/s^2}}", ["9.8"], ["2", "98"]),
         ("\\boxed{9.8 m/s^2}", ["9.8"], ["2"]),
+        ("\\boxed{5 m/n}", [], ["5"]),
+        ("\\boxed{3 kg/k}", [], ["3"]),
         ("\\boxed{0.2 \\text{ mol CO2}}", ["0.2"], ["2", "0.22"]),
         ("\\boxed{0.2 mol CO2}", ["0.2"], ["2"]),
         ("\\boxed{3 \\text{ g of H2O}}", ["3"], ["2"]),

@@ -158,6 +158,18 @@ def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(conf
     assert (Path(best.model) / "model.safetensors").stat().st_size > 0
 
 
+def curves_of(folder: Path) -> dict[str, dict[int, float]]:
+    """The values that TensorBoard shows, by name and step."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    names = read.Tags()["tensors"]
+    return {name: {e.step: float(make_ndarray(e.tensor_proto)) for e in read.Tensors(name)} for name in names}
+
+
 @pytest.mark.parametrize(
     ("change", "part", "scale"), [("loop.eval_term=answer", "term", 1.0), ("data.eval_path=other.jsonl", "rows", 0.5)]
 )
@@ -165,12 +177,13 @@ def test_a_resume_with_another_test_compares_no_scores_with_the_former_ones(
     change: str, part: str, scale: float, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """The evaluation after the checkpoint's step is repeated at once, and its model is the best of the new test, also
-    where an earlier one had a higher score. The weight halves the reward, but not the score of the term."""
+    where an earlier one had a higher score. The weight halves the reward, but not the score of the term. In TensorBoard
+    its curves have names of their own, and no other value of the step that is repeated is lost."""
     script = tmp_path / "script"
     (tmp_path / "other.jsonl").write_text(json.dumps({"question": "3+4", "answer": "held-out"}))
     script.write_text("0.5 0.875 0.625")
     weight = "reward.terms.answer.weight=0.5"
-    overrides = (weight, "loop.num_steps=2", f"reward.terms.answer.args.script={script}")
+    overrides = (weight, "loop.num_steps=2", "monitor.sinks=[tensorboard]", f"reward.terms.answer.args.script={script}")
     folder = train(config, "terms", *overrides)
     best = read_best(folder)
     assert best is not None and (best.step, best.score) == (1, 0.4375)
@@ -186,6 +199,13 @@ def test_a_resume_with_another_test_compares_no_scores_with_the_former_ones(
     name = "answer" if part == "term" else "reward"
     assert f"held-out {name} {0.25 * scale:.3f} -> {0.375 * scale:.3f} (" in output
     assert read_run(folder).series["eval/mean_at_k"].steps == [2, 3] and read_facts(folder).held_out[0][0] == 2
+    line = f"evaluations with other {part}{', graders' if part == 'term' else ''}, after steps 0, 1, 2<"
+    assert line in (folder / "report.html").read_text()
+    assert "tensorboard: scores of another test than before are eval/mean_at_k@2 and others" in output
+    curves = curves_of(folder / "tensorboard")
+    assert curves["eval/mean_at_k"] == {0: 0.25, 1: 0.4375, 2: 0.3125}
+    assert curves["eval/mean_at_k@2"] == {2: 0.25 * scale, 3: 0.375 * scale} and "eval/pass_at_k@2" in curves
+    assert [*curves["reward/mean"]] == [1, 2, 3]
 
 
 def test_a_branch_begins_with_the_evaluations_and_the_best_model_of_the_run_that_it_continues(

@@ -10,8 +10,9 @@ import pytest
 
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import all_keys, locate
+from meshrl.config.values import scalar
 from meshrl.core.errors import MeshrlError
-from meshrl.tools.diagnose.diagnosis import CAUSES, Diagnosis, diagnose
+from meshrl.tools.diagnose.diagnosis import CAUSES, Diagnosis, diagnose, open_parts
 from meshrl.tools.diagnose.read import read_trace
 from tests.traces import PHASES, Piece, healthy, write_trace
 
@@ -292,6 +293,73 @@ def test_what_to_change_fits_the_program_that_made_the_trace(tmp_path, facts, pr
     named = [key for text in shown.values() for key in keys_in(text)]
     assert bool(named) == (program == "sft")
     assert not any(key.startswith(("rollout.", "loop.", "algo.", "reward.", "agent.")) for key in named)
+
+
+ALL_SET = {
+    "loop.kind": "fully_async",
+    "rollout.sync_mode": "delta",
+    "rollout.sync_transport": "broadcast",
+    "model.lora.enabled": True,
+    "train.activation_checkpointing": False,
+    "model.dtype": "float16",
+    "algo.kl.coef": 0.0,
+    "monitor.rollout_log_every_steps": 0,
+    "monitor.sinks": "[]",
+    "cluster.num_train_ranks": 1,
+    "loop.save_every_steps": None,
+    "sft.save_every_steps": 0,
+    "rollout.max_running_requests": "all",
+}
+REMAINS = {
+    "sampling": "Lower rollout.sampling.max_new_tokens if few answers are so long; raise cluster.num_rollout_ranks",
+    "sync": "Raise rollout.sync_bucket_bytes if memory allows",
+    "compute": "More ranks by cluster.num_train_ranks",
+    "copy": "Raise train.max_tokens_per_microbatch",
+    "reward": "Raise reward.num_workers; lower reward.timeout_s; make the function of reward.terms faster",
+    "imbalance": "Lower rollout.sampling.max_new_tokens; raise loop.prompts_per_step",
+    "idle_trainers": "Raise cluster.num_rollout_ranks (meshrl plan predicts the best split); raise loop.max_staleness",
+    "controller": "The controller prepares the step: look at run_notes.txt for a slow disk; make agent.kind or on_step "
+    "faster",
+}
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("program", ["train", "sft"])
+def test_no_advice_names_what_is_set_already(program, strategy):
+    """Each part of a text is left out when its values are set, and something is left of every text."""
+    for cause, texts in CAUSES.items():
+        if program not in texts:
+            continue
+        shown = open_parts(texts[program], ALL_SET | {"train.sharding_strategy": strategy})
+        advised = {key: scalar(value) for key, value in re.findall(r"([a-z_]+(?:\.[a-z_]+)+)=(\w+)", shown)}
+        assert advised.keys() <= {"train.sharding_strategy"} and strategy not in advised.values(), cause
+        assert strategy != "NO_SHARD" or "SHARD_GRAD_OP" not in shown
+        assert shown and (program == "sft" or shown == REMAINS.get(cause, shown)), cause
+        assert open_parts(texts[program], {}) == texts[program]
+        for part in texts[program].split("; "):  # with a config that has none of the values
+            needs = "(loop.kind: fully_async)" in part
+            assert (part[1:] in open_parts(texts[program], {"loop.kind": "colocated"})) is not needs, part
+
+
+def test_what_to_change_depends_on_the_config_of_the_run(tmp_path):
+    """Read next to the traces, or from their folder; no other file of the run is needed. A damaged one is noted."""
+    pieces, trace = {0: healthy(), 1: healthy()}, tmp_path / "traces"
+    before = {cost.cause: cost.change for cost in diagnosis(tmp_path, pieces).costs}
+    lines = [
+        *("train:", "  activation_checkpointing: false  # a.yaml:1", "model:", "  dtype: bfloat16  # default"),
+        *("algo:", "  kl:", "    coef: 0.0  # default", "rollout:", "  max_running_requests: 64  # default"),
+        *("loop:", "  prompts_per_step: 8  # a.yaml:2", "  samples_per_prompt: 8  # default"),
+    ]
+    for path in (tmp_path / "config.yaml", trace / "config.yaml"):
+        path.write_text("\n".join(lines) + "\n")
+        found = diagnose(read_trace(tmp_path))
+        after = {cost.cause: cost.change for cost in found.costs}
+        assert before["compute"] != after["compute"] == "More ranks by cluster.num_train_ranks"
+        assert "max_running_requests" in before["sampling"] and "max_running_requests" not in after["sampling"]
+        assert not any("config" in note for note in found.trace.notes)
+        path.unlink()
+    (tmp_path / "config.yaml").write_bytes(b"\xff")
+    assert any("config.yaml" in note for note in diagnose(read_trace(tmp_path)).trace.notes)
 
 
 def test_titles_of_the_timeline_name_no_rank_and_no_chance():

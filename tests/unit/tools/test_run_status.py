@@ -16,7 +16,7 @@ from meshrl.cli import main
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.spans import Spans
-from meshrl.monitor.status import StatusFile, read_status
+from meshrl.monitor.status import RankProcess, StatusFile, read_status
 from meshrl.run.lease import FolderLease, is_leased
 from meshrl.tools import status as module
 from meshrl.tools.status import describe, stop
@@ -94,6 +94,51 @@ def test_status_prints_step_phase_value_and_processes(tmp_path, capsys):
     assert "reward/mean 0.625" in printed
     (line,) = [line for line in printed.splitlines() if line.split()[0] == str(os.getpid())]
     assert line.split()[1] == "controller" and line.split()[3] == "MiB"
+
+
+def test_status_lists_the_processes_of_all_machines(tmp_path, monkeypatch):
+    """Those of this machine are checked: one has ended, and one has got the process id of a rank. Those of other
+    machines are named with their machine; from there, so is the controller."""
+    file, lease, here = StatusFile(tmp_path, 10), FolderLease(tmp_path), socket.gethostname()
+    assert lease.take()
+    started = "import time; print('up', flush=True); time.sleep(600)"
+    words = ["-c", started, "meshrl.cluster.worker", "rank_1"]
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, start_new_session=True) as rank:
+        assert rank.stdout.readline()
+        file.ranks = lambda: [
+            RankProcess(here, rank.pid, "rank_1", "trains"),
+            RankProcess(here, os.getppid(), "rank_2", "trains"),
+            RankProcess("far", 77, "rank_3", "samples"),
+            RankProcess("far", 78, "other", "rank_3"),
+        ]
+        file.entered("train")
+        assert wait_until(lambda: len(read_status(tmp_path).ranks) == 4)
+        near = [line.split() for line in describe(tmp_path).splitlines()]
+        monkeypatch.setattr(socket, "gethostname", lambda: "far")
+        far = [line.split() for line in describe(tmp_path).splitlines()]
+        rank.kill()
+    lease.release()
+    assert [str(rank.pid), "rank_1", "MiB", "trains"] in [[*line[:2], *line[3:]] for line in near]
+    assert [str(os.getppid()), "rank_2", "has", "ended"] in near
+    unchecked = ["on", "far,", "not", "checked", "from", "here"]
+    assert ["77", "rank_3", *unchecked, "samples"] in near and ["78", "other", *unchecked, "rank_3"] in near
+    unchecked[1] = f"{here},"
+    assert [str(os.getpid()), "controller", *unchecked] in far and [
+        str(rank.pid),
+        "rank_1",
+        *unchecked,
+        "trains",
+    ] in far
+    assert ["77", "rank_3", "has", "ended"] in far
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1 << 40, "7", True])
+def test_a_status_with_a_wrong_process_of_a_rank_is_damaged(tmp_path, pid):
+    file = StatusFile(tmp_path, 10)
+    file.ranks = lambda: [RankProcess("far", pid, "rank_0", "trains")]
+    file.close()
+    with pytest.raises(MeshrlError, match=r"status\.json: not the status of a run"):
+        read_status(tmp_path)
 
 
 def test_status_of_a_killed_run_of_a_run_on_another_machine_and_of_a_missing_run(tmp_path, run_of, capsys):

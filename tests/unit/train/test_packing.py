@@ -104,6 +104,17 @@ def test_ranks_get_equal_work_and_not_equal_rows():
     assert len(plan.micro_batches[0]) <= 1.3 * sum(lengths) / 8 / 8192 + 1
 
 
+@pytest.mark.parametrize(("group", "most"), [(512, 77), (1024, 145)])
+def test_rows_of_large_groups_are_moved_to_other_ranks_without_more_micro_batches(group, most):
+    """Four groups on eight ranks: several rows are moved at once. If those were the longest, two of them did not fit
+    into a micro-batch, and all ranks had 78 and 151 micro-batches."""
+    rng = np.random.default_rng(2)
+    lengths, groups = rng.integers(64, 2049, 4 * group), np.arange(4).repeat(group)
+    prompts = rng.integers(50, 400, 4 * group)[groups]
+    plan = make_batch_plan((lengths + prompts).tolist(), 8, 4096, groups.tolist(), prompts.tolist())
+    assert len(plan.micro_batches[0]) <= most
+
+
 @pytest.mark.parametrize("num_groups", [2048, 4])
 def test_the_work_for_a_plan_grows_little_faster_than_its_rows(num_groups):
     """Rows of more than half of the budget, each in a micro-batch of its own, in many small or few large groups: the
