@@ -37,8 +37,6 @@
     return `${value} B`;
   }
   const plain = (value) => value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(3)));
-  const exact = (value) => String(Number(value.toFixed(6)));
-  const title = (cause) => found.titles[cause] || cause;
 
   function table(head, rows) {
     const line = (cells, kind) => element("tr", {}, ...cells.map((text, i) =>
@@ -54,37 +52,11 @@
   const below = (rows) => element("details", { class: "values" }, element("summary", {}, "values"), rows);
   const wide = (rows) => element("div", { class: "wide" }, rows);
 
-  function ticks(low, high, about) {
-    const raw = (high - low) / about, power = 10 ** Math.floor(Math.log10(raw));
-    const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
-    const all = [];
-    for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) all.push(at);
-    return all;
-  }
-  function axis(drawing, low, high, left, right, bottom) {
-    const x = (time) => left + (time - low) / (high - low) * (right - left);
-    const unit = high - low < 0.1 ? [1e3, "ms"] : [1, "s"];
-    for (const at of ticks(low, high, 8)) {
-      drawing.append(shape("path", { class: "tick", d: `M${x(at).toFixed(1)} 0V${bottom}` }));
-      drawing.append(shape("text", { x: x(at).toFixed(1), y: bottom + 16, "text-anchor": "middle" },
-        exact(at * unit[0])));
-    }
-    drawing.append(shape("text", { x: left - 8, y: bottom + 16, "text-anchor": "end" }, `time, ${unit[1]}`));
-    return x;
-  }
   function block(cause, x, y, width, height, text) {
     return shape("rect", { class: `f${COLOURS[cause] ?? 6}`, x: x.toFixed(2), y, width: Math.max(width, 0.3).toFixed(2),
       height, ...(DASHED[cause] ? { "fill-opacity": 0.45, class: `f${COLOURS[cause]} l${COLOURS[cause]}`,
         "stroke-dasharray": DASHED[cause], "stroke-width": 0.7 } : {}) }, text);
   }
-  function legend(causes) {
-    return element("div", { class: "legend" }, ...causes.map((cause) => {
-      const swatch = shape("svg", { viewBox: "0 0 12 12", width: 12, height: 12, "aria-hidden": "true" });
-      swatch.append(block(cause, 1, 1, 10, 10));
-      return element("span", {}, swatch, title(cause));
-    }));
-  }
-
   function tiles() {
     const rows = [["time of a step", seconds(found.step_s), `mean of ${found.steps.length} steps`]];
     if (found.ratio !== null) rows.push(["computation / communication", plain(found.ratio), "in the phase train"]);
@@ -99,68 +71,6 @@
     section("The three largest costs", "", element("ol", { class: "costs" }, ...found.costs.slice(0, 3).map((cost) =>
       element("li", {}, element("b", {}, `${Math.round(cost.share * 100)} % of a step (${seconds(cost.seconds)}): ${cost.title}`),
         ...(cost.detail ? [element("p", { class: "detail" }, cost.detail)] : []), element("p", {}, cost.change)))));
-  }
-  function timeline() {
-    const ranks = Object.keys(found.lanes), spots = found.step_times;
-    const used = [...new Set(ranks.flatMap((rank) => Object.keys(found.lanes[rank].totals)))];
-    const holder = element("div", { class: "wide" });
-    const buttons = element("div", { class: "zoom", role: "group", "aria-label": "part of the timeline" });
-    const ends = [...spots.flatMap((one) => [one[1], one[2]])];
-    const views = [["all steps", Math.min(...ends), Math.max(...ends)],
-      ...spots.map(([step, low, high]) => [`step ${step}`, low, high])];
-    const magnify = element("div", { class: "magnify", role: "group", "aria-label": "shown time of the timeline" });
-    let [low, high] = [0, 0];
-    // Show a time around the middle of the shown one, moved by a part of it.
-    function show(factor, part) {
-      const [, least, most] = views[0], size = Math.min(most - least, Math.max(1e-5, (high - low) * factor));
-      const from = (low + high - size) / 2 + part * size;
-      low = Math.min(Math.max(from, least), most - size);
-      high = low + size;
-      draw();
-    }
-    for (const [sign, name, factor, part] of [["+", "zoom in", 0.5, 0], ["−", "zoom out", 2, 0],
-      ["←", "earlier", 1, -0.5], ["→", "later", 1, 0.5]]) {
-      const button = element("button", { type: "button", "aria-label": name, title: name }, sign);
-      button.addEventListener("click", () => {
-        for (const other of buttons.children) other.setAttribute("aria-pressed", "false");
-        show(factor, part);
-      });
-      magnify.append(button);
-    }
-    function draw() {
-      const height = 26, bottom = ranks.length * height + 4;
-      const drawing = shape("svg", { class: "lanes", viewBox: `0 0 1100 ${bottom + 24}`, role: "img",
-        "aria-label": "timeline of all ranks: what each rank does, by time in seconds" });
-      const x = axis(drawing, low, high, 74, 1090, bottom);
-      ranks.forEach((rank, i) => {
-        const y = i * height + 4;
-        drawing.append(shape("rect", { class: "back", x: 74, y, width: 1016, height: height - 6 }));
-        drawing.append(shape("text", { x: 66, y: y + 14, "text-anchor": "end" }, `rank ${rank}`));
-        for (const [start, end, cause] of found.lanes[rank].drawn) {
-          const a = Math.max(start, low), b = Math.min(end, high);
-          if (a < b) drawing.append(block(cause, x(a), y, x(b) - x(a), height - 6,
-            `${title(cause)}: ${seconds(end - start)} from ${exact(start)} s`));
-        }
-      });
-      for (const [, at] of spots) if (at >= low && at <= high)
-        drawing.append(shape("path", { class: "edge", d: `M${x(at).toFixed(1)} 0V${bottom}` }));
-      holder.replaceChildren(drawing);
-    }
-    for (const [name, from, until] of views) {
-      const button = element("button", { type: "button", "aria-pressed": "false" }, name);
-      button.addEventListener("click", () => {
-        for (const other of buttons.children) other.setAttribute("aria-pressed", String(other === button));
-        [low, high] = [from, until];
-        draw();
-      });
-      buttons.append(button);
-    }
-    const left = ranks.reduce((sum, rank) => sum + found.lanes[rank].left_out, 0);
-    section("Timeline of all ranks", left ? `${left} shorter intervals are not drawn.` : "",
-      element("figure", {}, buttons, magnify, legend(used), holder,
-        below(table(["rank", ...used.map(title)], ranks.map((rank) =>
-          [`rank ${rank}`, ...used.map((cause) => seconds(found.lanes[rank].totals[cause] || 0))])))));
-    buttons.firstChild.click();
   }
   function waterfall() {
     let at = 0;
@@ -207,5 +117,5 @@
   }
 
   main.replaceChildren();
-  tiles(); costs(); timeline(); waterfall(); tables();
+  tiles(); costs(); waterfall(); tables();
 })();

@@ -1,33 +1,20 @@
-"""diagnose.html: timeline of all ranks, costs of a step, phases, collectives and memory, on one self-contained page."""
+"""diagnose.html: costs of a step, phases, collectives and memory, on one self-contained page."""
 
 from __future__ import annotations
 
 from html import escape
 
 from meshrl.monitor.trace import FOLDER
-from meshrl.tools.diagnose.diagnosis import CAUSES, Diagnosis, as_record
-from meshrl.tools.diagnose.intervals import total
+from meshrl.tools.diagnose.diagnosis import Diagnosis, as_record
 from meshrl.tools.diagnose.read import Trace
 from meshrl.tools.page.charts import Line, figure
 from meshrl.tools.page.document import data_block, document, package_text
-
-MAX_DRAWN = 4000  # intervals of a rank in the timeline; the longest are drawn
 
 
 def page(diagnosis: Diagnosis) -> str:
     """The complete page. Its script draws everything but memory from the numbers of diagnose.json."""
     trace, source = diagnosis.trace, diagnosis.trace.source.resolve()
     start = min(step.start_ns for step in trace.steps)
-    lanes = {}
-    for rank, by_cause in diagnosis.by_cause.items():
-        drawn = [(a, b, cause) for cause, times in by_cause.items() for a, b in times]
-        longest = sorted(drawn, key=lambda interval: interval[0] - interval[1])[:MAX_DRAWN]
-        shown = [[round((a - start) / 1e9, 6), round((b - start) / 1e9, 6), cause] for a, b, cause in sorted(longest)]
-        totals = {cause: total(times) / 1e9 for cause, times in by_cause.items() if times}
-        lanes[rank] = {"drawn": shown, "left_out": len(drawn) - len(shown), "totals": totals}
-    ends = [(step.step, (step.start_ns - start) / 1e9, (step.end_ns - start) / 1e9) for step in trace.steps]
-    titles = {cause: texts["title"] for cause, texts in CAUSES.items()}
-    record = {**as_record(diagnosis), "lanes": lanes, "step_times": ends, "titles": titles}
     name = source.parent.name if source.name == FOLDER else source.name
     parts = [
         f"<header><h1>Where the time goes: {escape(name)}</h1><p>{escape(trace.clock)}</p></header>",
@@ -40,7 +27,7 @@ def page(diagnosis: Diagnosis) -> str:
         parts,
         style=[package_text(package, "diagnose.css")],
         scripts=[package_text(package, "diagnose.js")],
-        data=data_block("diagnosis", record),
+        data=data_block("diagnosis", as_record(diagnosis)),
     )
 
 

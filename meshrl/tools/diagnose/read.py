@@ -1,4 +1,4 @@
-"""Reads the traces of a run, or Chrome traces of torch.profiler of any program, as one Trace on one clock."""
+"""Reads the traces of a run as one Trace on one clock."""
 
 from __future__ import annotations
 
@@ -201,9 +201,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the traces of a run's folder, or a file or a folder of torch.profiler's traces. A file of a run's traces
-    stands for all of them. Raises: MeshrlError when there is none.
-    """
+    """Read the traces of a run's folder. A file of them stands for all. Raises: MeshrlError when there is none."""
     if path.is_file() and is_there(path.with_name(CONTROLLER)):
         path = path.parent
     for folder in (path / FOLDER, path):
@@ -215,8 +213,10 @@ def read_trace(path: Path) -> Trace:
             f"{path} is a run without traces: no step has ended, or an older version wrote it. Give its config instead "
             "to profile some steps of it, or train with monitor.trace_steps=4"
         )
-    traces = (f for end in ("*.json", "*.json.gz") for f in path.glob(end) if not f.name.startswith("diagnose."))
-    return _profiler_trace(path, sorted(traces) if path.is_dir() else [path])
+    raise MeshrlError(
+        f"{path} has no traces of a run. Give a config, to profile some steps of it, or the folder of a run that has "
+        "traces/"
+    )
 
 
 def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
@@ -266,32 +266,7 @@ def _run_trace(folder: Path, files: dict[int, Path], profiles: dict[int, Path]) 
     return trace
 
 
-def _profiler_trace(path: Path, files: Sequence[Path]) -> Trace:
-    """Traces of torch.profiler; other files are left out."""
-    ranks: dict[int, Rank] = {}
-    notes = ["a trace of another program: it has no phases, syncs and memory; its steps are those of ProfilerStep"]
-    skipped: dict[str, DataError] = {}
-    for file in files:
-        try:
-            profile = _add_profile(rank := Rank(facts=_UNKNOWN, spans=[]), file, notes)
-        except DataError as cause:
-            skipped[file.name] = cause
-        else:
-            number = profile.rank
-            ranks[max(ranks, default=-1) + 1 if number is None or number in ranks else number] = rank
-    if not ranks:
-        raise MeshrlError(
-            f"{path} has no traces of a run and none of torch.profiler. Give a config, to profile some steps of it, "
-            "the folder of a run that has traces/, or a trace"
-            + "".join(f"; {cause}" for cause in [*skipped.values()][:3])
-        )
-    if skipped:
-        more = f" and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-        notes.append(f"left out, because they are no traces of torch.profiler: {', '.join([*skipped][:5])}{more}")
-    return _trace(path, ControllerTrace(phases=[], steps=[], ranks={}, facts={"kind": "other"}), ranks, notes)
-
-
-def _add_profile(rank: Rank, path: Path, notes: list[str]) -> Profile:
+def _add_profile(rank: Rank, path: Path, notes: list[str]) -> None:
     """Raises: DataError when the file is no trace of torch.profiler."""
     rank.profile = profile = read_profile(path)
     if profile.is_cut:
@@ -307,7 +282,6 @@ def _add_profile(rank: Rank, path: Path, notes: list[str]) -> Profile:
         has_collectives = any(s.category == "collective" for s in rank.spans)
         on_device = rank.facts.device != "cpu"  # on a CPU the profiler sees the launch of a collective only
         rank.spans += [s for s in profile.spans if s.category == "copy" or (on_device and not has_collectives)]
-    return profile
 
 
 def _trace(source: Path, control: ControllerTrace, ranks: dict[int, Rank], notes: list[str]) -> Trace:
