@@ -175,7 +175,7 @@ waits on the CPU: then the error states that the cause can't be determined, and 
 from torch's flight recorder. (Tested with ranks on CPUs and with records in NCCL's format; not run on GPUs.)
 
 An agent or a grader in the controller's process that blocks the event loop for longer than any phase may take ends that
-process: it prints `Timeout (0:10:10)!` and the stacks of its threads. Code that waits must be `async`, or run in a thread.
+process: it prints `Timeout (0:10:10)!` and its threads' stacks. Code that waits must be `async`, or run in a thread.
 
 After a death by SIGKILL, the error states whether the memory controller of the run's cgroup has counted a kill since
 the start. For the faults in which the kernel kills a rank, the test puts the run into its own memory cgroup, so that
