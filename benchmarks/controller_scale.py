@@ -71,8 +71,8 @@ from meshrl.loops.source import ScoredBatch
 from meshrl.loops.train_step import _staleness, split_updates
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.metrics import divide, merge
+from meshrl.monitor.recorder import Spans
 from meshrl.monitor.rollout_log import RolloutLog
-from meshrl.monitor.spans import Spans
 from meshrl.monitor.token_log import TrainerValues
 from meshrl.run.start import garbage_of_the_run
 from meshrl.train.batch_plan import make_batch_plan

@@ -48,7 +48,7 @@ from meshrl.core.device import reset_peak_memory, synchronize
 from meshrl.core.types import Prompt, Request, SamplingParams, Trajectory, Turn, turn_seed
 from meshrl.loops.proof import SamplerProof
 from meshrl.monitor.metrics import divide, merge
-from meshrl.monitor.spans import Spans
+from meshrl.monitor.recorder import Spans
 from meshrl.sync.layout import Layout
 
 SYNCS = 5

@@ -7,7 +7,7 @@ from typing import Any
 GSM8K = {
     "answer": {"kind": "meshrl.reward.math_answer:math_answer", "weight": 1.0, "args": {"rule": "gsm8k"}},
     "form": {
-        "kind": "meshrl.reward.format:format_match",
+        "kind": "meshrl.reward.kinds:format_match",
         "weight": 0.1,
         "args": {"regex": r"(?s)(?:(?!####).)*#### -?[0-9][0-9.,]*"},
     },

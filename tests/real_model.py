@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshrl.data.chat import load_tokenizer, render
-from meshrl.tools.problems import word_problems
+from meshrl.tools.init import word_problems
 
 ROOT = Path(__file__).parents[1]
 FETCH = "import sys; from pathlib import Path; from smollm2 import smollm2; smollm2(Path(sys.argv[1]) / 'model')"

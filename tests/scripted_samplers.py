@@ -15,7 +15,7 @@ from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
 from meshrl.loops.job import Job
 from meshrl.loops.source import ScoredBatch
-from meshrl.monitor.spans import Spans
+from meshrl.monitor.recorder import Spans
 
 PER_STEP, NUM_STEPS = 2, 20
 

@@ -49,7 +49,7 @@ from meshrl.model.facts import model_facts
 from meshrl.model.flops import peak_flops
 from meshrl.model.recipe import DTYPES
 from meshrl.model.stream import LoadedWeights
-from meshrl.monitor.memory import memory_metrics
+from meshrl.monitor.metrics import memory_metrics
 from meshrl.monitor.recorder import TRACED, recorder
 from meshrl.monitor.status import RankProcess
 from meshrl.monitor.trace import PROFILE_FILE, write_rank

@@ -16,8 +16,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
-from meshrl.monitor.recorder import recorder
-from meshrl.monitor.spans import current_span
+from meshrl.monitor.recorder import current_span, recorder
 from meshrl.monitor.status import RankProcess
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from meshrl.cluster.node_agent import RemoteProcess
 from meshrl.cluster.rank_program import RANK, common_environment
 from meshrl.core.device import device_type
 from meshrl.core.errors import MeshrlError, RankFailure
-from meshrl.monitor.spans import latest_span
+from meshrl.monitor.recorder import latest_span
 from meshrl.monitor.status import RankProcess
 from meshrl.process import frames
 from meshrl.process.connect import LOOPBACK, interface_of

@@ -22,8 +22,7 @@ from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, is_there, read_json, read_text, size_of
 from meshrl.core.lookup import did_you_mean
 from meshrl.data.built_in_templates import BUILT_IN
-from meshrl.data.files import as_data_error
-from meshrl.data.hub import require_reachable
+from meshrl.data.files import as_data_error, require_reachable
 from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]

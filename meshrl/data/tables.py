@@ -19,8 +19,15 @@ from typing import Any, TypeGuard
 
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_json
-from meshrl.data.files import as_data_error, chosen_split, files_of, kind_of, require_own_arrow_files, split_folder
-from meshrl.data.hub import unreachable
+from meshrl.data.files import (
+    as_data_error,
+    chosen_split,
+    files_of,
+    kind_of,
+    require_own_arrow_files,
+    split_folder,
+    unreachable,
+)
 
 Row = dict[str, Any]
 ROWS_AT_ONCE = 256  # read together from Arrow files

@@ -19,8 +19,8 @@ from meshrl.core.types import Metric, Prompt, Trajectory
 from meshrl.data.order import PromptFeed
 from meshrl.loops.proof import SamplerProof
 from meshrl.monitor.failed_writes import FailedWrites
+from meshrl.monitor.recorder import Spans
 from meshrl.monitor.rollout_log import RolloutLog
-from meshrl.monitor.spans import Spans
 from meshrl.monitor.token_log import TrainerValues
 from meshrl.reward.score import Scorer
 from meshrl.sync.layout import Layout

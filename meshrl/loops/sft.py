@@ -16,7 +16,7 @@ from meshrl.core.types import Metric
 from meshrl.data.order import SftSource
 from meshrl.loops.job import RunServices
 from meshrl.loops.shared_step import optimizer_step, throughput, unknown_device
-from meshrl.monitor.memory import memory_metrics
+from meshrl.monitor.metrics import memory_metrics
 from meshrl.train.optim import learning_rate
 
 

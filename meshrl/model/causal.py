@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshrl.model.attention import ONLY_CACHE, AttentionContext, ContextCache, UlyssesAttention
-from meshrl.model.families import head_scale
+from meshrl.model.limits import head_scale
 from meshrl.model.logprob import Head, Vocabulary, token_logprobs
 from meshrl.model.routing import Routing
 from meshrl.model.state_layers import cache_argument, use_state_layers

@@ -20,10 +20,16 @@ import torch.distributed as dist
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import read_json
 from meshrl.model import attention
-from meshrl.model.families import import_plugins
-from meshrl.model.finite import not_finite, not_finite_error
-from meshrl.model.folder import check_folder, loaded_faults, require_fillable, require_same_size
+from meshrl.model.folder import (
+    check_folder,
+    loaded_faults,
+    not_finite,
+    not_finite_error,
+    require_fillable,
+    require_same_size,
+)
 from meshrl.model.hub_names import HubNames, persistent_buffers
+from meshrl.model.limits import import_plugins
 from meshrl.model.names import match_names
 from meshrl.model.state_layers import ATTENTION_KINDS, layer_kinds, require_known_layers
 from meshrl.model.stream import LoadedWeights, StoredWeights

@@ -1,10 +1,12 @@
-"""The checks of a model folder before Transformers reads it: complete, plain data, and no larger than its weights.
+"""The checks of a model folder before Transformers reads it: complete, plain data, no larger than its weights, all of
+whose values are finite.
 
 Transformers trusts the folder: it follows an adapter to another model, and builds as many layers as config.json states.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, read_json
 from meshrl.core.unloaded import ParamFault, unloaded_params
 from meshrl.model.weight_files import SINGLE, UNREADABLE, StoredTensor, stored_tensors
+from meshrl.parallel.fsdp import local_shard
 
 _LAYERS = re.compile(r"(n|num)_(\w+_)?(layers?|blocks)")
 _SIZES = re.compile(r"(\w+_)?(dim|rank)|(hidden|vocab|intermediate)_size")
@@ -165,3 +168,34 @@ def _require_sane_counts(path: Path, config: dict[str, Any], stored: dict[str, S
                 f"{path}: {key} is {value:,}, but the weight files next to it hold {len(stored):,} tensors of "
                 f"{num_stored:,} numbers. They are of different models, or config.json is damaged"
             )
+
+
+@torch.no_grad()
+def not_finite(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> list[str]:
+    """The names of the tensors of which this rank's shard has NaN, or a value that is infinite in `dtype`.
+
+    Integers, bools and float8 numbers (which need a scale) are not checked. One pass over the values, and one
+    synchronization with the device for all tensors.
+    """
+    shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+    checked = {name: t for name, t in shards.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
+    if not checked:
+        return []
+    values = list(checked.values())
+    # Both propagate NaN. On the CPU aminmax takes a twentieth of the time of an infinity norm; on an accelerator all
+    # norms take one launch.
+    on_cpu = values[0].device.type == "cpu"
+    ends = [end for t in values for end in torch.aminmax(t)] if on_cpu else torch._foreach_norm(values, math.inf)
+    extremes = torch.stack([end.float() for end in ends]).abs().view(len(values), -1)
+    fits = (extremes <= torch.finfo(dtype).max).all(1).tolist()
+    return [name for name, does_fit in zip(checked, fits, strict=True) if not does_fit]
+
+
+def not_finite_error(source: str, name: str, dtype: torch.dtype) -> ConfigError:
+    """The error for a tensor of a model's folder. source: its file, or the folder if the file is not known."""
+    kind = str(dtype).removeprefix("torch.")
+    return ConfigError(
+        f"{source}: tensor {name} contains NaN, an infinity, or a value outside the range of {kind} (largest: "
+        f"{torch.finfo(dtype).max:g}), so the model can't be used. The file is damaged, or the run that wrote it had "
+        "diverged. Give another model"
+    )

@@ -1,8 +1,13 @@
 """What a run needs to know of a model before it is loaded, from its config: the context length, the vocabulary size,
-whether it has experts, and the tokens of a micro-batch."""
+whether it has experts, and the tokens of a micro-batch; and facts about families that neither Transformers' class nor
+the config states in a form that code can read, with the packages that add families."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from math import prod
 from typing import Any
 
 from transformers import AutoConfig
@@ -10,8 +15,7 @@ from transformers import AutoConfig
 from meshrl.config.model import ModelConfig, num_positions
 from meshrl.config.train import MOST_TOKENS, TrainConfig
 from meshrl.core.errors import ConfigError
-from meshrl.data.hub import require_reachable
-from meshrl.model.families import import_plugins
+from meshrl.data.files import require_reachable
 
 ACTIVATION_BYTES = 4 << 30  # of a micro-batch
 FEWEST_TOKENS = 1024
@@ -80,3 +84,27 @@ def text_config(path: str) -> Any:
             f"model.path {path!r}: Transformers can't read its config.json: {type(cause).__name__}: {cause!s:.1000}. "
             "Give a folder made by save_pretrained"
         ) from cause
+
+
+PLUGINS = "meshrl.models"  # the group of the entry points of packages that add families
+
+HEAD_SCALES: dict[str, Callable[[float], float]] = {  # a key of configs -> from its value to the factor of the logits
+    "logit_scale": float,  # Cohere
+    "logits_scaling": lambda value: 1.0 / value,  # Granite
+}
+
+# Model types of mixtures whose routers' output is not (logits, scores, selected experts), or its reverse: DBRX returns
+# logits alone, and Gemma 4 probabilities in their place.
+OTHER_ROUTERS = ("dbrx", "gemma4_text")
+
+
+def head_scale(config: Any) -> float:
+    """The factor of the logits. A key that a config does not have, or whose value is None or 0, has no effect."""
+    return prod(scale(value) for key, scale in HEAD_SCALES.items() if (value := getattr(config, key, None)))
+
+
+@cache
+def import_plugins() -> None:
+    """Import the installed packages that add families; before a config is read."""
+    for plugin in entry_points(group=PLUGINS):
+        plugin.load()

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import Metric
-from meshrl.model.families import OTHER_ROUTERS
+from meshrl.model.limits import OTHER_ROUTERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.core.errors import CheckpointError
 from meshrl.model.facts import as_config_error, local_folder
-from meshrl.model.finite import not_finite
+from meshrl.model.folder import not_finite
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import Adapter, RoundedChange, adapters_of, is_adapter, merged, named_weights
 from meshrl.model.weight_files import INDEX, SINGLE, write_tensors

@@ -1,6 +1,8 @@
 """Layers that pass a state from token to token: linear attention, Mamba, short convolutions. Like attention, they get
 the past of a token from the context of the forward call, which computes its rows one by one or in batches.
 
+StateCache is Transformers' cache of one such layer, with the tensors of the engine's rows.
+
 The arguments for packed rows that Transformers' layers accept (cu_seqlens, seq_idx) have no effect without optional
 kernels.
 """
@@ -19,6 +21,9 @@ from meshrl.model.attention import ContextCache, Outs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 STATE_WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}  # methods of Transformers' caches
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "hybrid"}  # of config.layer_types
@@ -112,3 +117,31 @@ def require_known_layers(lm: PreTrainedModel, path: object) -> None:
             f"model.path {str(path)!r} is a {config.model_type} with layers of kind {', '.join(sorted(odd))}, and "
             "meshrl does not know how they keep the past of a token. Choose a model without them"
         )
+
+
+States = dict[str, torch.Tensor]  # of the rows of a batch, the first dim
+
+
+class StateCache(Cache):
+    """The cache to which one layer writes its states. states: of the tokens before, updated in place; None = none."""
+
+    def __init__(self, layer: int, states: States | None = None):
+        own = LinearAttentionLayer()
+        for name, state in (states or {}).items():
+            getattr(own, name)[0] = state
+            getattr(own, f"is_{name}_initialized")[0] = own.has_previous_state[0] = True
+        if states and "conv_states" in states:
+            own.conv_kernel_size[0] = states["conv_states"].shape[-1]
+        super().__init__(layers=[own] * (layer + 1))
+
+    @property
+    def states(self) -> States:
+        both = {name: getattr(self.layers[0], name)[0] for name in ("conv_states", "recurrent_states")}
+        return {name: state for name, state in both.items() if state is not None}
+
+    # A family with a cache class of its own has these two instead of update_recurrent_state.
+    def get_linear_cache(self, layer: int) -> torch.Tensor | None:
+        return self.states.get("recurrent_states")
+
+    def set_linear_cache(self, layer: int, state: torch.Tensor) -> None:
+        self.update_recurrent_state(state, layer)

@@ -12,7 +12,7 @@ import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, open_plain
-from meshrl.model.finite import not_finite, not_finite_error
+from meshrl.model.folder import not_finite, not_finite_error
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import is_adapter, named_weights
 from meshrl.model.weight_files import KINDS, StoredTensor

@@ -1,7 +1,9 @@
-"""From lists of Metrics to numbers. Merging metrics adds sums and weights; only `divide` divides."""
+"""From lists of Metrics to numbers. Merging metrics adds sums and weights; only `divide` divides. And the resident
+memory of a run's processes."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from meshrl.core.lookup import similar_names
 from meshrl.core.types import Metric
+from meshrl.process.family import family
 
 
 class NamedValues(dict[str, Any]):
@@ -85,3 +88,18 @@ def _numbers(metric: Metric) -> Iterator[tuple[str, float]]:
         yield metric.name, float(metric.sum / metric.weight) if metric.weight else float("nan")
     else:
         yield metric.name, float(metric.sum)
+
+
+def memory_metrics(own_name: str = "controller") -> list[Metric]:
+    """`memory/rss_bytes`: this process and all its descendants. `memory/rss_bytes/<name>`: the processes of one name.
+    This process has the name own_name; the others have the name rank_<number>, reward, fork_server or other.
+
+    Pages that processes share (libraries, weights in shared memory) count in each of them. Of several calls in one
+    step, the largest value is reported.
+    """
+    by_name: dict[str, int] = {}
+    for process in family(os.getpid()):
+        name = own_name if process.pid == os.getpid() else process.name
+        by_name[name] = by_name.get(name, 0) + process.rss_bytes
+    sizes = {"memory/rss_bytes": sum(by_name.values())} | {f"memory/rss_bytes/{n}": b for n, b in by_name.items()}
+    return [Metric(name=name, sum=float(size), reduce="max", unit="bytes") for name, size in sizes.items()]

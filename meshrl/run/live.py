@@ -28,8 +28,8 @@ from meshrl.model.lora import ADAPTER_FOLDER, LEAST_MERGED
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.notes import REWARDS_BYTES, REWARDS_FILE, NotesFile
+from meshrl.monitor.recorder import Spans
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
-from meshrl.monitor.spans import Spans
 from meshrl.monitor.status import STOP_FILE, StatusFile
 from meshrl.monitor.trackers import open_trackers
 from meshrl.run.checkpoints import Checkpoints

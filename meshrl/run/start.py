@@ -26,15 +26,15 @@ from meshrl.data.chat import ChatFiles
 from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
 from meshrl.loops.evaluate import evaluation_identity
+from meshrl.loops.finish_step import run_without_signal
 from meshrl.loops.fully_async import fully_async
 from meshrl.loops.job import Job
 from meshrl.loops.one_step_off import one_step_off
 from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
-from meshrl.loops.step_notes import run_without_signal
 from meshrl.model.limits import note_on_balance_loss
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
-from meshrl.monitor.memory import memory_metrics
+from meshrl.monitor.metrics import memory_metrics
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.status import STOP_FILE
 from meshrl.process.leases import sweep

@@ -13,7 +13,7 @@ from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import Executor
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.failed_writes import FailedWrites
-from meshrl.monitor.spans import Spans
+from meshrl.monitor.recorder import Spans
 from meshrl.monitor.trace import FOLDER, ClockReading, ControllerTrace, Phase, RankFacts, Step, write_controller
 
 T = TypeVar("T")

@@ -1,8 +1,10 @@
-"""`meshrl init`: a folder with everything that a first run of one's own needs, fitted to a model."""
+"""`meshrl init`: a folder with everything that a first run of one's own needs, fitted to a model: with
+problems, endless rows of a question and its answer."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,7 +17,49 @@ from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.data.chat import CHATML_TOKENS, load_tokenizer, render
 from meshrl.model.limits import limits_of, text_config
 from meshrl.run.subject import find_subject
-from meshrl.tools.problems import Row, doublings, jsonl, word_problems
+
+Row = dict[str, str]
+NAMES = ("Ada", "Ben", "Carla", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
+THINGS = ("apples", "books", "coins", "marbles", "pencils", "stamps", "shells", "cards", "cookies", "stickers")
+STORIES = (  # text, operation
+    ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?", "+"),
+    ("{name} finds {a} {things} on Monday and {b} on Tuesday. How many {things} is that in total?", "+"),
+    ("There are {a} {things} on one table and {b} on another. How many {things} are there together?", "+"),
+    ("{name} has {a} {things} and gives {b} of them away. How many {things} are left?", "-"),
+    ("{name} had {a} {things} and lost {b}. How many {things} does {name} still have?", "-"),
+    ("A box had {a} {things}. {name} took out {b}. How many {things} remain in the box?", "-"),
+    ("{name} fills {a} bags with {b} {things} each. How many {things} does {name} need?", "*"),
+    ("There are {a} rows of {b} {things}. How many {things} are there?", "*"),
+    ("{name} buys {a} {things} for {b} dollars each. How many dollars does {name} pay?", "*"),
+)
+
+
+def word_problems(seed: int) -> Iterator[Row]:
+    """Endless word problems of one addition, subtraction or multiplication, no two with the same text."""
+    rng, seen = random.Random(seed), set[str]()
+    while True:
+        story, sign = rng.choice(STORIES)
+        if sign == "*":
+            a, b = rng.randint(2, 9), rng.randint(2, 9)
+        else:
+            a, b = sorted((rng.randint(2, 20), rng.randint(2, 20)), reverse=True)
+        text = story.format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
+        if text not in seen:
+            seen.add(text)
+            yield {"question": text, "answer": str({"+": a + b, "-": a - b, "*": a * b}[sign])}
+
+
+def doublings(seed: int) -> Iterator[Row]:
+    """The problems of the quickstart, whose model reads 64 tokens and knows nothing else."""
+    rng = random.Random(seed)
+    for number in rng.sample(range(10_000, 50_000), k=10_000):
+        yield {"question": f"2*{number}", "answer": str(2 * number)}
+
+
+def jsonl(rows: list[Row]) -> str:
+    """The text of a JSONL file."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
 
 NUM_TRAIN, NUM_HELDOUT = 200, 50
 

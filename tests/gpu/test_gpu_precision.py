@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshrl.model.finite import not_finite
+from meshrl.model.folder import not_finite
 from meshrl.model.logprob import Head, token_logprobs
 from meshrl.sync.digest import as_bytes, digest_bytes
 

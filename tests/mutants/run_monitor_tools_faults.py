@@ -287,7 +287,7 @@ FAULTS = [
     ),
     Fault(
         "the scale of a head is inverted",
-        "meshrl/model/families.py",
+        "meshrl/model/limits.py",
         "1.0 / value => value",
         _FAMILIES + "[granite]",
     ),

@@ -195,7 +195,7 @@ FAULTS = [
     ),
     Fault(
         "a step of decode copies each array by itself",
-        "meshrl/rollout/embedded/step_arrays.py::StepArrays._sent",
+        "meshrl/rollout/embedded/decode_graph.py::StepArrays._sent",
         "upload(self._arrays, self._device) => [x.to(self._device) for x in self._arrays]",
         "tests/unit/rollout/test_engine_on_meta.py::test_rows_in_two_tiles_need_no_further_copy",
     ),

@@ -14,9 +14,9 @@ import torch
 
 from meshrl.model.attention import AttentionSpec, Outs, PackedAttention, StateCompute
 from meshrl.model.attention_kernels import probabilities, visible, wide_product
-from meshrl.model.state_cache import StateCache
+from meshrl.model.state_layers import StateCache
+from meshrl.rollout.embedded.decode_graph import StepArrays
 from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, TileTable, Write, plan_writes, rows_of_tiles
-from meshrl.rollout.embedded.step_arrays import StepArrays
 
 COLUMNS = 16  # the last tile is read up to a multiple of this many positions
 

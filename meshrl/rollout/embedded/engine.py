@@ -31,10 +31,10 @@ from meshrl.model.recipe import DTYPES, Recipe, build_model
 from meshrl.model.verify import require_replay
 from meshrl.rollout.admission import bounds_of, check_admission, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, check_parts
+from meshrl.rollout.embedded.decode_graph import StepArrays
 from meshrl.rollout.embedded.runner import Runner
 from meshrl.rollout.embedded.sampler import RowSampling, draw
 from meshrl.rollout.embedded.scheduler import Scheduler, Sequence
-from meshrl.rollout.embedded.step_arrays import StepArrays
 from meshrl.rollout.embedded.weights import EngineWeights
 from meshrl.rollout.stop_strings import StopStrings, stop_strings_of
 from meshrl.sync.delivery import Delivery

@@ -16,17 +16,23 @@ from meshrl.model.fast_decoder import FastDecoder
 from meshrl.model.logprob import Head
 from meshrl.model.memory import token_bytes
 from meshrl.model.routing import Routing
-from meshrl.rollout.embedded.cache_bound import CacheBound
 from meshrl.rollout.embedded.cached_attention import (
     DecodeAttention,
     PrefillAttention,
     StepAttention,
     TiledAttention,
 )
-from meshrl.rollout.embedded.decode_graph import DecodeGraphs, padded
-from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, TileTable, plan_writes, rows_of_tiles, tile_format
+from meshrl.rollout.embedded.decode_graph import DecodeGraphs, StepArrays, padded
+from meshrl.rollout.embedded.kv_cache import (
+    CacheBound,
+    KVStore,
+    RowCopy,
+    TileTable,
+    plan_writes,
+    rows_of_tiles,
+    tile_format,
+)
 from meshrl.rollout.embedded.scheduler import Admission, Prefill, Sequence
-from meshrl.rollout.embedded.step_arrays import StepArrays
 
 _ROUTES = -1  # the layer of the KV cache whose keys are the experts that the routers selected
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from meshrl.core.types import Request, Times
 from meshrl.rollout.admission import Bounds
-from meshrl.rollout.embedded.cache_bound import CacheBound
-from meshrl.rollout.embedded.kv_cache import RowCopy, arrange
+from meshrl.rollout.embedded.kv_cache import CacheBound, RowCopy, arrange
 from meshrl.rollout.stop_strings import StopSearch
 
 

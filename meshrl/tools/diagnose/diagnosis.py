@@ -14,8 +14,7 @@ from typing import Any
 from meshrl.config.values import scalar
 from meshrl.core.errors import MeshrlError
 from meshrl.tools.diagnose import measure
-from meshrl.tools.diagnose.intervals import Intervals, overlap, total
-from meshrl.tools.diagnose.read import Trace
+from meshrl.tools.diagnose.read import Intervals, Trace, overlap, total
 from meshrl.tools.page.charts import number
 from meshrl.tools.page.document import package_text
 

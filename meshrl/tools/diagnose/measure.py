@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from meshrl.monitor.trace import Span
-from meshrl.tools.diagnose.intervals import Intervals, overlap, total, union, without
-from meshrl.tools.diagnose.read import Rank, Trace
+from meshrl.tools.diagnose.read import Intervals, Rank, Trace, overlap, total, union, without
 
 TRAIN_COMMANDS = ("annotate", "train", "optim")
 SAMPLING = ("rollout", "eval")

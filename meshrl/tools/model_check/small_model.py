@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.model.causal import CausalModel
 from meshrl.model.facts import as_config_error, model_facts, require_config
-from meshrl.model.families import import_plugins
 from meshrl.model.folder import require_text_model
 from meshrl.model.hub_names import persistent_buffers
+from meshrl.model.limits import import_plugins
 from meshrl.model.weight_files import INDEX, SINGLE
 
 MIN_LAYERS = 2

@@ -10,8 +10,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from meshrl.core.terminal import command
+from meshrl.monitor.glossary import unhealthy
 from meshrl.monitor.notes import REWARDS_FILE, important
-from meshrl.monitor.rules import unhealthy
 from meshrl.run.verdict import HELD_OUT
 from meshrl.tools.page.document import document, package_text, write_page
 from meshrl.tools.report import sections

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from meshrl.core.terminal import counted
-from meshrl.monitor.glossary import Entry, meaning_of
-from meshrl.monitor.rules import judge, rule_text, unhealthy
+from meshrl.monitor.glossary import Entry, judge, meaning_of, rule_text, unhealthy
 from meshrl.monitor.sinks import duration
 from meshrl.run.verdict import HELD_OUT, Z, limits_of
 from meshrl.tools.page.charts import Line, Style, figure, number, sparkline, stacked_chart, values_table

@@ -8,7 +8,7 @@ from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import phase_of
 from meshrl.cluster.processes import serve_recorder
 from meshrl.config.cluster import ClusterConfig, Deadlines
-from meshrl.monitor.spans import Spans
+from meshrl.monitor.recorder import Spans
 
 
 def test_every_command_of_a_rank_has_a_phase_and_every_phase_a_deadline():

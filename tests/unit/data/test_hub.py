@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from meshrl.core.errors import DataError
 from meshrl.data.chat import load_tokenizer
-from meshrl.data.hub import require_reachable
+from meshrl.data.files import require_reachable
 from meshrl.data.tables import open_table
 
 NAME = "organisation/no-model"

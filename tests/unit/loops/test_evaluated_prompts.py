@@ -15,7 +15,7 @@ from meshrl.core.types import Generate, Metric, Prompt, Trajectory
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
 from meshrl.monitor.metrics import divide, merge
-from meshrl.monitor.spans import Spans
+from meshrl.monitor.recorder import Spans
 
 
 class Evaluations:

@@ -17,7 +17,7 @@ from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.loops.job import Job
 from meshrl.loops.sync_and_probe import NUM_PROBES, PROBED_TOKENS, contexts_to_probe, sync
-from meshrl.monitor.spans import Spans
+from meshrl.monitor.recorder import Spans
 
 VERSION = 1
 CONTEXTS = [np.array([3, 1, 4], np.int32), np.array([2, 7], np.int32)]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from meshrl.monitor.memory import memory_metrics
+from meshrl.monitor.metrics import memory_metrics
 
 
 def test_children_are_counted_and_named():

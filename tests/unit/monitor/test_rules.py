@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from meshrl.monitor.glossary import SECTIONS
-from meshrl.monitor.rules import RULES, judge, rule_text, unhealthy
+from meshrl.monitor.glossary import RULES, SECTIONS, judge, rule_text, unhealthy
 
 FALLING = [1.0 * 0.9**i for i in range(40)]
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from meshrl.monitor.spans import Spans, current_span, latest_span
+from meshrl.monitor.recorder import Spans, current_span, latest_span
 
 
 class Clock:

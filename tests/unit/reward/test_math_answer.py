@@ -3,8 +3,7 @@
 import pytest
 
 from meshrl.core.errors import ConfigError
-from meshrl.reward.format import format_match, overlong
-from meshrl.reward.kinds import make_grader
+from meshrl.reward.kinds import format_match, make_grader, overlong
 from meshrl.reward.math_answer import math_answer
 
 

@@ -15,8 +15,8 @@ from meshrl.model.attention import AttentionSpec
 from meshrl.model.causal import CausalModel
 from meshrl.rollout.embedded import decode_graph, kernels, kv_cache, runner
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, TiledAttention
+from meshrl.rollout.embedded.decode_graph import StepArrays
 from meshrl.rollout.embedded.kv_cache import KVStore, TileTable, plan_writes, rows_of_tiles
-from meshrl.rollout.embedded.step_arrays import StepArrays
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 6, 2, 16

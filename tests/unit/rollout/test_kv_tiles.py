@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from meshrl.rollout.embedded.cached_attention import DecodeAttention
+from meshrl.rollout.embedded.decode_graph import StepArrays
 from meshrl.rollout.embedded.kv_cache import MAX_WASTE, STARTS, KVStore, arrange, plan_writes, rows_of_tiles
-from meshrl.rollout.embedded.step_arrays import StepArrays
 
 CPU = torch.device("cpu")
 HEADS, K_SIZE, V_SIZE = 2, 3, 5  # keys and values may differ in size

@@ -14,7 +14,7 @@ from meshrl.cli import main
 from meshrl.config.load import load_run_config
 from meshrl.data.datasets import PromptMaker
 from meshrl.data.order import open_feed
-from meshrl.loops.step_notes import run_without_signal
+from meshrl.loops.finish_step import run_without_signal
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.tools.runs import list_runs

@@ -14,8 +14,7 @@ from meshrl.cli import main
 from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.run.inputs import Objects, load_run
 from meshrl.run.task import load_task
-from meshrl.tools.init import NUM_HELDOUT, NUM_TRAIN, TASKS
-from meshrl.tools.problems import word_problems
+from meshrl.tools.init import NUM_HELDOUT, NUM_TRAIN, TASKS, word_problems
 
 
 def model(folder: Path, positions: int, template: str | None = "own") -> str:

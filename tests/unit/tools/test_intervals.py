@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from meshrl.monitor.trace import Phase, RankFacts, Span, Step
 from meshrl.tools.diagnose.diagnosis import diagnose
-from meshrl.tools.diagnose.intervals import overlap, total, union, without
 from meshrl.tools.diagnose.measure import Lanes, phase_time
-from meshrl.tools.diagnose.read import Rank, Trace
+from meshrl.tools.diagnose.read import Rank, Trace, overlap, total, union, without
 
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a loaded machine
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)

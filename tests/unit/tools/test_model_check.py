@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from meshrl.core.errors import ConfigError, MeshrlError
-from meshrl.model.families import HEAD_SCALES
+from meshrl.model.limits import HEAD_SCALES
 from meshrl.tools.model_check import checks
 from meshrl.tools.model_check.command import check_model
 from meshrl.tools.model_check.small_model import MAX_RANDOM_VOCABULARY, write_first_layers, write_random_model

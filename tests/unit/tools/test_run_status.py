@@ -14,8 +14,8 @@ import pytest
 
 from meshrl.cli import main
 from meshrl.core.errors import MeshrlError
+from meshrl.monitor.recorder import Spans
 from meshrl.monitor.sinks import JsonlSink
-from meshrl.monitor.spans import Spans
 from meshrl.monitor.status import RankProcess, StatusFile, read_status
 from meshrl.run.lease import FolderLease, is_leased
 from meshrl.tools import status as module
