@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
@@ -83,9 +84,17 @@ def code_of(path: str, given: Any = None) -> str:
             return version("meshrl")
         elif (spec := importlib.util.find_spec(path.partition(":")[0])) and str(spec.origin).endswith(".py"):
             text = importlib.util.decode_source(Path(str(spec.origin)).read_bytes())
-        return ast.unparse(ast.parse(textwrap.dedent(text or "")))
+        return _without_layout(textwrap.dedent(text or ""))
     except (ImportError, OSError, TypeError, ValueError, SyntaxError):  # no text, or one line of a longer expression
         return text or ""
+
+
+def _without_layout(text: str) -> str:
+    for _ in range(9):
+        # Python before 3.11.5 counts the depth of the trees that all threads make at this moment together.
+        with suppress(SystemError):
+            return ast.unparse(ast.parse(text))
+    return text
 
 
 def can_be_imported(path: str) -> bool:

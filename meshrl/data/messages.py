@@ -39,7 +39,7 @@ def messages_of(value: Any, name: str, template: Any, is_filled: bool, takes_tex
     arguments of tool calls that are JSON text are parsed, as chat templates expect them. name: of the value, for
     errors. is_filled: as in RawRow. Raises: DataError."""
     wanted = "a list of {role, content} messages" + (" or a string" if takes_text else "")
-    if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value.lstrip()[:_SEARCHED]):
+    if isinstance(value, str) and (_MESSAGES_AS_TEXT.match(value.lstrip()[:_SEARCHED]) or _is_json_of_messages(value)):
         raise DataError(f"{name} is JSON text, {shown(value)}; it should be the list: parse it in a data.map function")
     if isinstance(value, str) and takes_text:
         if not value.strip():
@@ -51,6 +51,22 @@ def messages_of(value: Any, name: str, template: Any, is_filled: bool, takes_tex
     return [_message(message, f"message {i} of {name}", template) for i, message in enumerate(given)]
 
 
+def _is_json_of_messages(text: str) -> bool:
+    """Whether it is JSON text of a message, a list of them, or an object with such a list, perhaps encoded twice."""
+    text = text.lstrip("\ufeff \t\r\n")
+    if text[:1] not in ("[", "{", '"') or text.rstrip()[-1] not in ']}"':
+        return False
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    if isinstance(found, str):
+        return _is_json_of_messages(found)
+    listed = found if isinstance(found, list) else [found, *found.values()]
+    first = [each[0] if isinstance(each, list) and each else each for each in listed[:8]]
+    return any(isinstance(m, dict) and m.keys() & {"role", "from"} and m.keys() & {"content", "value"} for m in first)
+
+
 def _message(given: Any, name: str, template: Any) -> Message:
     message = {k: v for k, v in given.items() if v is not None and v != []} if isinstance(given, dict) else {}
     if (calls := message.get("tool_calls")) is not None:
@@ -58,6 +74,8 @@ def _message(given: Any, name: str, template: Any) -> Message:
         calls = [_call(call, name) for call in (calls if isinstance(calls, list) else [calls])]
         message = {"content": "", **message, "tool_calls": calls}  # OpenAI's messages that call tools have no content
     role = message.get("role")
+    if "function_call" in message:
+        raise DataError(f"{name} has function_call, OpenAI's older form; write it as tool_calls")
     if not isinstance(role, str) or not isinstance(message.get("content"), str):
         more = ". ShareGPT's keys from and value must be renamed" if "from" in message else ""
         example = '{"role": "user", "content": "text"}'
@@ -67,8 +85,6 @@ def _message(given: Any, name: str, template: Any) -> Message:
         meant = [_OTHER_ROLES[role.lower()]]
     if meant:
         raise DataError(f"{name} has the role {role!r}; did you mean {meant[0]!r}?")
-    if "function_call" in message:
-        raise DataError(f"{name} has function_call, OpenAI's older form; write it as tool_calls")
     return message
 
 

@@ -147,7 +147,8 @@ def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str,
     term: what scores. The others are digests: rows of the set of held-out prompts with their answers and other columns;
     graders of the terms that the score depends on (kind, args, weight in a sum, code) and of the score that passes;
     sampling of k, the parameters, stop ids, the limit of the context and the agent; template of the chat template, its
-    variables and the agent's tools. The names of files, the order of rows and terms, and other terms don't count.
+    variables, the agent's tools and the column of the rows' tools. The names of files, the order of rows and terms, and
+    other terms don't count.
     """
 
     def digest(*parts: Any) -> str:
@@ -165,7 +166,7 @@ def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str,
         ),
         "graders": digest(graders, cfg.eval_pass_score),
         "sampling": digest(cfg.loop.eval_samples, cfg.eval_sampling.model_dump(), limits, agent),
-        "template": digest(task.tokenizer.chat_template, kwargs, task.agent.tools),
+        "template": digest(task.tokenizer.chat_template, kwargs, task.agent.tools, cfg.data.tools),
     }
 
 

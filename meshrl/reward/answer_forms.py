@@ -41,6 +41,9 @@ _CHOICE = re.compile(  # as in: A) 5 apples; (A); A because ...; option A
 _MORE_CHOICES = re.compile(r"(?:\b(?:or|and)|[,/]) ?(?:option )?\(?[A-J](?![\w'’])")
 _WORDS = re.compile(r"(?=.*[^\W\d_]{3})[^\W\d_]+(?:[ ,'’.&-]+[^\W\d_]+)*")
 _FORMULA_WORDS = re.compile(r"\b(?:a?(?:sin|cos|tan|cot)h?|arc\w+|log|ln|exp|inf(?:inity)?|and|or)\b|,")
+_BASE = re.compile(r"[0-9A-F]+_\{?([0-9]{1,2})\}?")  # 24_5 is another number than 24_7
+_QUANTITIES = re.compile(r"(?:\$?-?[0-9][0-9.,]* ?[^\W\d_]+\.?(?:,? and |, | |$)){2,}")  # 5 ft 6 in
+_NOT_AT = re.compile(r"\b(?:not|never|before|after|until|except|later|earlier)\b|n['’]t\b", re.IGNORECASE)
 _NOT_IN_RATIOS = re.compile(
     r"[=<>,;|]|\b0[0-9]|\\(?:to|mapsto|in|mid|[gl]eq?|rightarrow)(?![a-zA-Z])|(?<![\\a-zA-Z])[^\W\d_]{3}"
 )
@@ -84,8 +87,15 @@ def equal_by_form(stated: str, reference: str, equal: Callable[[str, str], bool]
     got, want = _upright(stated), _upright(reference)
     if got == want:
         return True if want else None
+    bases = _BASE.fullmatch(got), _BASE.fullmatch(want)
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return False
+    if _QUANTITIES.fullmatch(got) or _QUANTITIES.fullmatch(want):
+        return _quantities(got) == _quantities(want)
     moments, wanted_moments = _moments(got), _moments(want)
     if moments and wanted_moments:
+        if bool(_NOT_AT.search(got)) != bool(_NOT_AT.search(want)):
+            return False
         return len(moments) == len(wanted_moments) and all(map(_is_moment, moments, wanted_moments))
     terms, wanted_terms = _terms_of_ratio(got), _terms_of_ratio(want)
     if terms and wanted_terms:
@@ -110,6 +120,10 @@ def equal_by_form(stated: str, reference: str, equal: Callable[[str, str], bool]
         if got == want or not (are_products or _FORMULA_WORDS.search(f"{got} {want}")):
             return got == want
     return None
+
+
+def _quantities(text: str) -> list[str]:
+    return re.findall(r"[0-9.]*[0-9]|[^\W\d_]+", re.sub(r",(?=[0-9])|\band\b", "", text.casefold()))
 
 
 def _upright(text: str) -> str:

@@ -32,7 +32,10 @@ from meshrl.reward.final_answer import (
 )
 from meshrl.reward.plain_text import normalized
 
-_GSM8K_NUMBER = re.compile(r"\$?-?\$?[0-9.,]++(?!\s*[/^:×*]\s*[0-9\\(]|[eE][-+]?[0-9]|\s+(?:or|and|to)\s+\$?-?[0-9])")
+_GSM8K_NUMBER = re.compile(
+    r"\$?-?\$?[0-9.,]++(?!\s*[-+/^:×*–±√]\s*[0-9\\(*]|\s+[0-9]+/[0-9]|(?<=,)\s+[0-9]|\s+(?:thousand|million|billion)\b"
+    r"|[eE][-+]?[0-9]|\s+(?:or|and|to)\s+\$?-?[0-9])"
+)
 _MARKED = re.compile(f"#### ({_GSM8K_NUMBER.pattern})")
 _PLAIN_NUMBER = re.compile(
     r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?"

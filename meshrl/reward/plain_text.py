@@ -91,7 +91,9 @@ _WORD = re.compile(  # or a unit: 5cm and 5apples, but 2xy is a product
 _CONJUNCTION = re.compile(r"(?<!\s)\s{0,3},?\s{1,3}(?:and|or)\s+")
 _LEADING_WORDS = re.compile(r"(?:(?:[a-zA-ZÀ-ÿ][a-zA-ZÀ-ÿ'’\-]+|[aAI])[,:]?\s+)*")
 _LIMIT = re.compile(
-    r"(?:\b(?:not|least|most|than|over|under|above|below|between|nor)|n['’]t)\b[^.]{0,12}$", re.IGNORECASE
+    r"(?:\b(?:not|least|most|than|over|under|above|below|between|nor|never|cannot|except|twice|double|triple"
+    r"|up to|anything but|(?:half|root|reciprocal|negative|opposite|inverse) of)|n['’]t)\b[^.]{0,12}$",
+    re.IGNORECASE,
 )
 _SINGLE_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})(?: ?/ ?[0-9]+)?\s*(?:\\?%)?")
 _POWER = r"(?:\^?[({]?[23][)}]?)?"
@@ -107,7 +109,10 @@ _OPERATION = (  # functions, products of variables, and words that change the nu
     r"|factorial|plus|minus|remainder|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|[a-d]+|[u-z]+|[a-dx-z]+|[b-df-hj-np-tv-xz]{3,}"
 )
 _CONNECTIVE = re.compile(
-    rf"(?:and|or|to|plus|minus|times|over)\s+(?:[-$]*[0-9]|[a-z]\b|half|more|less|fewer)|(?:{_OPERATION})\b",
+    rf"(?:and|or|to|plus|minus|times|over)\s+(?:[-$]*[0-9]|[a-z]\b|half|more|less|fewer)|(?:{_OPERATION})\b"
+    rf"|(?:more|less|fewer|greater|larger|smaller) than\b|(?:divided|multiplied) by\b|choose [0-9]"
+    r"|(?:feet|foot|ft|hours?|minutes?|years?|months?|weeks?|days?|dollars?|pounds?|yards?|meters?)\b,? (?:and )?"
+    r"[0-9]",
     re.IGNORECASE,
 )
 _NOT_A_UNIT = re.compile(

@@ -173,12 +173,12 @@ def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | N
                 "function, or data.answer if it names a column of another type than the function expects"
             )
         return (
-            f"{which} failed on each of the data's own answers, with {first}; this is right only for a function that "
+            f"{which} failed on the data's own answers, with {first}; this is right only for a function that "
             "can't grade an answer alone. Such failures are masked, not scored 0"
         )
     if all(result is None for pair in pairs for result in pair):
         return (
-            f"{which} returned None for each of the data's own answers and for empty completions; None means that the "
+            f"{which} returned None for the data's own answers and for empty completions; None means that the "
             "term does not apply to the row. A function without a return returns None, too"
         )
     scored = [(score, empty) for score, empty in pairs if isinstance(score, float) and isinstance(empty, float)]

@@ -248,7 +248,7 @@ def _adopt_past(folder: Path, start: Start, theirs: Path) -> None:
         with replacing(model) as aside:
             shutil.copytree(source, aside, copy_function=_link)
     if not best["step"] or model.is_dir():
-        _write_best(folder, best | {"beaten": []})
+        _write_best(folder, best | {"beaten": [], "others": []})
 
 
 def _link(source: str, target: str) -> None:
@@ -313,13 +313,17 @@ def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> N
     best.json always refers to a complete model: it is replaced after the new model is written and before an old one is
     removed. It is a file and not a link, so that it survives copies, archives and file systems without links.
     """
-    former = best_facts(run)
-    beaten = {*former.get("beaten", ()), former["step"]} if former is not None else set()
+    former = best_facts(run) or {}
+    others = former.pop("others", [])
+    if former and former.get("evaluation", {}) != best.evaluation:
+        others.append({name: former[name] for name in ("step", "score", "evaluation", "model") if name in former})
+    others = [other for other in others if other.get("evaluation", {}) != best.evaluation]
+    beaten = {*former.get("beaten", ()), former["step"]} if former else set()
     model = best.model
     if best.step:  # relative, so that the run's folder may move
         model = os.path.relpath(model, _best_file(run).parent)
     best_model = {"step": best.step, "score": best.score, "evaluation": best.evaluation, "model": model}
-    _write_best(run, {**best_model, "beaten": sorted(beaten & _best_of_states(run))})
+    _write_best(run, {**best_model, "beaten": sorted(beaten & _best_of_states(run)), "others": others})
     _remove_models(run, [step for step in beaten if not is_retained(step)])
 
 
@@ -335,8 +339,9 @@ def _remove_models(run: Path, steps: list[int]) -> None:
     """Remove the models of these steps, except those that best.json or a checkpoint records as the best."""
     if not steps:
         return
-    best = best_facts(run)
-    for step in {*steps} - _best_of_states(run) - ({best["step"]} if best is not None else set()):
+    best = best_facts(run) or {"others": []}
+    retained = {one["step"] for one in (best, *best.get("others", ())) if "step" in one}
+    for step in {*steps} - _best_of_states(run) - retained:
         folder = model_folder(run, step)
         with suppress(OSError):  # the folder that remains when this is interrupted is not taken for a model
             shutil.rmtree(folder.rename(folder.with_name("model.aside")))
@@ -369,9 +374,14 @@ def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> str | Non
     return replaced
 
 
-def read_best(run: Path) -> Best | None:
-    """The best model recorded in checkpoints/best.json; None before the first evaluation."""
+def read_best(run: Path, evaluation: dict[str, str] | None = None) -> Best | None:
+    """The best model recorded in checkpoints/best.json; None before the first evaluation. evaluation: the best model of
+    evaluations with this identity, if they have one that is still there."""
     saved = best_facts(run)
+    if saved is not None and evaluation is not None and saved.get("evaluation", {}) != evaluation:
+        saved = next((one for one in saved.get("others", ()) if one.get("evaluation", {}) == evaluation), None)
+        if saved is not None and saved["step"] and not (_best_file(run).parent / saved["model"]).is_dir():
+            return None
     if saved is None:
         return None
     model = str(_best_file(run).parent / saved["model"]) if saved["step"] else saved["model"]
@@ -379,7 +389,8 @@ def read_best(run: Path) -> Best | None:
 
 
 def best_facts(run: Path) -> dict[str, Any] | None:
-    """Contents of best.json: step, score, evaluation, model, beaten (steps of former best ones that states need)."""
+    """Contents of best.json: step, score, evaluation, model, beaten (steps of former best ones that states need),
+    others (the best ones of evaluations with other identities: step, score, evaluation, model)."""
     path = _best_file(run)
     if not path.exists():
         return None

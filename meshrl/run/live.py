@@ -247,10 +247,14 @@ class LiveRun:
         """Make the model of `step` the best one if its score is higher, or if that of the former best one is of
         evaluations with another identity; for step 0 that is the model of model.path."""
         with self.spans("export"):
-            best, own = read_best(self.folder), self.evaluation
-            if math.isnan(score) or (best is not None and best.evaluation == own and score <= best.score):
+            own, now = self.evaluation, read_best(self.folder)
+            best = read_best(self.folder, own)
+            if math.isnan(score) or (best is not None and best == now and score <= best.score):
                 return
-            model = str(await self.export_model(step)) if step else self.loaded.config.model.path
+            if best is not None and score <= best.score:  # of evaluations like those before the last change
+                step, score, model = best.step, best.score, best.model
+            else:
+                model = str(await self.export_model(step)) if step else self.loaded.config.model.path
             await self.checkpoints.settle()  # the checkpoint that is being written may refer to the former best model
             every = self.save_every_steps or self.num_steps
             replace_best(

@@ -16,7 +16,7 @@ from meshrl.model.recipe import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.save import save_pretrained, saved_share
 from meshrl.run.folder import similar_runs, state_in
 from meshrl.run.subject import find_subject
-from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller
+from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller, states
 from meshrl.train.state import load_model
 
 _REMEDY = "Make room, or give another folder"
@@ -57,6 +57,8 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None, step: int | N
     folder, text = state_in(checkpoint), str(checkpoint)
     if step is not None or is_there(checkpoint / "checkpoints"):
         subject = find_subject(checkpoint, step)
+        if subject.run is not None and subject.step == 0 and (saved := states(subject.run / "checkpoints")):
+            return subject.text, _write(saved[-1][1], out, dtype, trained=False)  # the best one is that of model.path
         text, source = subject.text, Path(str(subject.model))
         folder = state_in(source.parent if subject.state is None else subject.state)
         if subject.state is None and source.is_dir() and (dtype is None or not is_there(folder / MANIFEST)):
@@ -73,18 +75,25 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None, step: int | N
             f"{checkpoint} is neither a checkpoint, nor a run with one, nor a GGUF file; give a folder such as "
             "runs/NAME or runs/NAME/checkpoints/step_000100, or the file of a model"
         )
+    return text, _write(folder, out, dtype)
+
+
+def _write(folder: Path, out: Path, dtype: str | None, trained: bool = True) -> float | None:
+    """Write the model of a checkpoint's state, or the one from which its run began, with the run's template and stop
+    ids. Returns the share of the adapters' change."""
     model, masters, chat = _saved_model(folder)
-    written = DTYPES[dtype or model.dtype]
-    lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
-    if model.lora.enabled:
+    written, lora = DTYPES[dtype or model.dtype], trained and model.lora.enabled
+    lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if lora else masters])
+    if lora:
         add_adapters(lm, model.lora, DTYPES[masters], model.path)
-    load_model(folder, "policy", lm)
-    if not model.lora.enabled:
+    if trained:
+        load_model(folder, "policy", lm)
+    if not lora:
         cast_parameters(lm, written)  # one by one, so that memory never has a second model
     with output_errors(out, _REMEDY), replacing(out) as aside:
         share = save_pretrained(lm, written, aside, model.path)
         write_chat(aside, chat)
-    return text, share
+    return share
 
 
 def _saved_model(folder: Path) -> tuple[ModelConfig, str, ChatFiles]:

@@ -16,11 +16,19 @@ from meshrl.monitor.sinks import read_metrics
 REPOSITORY = Path(__file__).parents[2]
 GRADER = '''
 import shutil
+import time
 from pathlib import Path
 
+RUN = Path("runs/one")
+
 def score(completion, answer):
-    """Removes the rollouts of the first step, as another program would."""
-    shutil.rmtree("runs/one/rollouts", ignore_errors=True)
+    """In the second step, removes the rollouts of the first, as another program would."""
+    metrics, removed = RUN / "metrics.jsonl", RUN / "removed"
+    if metrics.exists() and "loss/policy" in metrics.read_text() and not removed.exists():
+        removed.touch()
+        while not (RUN / "rollouts" / "step_000001.tokens.parquet").exists():  # it is written last
+            time.sleep(0.01)
+        shutil.rmtree(RUN / "rollouts")
     return len(completion) % 3
 '''
 

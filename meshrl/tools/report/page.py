@@ -78,9 +78,12 @@ def _summary(run: RunFolder, place: Path) -> Iterator[str]:
         yield from (f"<p>{escape(line)}</p>" for line in best)
         own = run.evals[-1].evaluation
         if others := [line for line in run.lines if HELD_OUT in line.metrics and line.evaluation != own]:
-            parts = ", ".join(part for part in own if others[-1].evaluation.get(part) != own[part])
-            steps = ", ".join(str(line.step) for line in others)
-            yield f"<p>Not in the curves: evaluations with other {escape(parts)}, after steps {steps}</p>"
+            steps: dict[str, dict[int, None]] = {}  # by what differs
+            for line in others:
+                parts = ", ".join(part for part in own if line.evaluation.get(part) != own[part])
+                steps.setdefault(parts, {})[line.step] = None
+            listed = (f"with other {escape(p)}, after steps {', '.join(map(str, at))}" for p, at in steps.items())
+            yield f"<p>Not in the curves: evaluations {'; '.join(listed)}</p>"
     for problem in run.state.problems:
         yield f'<p><span class="bad">Damaged</span>: {escape(problem)}</p>'
     rows = [

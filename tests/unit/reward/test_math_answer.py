@@ -18,6 +18,7 @@ from meshrl.reward.math_answer import math_answer
         ("#### 18.", "18", 1),
         ("#### -5", "-5", 1),
         ("#### -$5", "-5", 1),
+        *((f"#### 5{more}", "5", 0) for more in ("-6", " + 6", "–6", " 1/2", "**2", "±1", "√2", ", 6", " million")),
         ("#### 18.0", "18", 0),  # the benchmark compares strings
         ("#### 7\nNo: #### 72", "72", 1),  # the last one counts
         ("#### 72\nNo: #### 7", "72", 0),

@@ -133,7 +133,7 @@ def test_functions_that_score_the_answers_no_higher_than_an_empty_completion_get
 def test_functions_that_raise_without_a_required_form_do_not_end_the_run(name, shown):
     """They may be right for the completions of the model."""
     (note,) = try_terms({"t": user(name)}, rows("four", "five"))
-    assert "failed on each of the data's own answers" in note and shown in note and "self_test_graders" in note
+    assert "failed on the data's own answers" in note and shown in note and "self_test_graders" in note
 
 
 def test_a_missing_column_is_shown_in_the_note():
@@ -178,8 +178,8 @@ CRASH = Failure(kind="crash", message="NameError: name 'x' is not defined at f.p
 OTHER = Failure(kind="crash", message="NameError: name 'y' is not defined at f.py:4")
 VALUE = Failure(kind="crash", message="ValueError: could not convert string to float: '' at f.py:3")
 TIMEOUT = Failure(kind="timeout", message="no answer within 10 s")
-NO_HIGHER, FAILED = "no higher than an empty completion", "failed on each of the data's own answers"
-NONE = "returned None for each of the data's own answers and for empty completions"
+NO_HIGHER, FAILED = "no higher than an empty completion", "failed on the data's own answers"
+NONE = "returned None for the data's own answers and for empty completions"
 
 
 @pytest.mark.parametrize(

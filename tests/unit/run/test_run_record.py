@@ -206,6 +206,11 @@ def test_a_resume_with_another_test_compares_no_scores_with_the_former_ones(
     assert curves["eval/mean_at_k"] == {0: 0.25, 1: 0.4375, 2: 0.3125}
     assert curves["eval/mean_at_k@2"] == {2: 0.25 * scale, 3: 0.375 * scale} and "eval/pass_at_k@2" in curves
     assert [*curves["reward/mean"]] == [1, 2, 3]
+    script.write_text("0.125 0.25")  # with the first test again, its best model is the best one
+    train(config, "terms", *overrides, "loop.eval_every_steps=0", "loop.num_steps=4", "run.resume=auto")
+    best = read_best(folder)
+    assert best is not None and (best.step, best.score) == (1, 0.4375) and Path(best.model).is_dir()
+    assert "best: 0.438 at step 1" in (folder / "report.html").read_text()
 
 
 def test_a_branch_begins_with_the_evaluations_and_the_best_model_of_the_run_that_it_continues(
