@@ -54,7 +54,8 @@ def test_a_reward_with_a_loophole_is_found_by_the_report(place: Path) -> None:
     text = text_of(place / SEED / "hacked" / "report.html")
     above = text[: text.index("Learning")]
     assert re.search(
-        r"Verdict : held-out answer 0\.\d+ -> 0\.000 \(worse: -0\.\d+ \+- 0\.\d+\); best: 0\.\d+ at step 0 best model: \S+",
+        r"Verdict : held-out answer 0\.\d+ -> 0\.000 \(worse: -0\.\d+ \+- 0\.\d+\); "
+        r"best: 0\.\d+ at step 0 best model: \S+",
         above,
     )
     assert re.search(r"reward/mean : rises from 0\.\d+ to 1\.\d+ while the held-out score falls", above)
