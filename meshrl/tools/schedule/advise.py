@@ -88,7 +88,9 @@ def best_of_each_kind(base: Setup, gpus: int, accepts: Callable[[Setup], bool] =
             tried = split if versions == 2 else predict(split.setup.with_loop(max_staleness=versions))
             if best.step_s > tried.step_s * WORTH_VERSION ** (versions - best.setup.loop.staleness):
                 best = tried
-        found.append(best)
+        # samplers that run further ahead may need fewer ranks
+        again = _fastest([setup.with_loop(max_staleness=best.setup.loop.staleness) for setup in accepted])
+        found.append(min(best, again, key=lambda prediction: prediction.step_s))
     return found
 
 
