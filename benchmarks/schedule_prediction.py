@@ -35,7 +35,7 @@ from meshrl.config.load import load_run_config
 from meshrl.monitor.sinks import read_metrics
 from meshrl.tools.schedule.advise import setup_of
 from meshrl.tools.schedule.inputs import measured
-from meshrl.tools.schedule.simulate import predict
+from meshrl.tools.schedule.step_time import predict
 
 KINDS = ("colocated", "one_step_off", "fully_async")
 HERE = Path(__file__).resolve().parent

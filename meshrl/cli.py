@@ -201,7 +201,7 @@ def _add_launch_options(launch: argparse.ArgumentParser) -> None:
 
 def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
     schedule.add_argument(
-        "--schedule", action="store_true", required=True, help="simulate the schedules; the only prediction so far"
+        "--schedule", action="store_true", required=True, help="compare the schedules; the only prediction so far"
     )
     schedule.add_argument(
         "--from",
@@ -218,7 +218,6 @@ def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
         help="times in seconds and lengths in tokens, such as decode_step_s=0.02,answer_tokens=800 (docs/plan.md)",
     )
     schedule.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: the ranks of the config)")
-    schedule.add_argument("--out", type=Path, metavar="FILE", help="write the timelines to this SVG file")
 
 
 def _add_convert_options(convert: argparse.ArgumentParser) -> None:
@@ -349,7 +348,7 @@ def _plan_schedule(args: argparse.Namespace) -> None:
     def check(keys: Sequence[str]) -> object:
         return load_run_config(args.config, [*args.overrides, *keys], starts=False)
 
-    print_output(advise(config, check, args.measured, args.assume, args.gpus, args.out))
+    print_output(advise(config, check, args.measured, args.assume, args.gpus))
 
 
 def _diagnose(args: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """The rules of a fully asynchronous run: when another group may start, and which groups a step takes.
 
-They need no clock and no samplers, so the simulation of `meshrl plan --schedule` uses the same object.
+They need no clock and no samplers, so the prediction of `meshrl plan --schedule` uses the same object.
 
 A group is started while fewer than (finished steps + max_staleness + 1) * prompts_per_step groups were started in the
 run. A step takes the oldest scored groups, as soon as the groups that remain can all be trained in time: those that

@@ -14,6 +14,7 @@ _TOKEN_VALUES = "tests/unit/run/test_token_values.py::"
 _REPORT_JUDGEMENT = "tests/unit/tools/test_report_judgement.py::"
 _MODEL_CHECK = "tests/unit/tools/test_model_check.py::"
 _FAMILIES = "tests/contract/test_model_families.py::test_a_family_has_exactly_what_its_entry_states"
+_STEP_TIME = "tests/unit/tools/test_step_time.py::"
 _RUN_STATUS = "tests/unit/tools/test_run_status.py::"
 
 _TRACKERS = "tests/unit/monitor/test_trackers.py::"
@@ -297,5 +298,23 @@ FAULTS = [
         'former.get("run", {}) => {}',
         "tests/e2e/test_changes_at_resume.py::"
         "test_after_a_resume_a_day_later_with_other_updates_date_and_learning_rate_are_those_of_the_step[linear-1]",
+    ),
+    Fault(
+        "rows above max_running decode at once in a predicted step",
+        "meshrl/tools/schedule/step_time.py::_Samplers.start",
+        "len(slots[sampler]) == most => False",
+        _STEP_TIME + "test_the_time_of_sampling",
+    ),
+    Fault(
+        "in a predicted step, a sync computes no contexts again",
+        "meshrl/tools/schedule/step_time.py::_Samplers.stop",
+        "np.where(tokens > 0, again_s, self.delay_s) => self.delay_s",
+        _STEP_TIME + "test_a_sync_computes_the_contexts_of_running_rows_again",
+    ),
+    Fault(
+        "the predicted sides of one_step_off work in turn",
+        "meshrl/tools/schedule/step_time.py::steps_of",
+        "max(sample_s, s + costs.step_s) => sample_s + s + costs.step_s",
+        _STEP_TIME + "test_where_sides_overlap_a_step_is_its_longer_phase",
     ),
 ]

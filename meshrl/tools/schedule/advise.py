@@ -9,29 +9,26 @@ from textwrap import wrap
 
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError
-from meshrl.core.files import output_errors, write_text
+from meshrl.monitor.sinks import duration
 from meshrl.tools.runs import table
 from meshrl.tools.schedule.inputs import Inputs, measured, resized, with_assumed
-from meshrl.tools.schedule.picture import picture, seconds
-from meshrl.tools.schedule.setup import Setup
-from meshrl.tools.schedule.simulate import FIRST_STEPS, SCHEDULES, Prediction, predict
+from meshrl.tools.schedule.setup import Prediction, Setup
+from meshrl.tools.schedule.step_time import FIRST_STEPS, predict
 
 MAX_STALENESS = 4  # the largest that is tried; more has little to gain, and importance weights become worse
 WORTH = 1.05  # a schedule with more staleness is recommended if it is this much faster
 WORTH_VERSION = 1.02  # the same for one more version of max_staleness
 MAX_SPLITS = 17
-ANSWERS = 16384  # of a simulation, about
-
+ANSWERS = 8192  # of a prediction, about
+STALENESS = {"colocated": 0, "one_step_off": 1, "fully_async": 2}  # with which the splits of each kind are compared
 
 Check = Callable[[Sequence[str]], object]
 """Checks the config with these overrides, such as cluster.num_train_ranks=4. Raises: ConfigError."""
 
 
-def advise(
-    config: RunConfig, check: Check, folder: Path | None, assumed: Sequence[str], gpus: int | None, out: Path | None
-) -> str:
-    """The predictions and the recommendation as text; the timelines are written to `out`. check: of the config; only
-    what it accepts is predicted. folder: of a colocated run.
+def advise(config: RunConfig, check: Check, folder: Path | None, assumed: Sequence[str], gpus: int | None) -> str:
+    """The predictions and the recommendation as text. check: of the config; only what it accepts is predicted. folder:
+    of a colocated run.
 
     Raises: ConfigError, MeshrlError.
     """
@@ -55,15 +52,9 @@ def advise(
         keys, why = next(iter(refusals.items()))
         raise ConfigError(f"no schedule on {count} GPUs is accepted; with {keys}: {why}")
     kinds = {prediction.setup.loop.kind for prediction in predictions}
-    refused = [kind for kind in SCHEDULES if kind not in kinds] if count > 1 else []
+    refused = [kind for kind in STALENESS if kind not in kinds] if count > 1 else []
     notes = tuple(f"{kind}: the config's check refuses it on {count} GPUs, with every split" for kind in refused)
-    inputs = replace(inputs, notes=inputs.notes + notes)
-    text = describe(predictions, recommended(predictions), inputs)
-    if out is None:
-        return text
-    with output_errors(out, "Give another file by --out", ConfigError):
-        write_text(out, picture(predictions))
-    return f"{text}\nwrote {out}"
+    return describe(predictions, recommended(predictions), replace(inputs, notes=inputs.notes + notes))
 
 
 def setup_of(config: RunConfig, inputs: Inputs, num_steps: int | None = None) -> Setup:
@@ -83,41 +74,33 @@ def setup_of(config: RunConfig, inputs: Inputs, num_steps: int | None = None) ->
 def best_of_each_kind(base: Setup, gpus: int, accepts: Callable[[Setup], bool] = lambda _: True) -> list[Prediction]:
     """For each kind, the fastest accepted split of the GPUs, if there is one; for fully_async with the smallest
     max_staleness that is enough."""
-    colocated = replace(base.with_loop(kind="colocated", max_staleness=0), train_ranks=gpus, rollout_ranks=0)
-    predictions = [predict(colocated)] if accepts(colocated) else []
-    one_step_off, fully_async = (
-        _splits(base.with_loop(kind=kind, max_staleness=versions), gpus, accepts)
-        for kind, versions in (("one_step_off", 1), ("fully_async", 2))
-    )
-    if one_step_off:
-        predictions.append(_best_split(one_step_off))
-    if not fully_async:
-        return predictions
-    tried = {2: _best_split(fully_async)}
-    for versions in (1, 3, MAX_STALENESS):
-        tried[versions] = predict(tried[2].setup.with_loop(max_staleness=versions))
-    best = 1
-    for versions in range(2, MAX_STALENESS + 1):
-        if tried[best].step_s > tried[versions].step_s * WORTH_VERSION ** (versions - best):
-            best = versions
-    # samplers that run further ahead may need fewer ranks
-    again = _best_split([setup.with_loop(max_staleness=best) for setup in fully_async])
-    return [*predictions, min(tried[best], again, key=lambda prediction: prediction.step_s)]
+    found = []
+    for kind, staleness in STALENESS.items():
+        counts = [gpus] if kind == "colocated" else range(1, gpus)
+        made = base.with_loop(kind=kind, max_staleness=staleness)
+        splits = [replace(made, train_ranks=count, rollout_ranks=gpus - count) for count in counts]
+        if accepted := [setup for setup in splits if accepts(setup)]:
+            found.append(_fastest(accepted))
+    if found and found[-1].setup.loop.kind == "fully_async":
+        split = found.pop()
+        best = predict(split.setup.with_loop(max_staleness=1))
+        for versions in range(2, MAX_STALENESS + 1):
+            tried = split if versions == 2 else predict(split.setup.with_loop(max_staleness=versions))
+            if best.step_s > tried.step_s * WORTH_VERSION ** (versions - best.setup.loop.staleness):
+                best = tried
+        # samplers that run further ahead may need fewer ranks
+        again = _fastest([setup.with_loop(max_staleness=best.setup.loop.staleness) for setup in accepted])
+        found.append(min(best, again, key=lambda prediction: prediction.step_s))
+    return found
 
 
-def _splits(base: Setup, gpus: int, accepts: Callable[[Setup], bool]) -> list[Setup]:
-    splits = (replace(base, train_ranks=count, rollout_ranks=gpus - count) for count in range(1, gpus))
-    return [setup for setup in splits if accepts(setup)]
-
-
-def _best_split(splits: Sequence[Setup]) -> Prediction:
+def _fastest(splits: Sequence[Setup]) -> Prediction:
     """The fastest of these, in the order of their train ranks: some of them, then those near the best."""
-    every = max(1, -(-len(splits) // MAX_SPLITS))
-    tried = {at: predict(splits[at]) for at in range(0, len(splits), every)}
-    near = min(tried, key=lambda at: tried[at].step_s)
-    finer = range(max(0, near - every + 1), min(len(splits), near + every))
-    tried |= {at: predict(splits[at]) for at in finer if at not in tried}
-    return min(tried.values(), key=lambda prediction: prediction.step_s)
+    every = -(-len(splits) // MAX_SPLITS)
+    best = min(map(predict, splits[::every]), key=lambda prediction: prediction.step_s)
+    near = splits.index(best.setup)
+    finer = [setup for at, setup in enumerate(splits) if 0 < abs(at - near) < every]
+    return min([best, *map(predict, finer)], key=lambda prediction: prediction.step_s)
 
 
 def overrides(setup: Setup) -> list[str]:
@@ -144,8 +127,7 @@ def reason(predictions: Sequence[Prediction], chosen: Prediction) -> str:
         only = "the config's check accepts no other schedule"
         return only if chosen.setup.train_ranks > 1 else "one GPU can only sample and train in turn"
     if chosen is predictions[0]:
-        text = "no other schedule is 5 % faster, and it has the least staleness"
-        return f"{text} ({compared})"
+        return f"no other schedule is 5 % faster, and it has the least staleness ({compared})"
     longer = "training" if chosen.train_idle < chosen.rollout_idle else "sampling"
     if min(chosen.train_idle, chosen.rollout_idle) > 0.25:
         longer = "the time of the longest answers"
@@ -172,19 +154,15 @@ def describe(predictions: Sequence[Prediction], chosen: Prediction, inputs: Inpu
     )
 
 
-def _percent(share: float) -> str:
-    return f"{max(share, 0.0):.0%}"  # rounding of times can make a share of 0 negative
-
-
 COLUMNS: dict[str, Callable[[Prediction], str]] = {  # of the table
     "loop.kind": lambda p: p.setup.loop.kind,
     "train": lambda p: str(p.setup.train_ranks),
     "rollout": lambda p: str(p.setup.rollout_ranks or "same"),
     "max_staleness": lambda p: str(p.setup.loop.staleness),
-    "step": lambda p: seconds(p.step_s),
-    "train idle": lambda p: _percent(p.train_idle),
-    "rollout idle": lambda p: _percent(p.rollout_idle),
-    "idle": lambda p: _percent(p.idle),
+    "step": lambda p: f"{p.step_s:.3g} s" if p.step_s < 100 else duration(p.step_s),
+    "train idle": lambda p: f"{abs(p.train_idle):.0%}",  # 0 may be rounded to just below it
+    "rollout idle": lambda p: f"{abs(p.rollout_idle):.0%}",
+    "idle": lambda p: f"{abs(p.idle):.0%}",
     "staleness": lambda p: f"{p.staleness:.2f} (max {p.max_staleness})",
 }
 

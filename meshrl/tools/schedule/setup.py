@@ -1,10 +1,10 @@
-"""The input of a simulation: the durations of the parts of a step, the lengths of answers, and the schedule."""
+"""A schedule with the durations of the parts of a step and the lengths of answers, and what is predicted for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshrl.config.loop import LoopConfig
 
@@ -27,35 +27,51 @@ class Costs:
     step_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TurnLengths:
-    """Tokens of a turn. prefill: the part of the context that no cache has."""
+class Answer(NamedTuple):
+    """Tokens of an answer. turns: (the part of the context that no cache has, output) of each turn. trained: of its
+    training rows."""
 
-    prefill: int
-    context: int
-    output: int
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerLengths:
-    """The turns of a trajectory, and the tokens of its training rows."""
-
-    turns: tuple[TurnLengths, ...]
+    turns: tuple[tuple[int, int], ...]
     trained: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What is simulated. rollout_ranks: ranks that only sample; 0 = the train ranks sample too. lengths: the answers of
-    each group, used in this order and repeated; loop.samples_per_prompt in each."""
+    """A schedule. rollout_ranks: ranks that only sample; 0 = the train ranks sample too. lengths: the answers of each
+    group, used in this order and repeated; loop.samples_per_prompt in each."""
 
     loop: LoopConfig
     train_ranks: int
     rollout_ranks: int
     max_running: int
     costs: Costs
-    lengths: Sequence[Sequence[AnswerLengths]]
+    lengths: Sequence[Sequence[Answer]]
+
+    def group(self, number: int) -> Sequence[Answer]:
+        """The answers of this group."""
+        return self.lengths[number % len(self.lengths)]
 
     def with_loop(self, **values: Any) -> Setup:
         """The same with other values of loop.*."""
         return replace(self, loop=self.loop.model_copy(update=values))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Means over steps. train_idle, rollout_idle: the fraction of a step in which a rank of that side has nothing to
+    do."""
+
+    setup: Setup
+    step_s: float
+    train_idle: float
+    rollout_idle: float
+    staleness: float
+    max_staleness: int
+
+    @property
+    def idle(self) -> float:
+        """Of all GPUs."""
+        train, rollout = self.setup.train_ranks, self.setup.rollout_ranks
+        if not rollout:  # the same ranks do both
+            return self.train_idle + self.rollout_idle - 1
+        return (self.train_idle * train + self.rollout_idle * rollout) / (train + rollout)
