@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import secrets
+import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ from meshrl.config.monitor import MonitorConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import write_text
 from meshrl.monitor.failed_writes import FailedWrites
+from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import Sink
 
 
@@ -74,27 +78,33 @@ class _Tracker:
 
 
 class TensorBoardSink:
-    """Event files in `folder`, by PyTorch's SummaryWriter, flushed at every step. Readers stop at a truncated record,
-    so after a failed write the next one begins another file; so do repeated steps: readers drop what earlier files have
-    of them."""
+    """Event files in `folder`; the description of each curve is the glossary's text. Flushed after every step. Readers
+    stop at a truncated record, so a failed write ends the file, and the next write begins another one. When steps are
+    repeated, TensorBoard's reader in Python drops those that were written before."""
 
     def __init__(self, folder: Path, first_step: int):
-        self._folder = folder
+        from tensorboard.summary import Writer
+
+        self._folder, self._make = folder, Writer
+        self._output: Any = None
         self._writer: Any = None
-        self._last: float = math.inf  # the step written last; at first it may be any step of an earlier process
+        self._last = math.inf  # the step written last; at first it may be any step of an earlier process
         self._first_step = first_step  # 0 after the first write
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+        if self._writer is None:
+            self._output = _event_files(self._folder)
+            self._writer = self._make(self._output)
         try:
-            if self._writer is None or step < self._last:
-                self.close()
-                purge_step = max(step, self._first_step) if step < self._last else None
-                self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+            if step < self._last:
+                self._output.start_at(max(step, self._first_step))
             self._last, self._first_step = step, 0
             for name, value in values.items():
-                self._writer.add_scalar(name, float(value), step, new_style=True)
+                texts = [f"Unit: {unit}."] if (unit := units.get(name)) else []
+                if (meaning := meaning_of(name)) is not None:
+                    texts.append(f"Healthy: {meaning.entry.healthy}.")
+                    texts += [f"Otherwise: {meaning.entry.otherwise}."] if meaning.entry.otherwise else []
+                self._writer.add_scalar(name, value, step, description="\n\n".join(texts))
             self._writer.flush()
         except OSError:
             with suppress(OSError):
@@ -105,6 +115,35 @@ class TensorBoardSink:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+
+_numbers = itertools.count()  # of event files
+
+
+def _event_files(folder: Path) -> Any:
+    """TensorBoard's output to a folder, written in the caller's thread: the thread of its own EventFileWriter ends at
+    the first error, and prints a traceback."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.summary import DirectoryOutput
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    class Events(RecordWriter):  # type: ignore[misc]  # the package has no types
+        def add_event(self, event: Any) -> None:
+            self.write(event.SerializeToString())
+
+    class Output(DirectoryOutput):  # type: ignore[misc]
+        def __init__(self) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            parts = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+            self._ev_writer = Events((folder / f"events.out.tfevents.{parts}").open("xb"))
+            self._ev_writer.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+        def start_at(self, step: int) -> None:
+            """Readers drop what earlier events have of this and later steps."""
+            log = SessionLog(status=SessionLog.START)
+            self._ev_writer.add_event(Event(wall_time=time.time(), step=step, session_log=log))
+
+    return Output()
 
 
 class WandbSink:

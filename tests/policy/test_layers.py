@@ -34,7 +34,6 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "torch": {
         "core/batch.py",
         "core/device.py",
-        "monitor/trackers.py",
         "algo",
         "parallel",
         "model",
@@ -58,6 +57,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "peft": {"model"},
     "datasets": {"data"},
     "pyarrow": {"data", "monitor"},
+    "tensorboard": {"monitor"},
     "wandb": {"monitor"},
     "rich": {"tools", "monitor"},
     "psutil": {"monitor", "process"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ def write_a_little(cfg: MonitorConfig, folder: Path) -> list[str]:
     return notes
 
 
-def test_tensorboard_counts_finished_steps(tmp_path: Path):
+def test_tensorboard_counts_finished_steps_and_explains_its_curves(tmp_path: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
@@ -48,9 +49,10 @@ def test_tensorboard_counts_finished_steps(tmp_path: Path):
     assert found["eval/mean_at_k"] == [(0, 0.25), (1, 0.75)]
     assert found["reward/mean"] == [(1, 0.5)]
     assert found["train/grad_norm"][0][0] == 1 and math.isnan(found["train/grad_norm"][0][1])
+    described = events.SummaryMetadata("train/grad_norm").summary_description
+    assert described.startswith("Unit: norm.\n\nHealthy: ") and "Otherwise: spikes" in described
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the package's thread
 def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_steps(
     tmp_path: Path,
 ):
@@ -64,7 +66,9 @@ def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_s
     sink.write(1, {"reward/mean": 0.0}, UNITS)
     assert writes.counts == {"tensorboard": 1}  # there is a file in place of the folder
     folder.unlink()
+    num_threads = threading.active_count()
     sink.write(2, {"reward/mean": 0.0}, UNITS)
+    assert threading.active_count() == num_threads  # a thread would print a traceback when it can't write
     (events,) = folder.iterdir()
     with no_file_above(events.stat().st_size + 20):
         sink.write(3, {"reward/mean": 0.0}, UNITS)
