@@ -271,8 +271,7 @@ def _add_diagnose_options(diagnose: argparse.ArgumentParser) -> None:
         "target",
         type=Path,
         metavar="CONFIG|RUN",
-        help="a config, some steps of which are run with torch.profiler; or the folder of a run that has traces; or a "
-        "trace of torch.profiler (.json, .json.gz), or a folder of them",
+        help="a config, some steps of which are run with torch.profiler; or the folder of a run that has traces",
     )
     diagnose.add_argument("overrides", metavar="key=value", nargs="*", help="values that override those of a config")
     diagnose.add_argument("--trace", choices=["fsdp"], default="fsdp", help="the kind of diagnosis; so far only fsdp")

@@ -15,15 +15,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from meshrl.core.errors import ConfigError
 from meshrl.model.attention import ContextCache, Outs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-from transformers.cache_utils import Cache, LinearAttentionLayer
 
 STATE_WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}  # methods of Transformers' caches
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "hybrid"}  # of config.layer_types

@@ -1,7 +1,7 @@
 """The meaning of every metric: its unit, its curve in a healthy run, and the meaning of other curves.
 
-glossary.json is the only source for docs/metrics.md, the texts under the curves of report.html and the
-output of `meshrl eval`. `names` share an explanation; `<...>` in a name stands for any text.
+glossary.json is the only source for docs/metrics.md, the texts under the curves of report.html, TensorBoard's
+descriptions and the output of `meshrl eval`. `names` share an explanation; `<...>` in a name stands for any text.
 `units` has one unit for all names, or one for each; "none" means a number without unit.
 
 RULES decide whether a curve is suspicious, such as {"newest_above": 0.2}. The newest and the first values are means

@@ -74,8 +74,8 @@ class JsonlSink:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 lines, _, self._units = split_lines(self._path, first_step)
-                for record in map(json.loads, lines.splitlines()):
-                    if "eval/mean_at_k" in record.get("metrics", ()):
+                for line in lines.splitlines():
+                    if '"eval/mean_at_k"' in line and "metrics" in (record := json.loads(line)):
                         self.curve_of(record.get("evaluation", {}))
                 write_text(self._path, lines)  # without a truncated last line and the steps that are repeated
             self._file = self._path.open("a", encoding="utf-8")

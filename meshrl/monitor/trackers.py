@@ -117,7 +117,7 @@ class TensorBoardSink:
             writer.close()
 
 
-_numbers = itertools.count()  # of event files
+_numbers = itertools.count()  # of event files, which readers sort by name
 
 
 def _event_files(folder: Path) -> Any:
@@ -134,7 +134,7 @@ def _event_files(folder: Path) -> Any:
     class Output(DirectoryOutput):  # type: ignore[misc]
         def __init__(self) -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            parts = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+            parts = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):06d}"
             self._ev_writer = Events((folder / f"events.out.tfevents.{parts}").open("xb"))
             self._ev_writer.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 

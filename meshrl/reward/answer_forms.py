@@ -42,8 +42,11 @@ _MORE_CHOICES = re.compile(r"(?:\b(?:or|and)|[,/]) ?(?:option )?\(?[A-J](?![\w'�
 _WORDS = re.compile(r"(?=.*[^\W\d_]{3})[^\W\d_]+(?:[ ,'’.&-]+[^\W\d_]+)*")
 _FORMULA_WORDS = re.compile(r"\b(?:a?(?:sin|cos|tan|cot)h?|arc\w+|log|ln|exp|inf(?:inity)?|and|or)\b|,")
 _BASE = re.compile(r"[0-9A-F]+_\{?([0-9]{1,2})\}?")  # 24_5 is another number than 24_7
-_QUANTITIES = re.compile(r"(?:\$?-?[0-9][0-9.,]* ?[^\W\d_]+\.?(?:,? and |, | |$)){2,}")  # 5 ft 6 in
-_NOT_AT = re.compile(r"\b(?:not|never|before|after|until|except|later|earlier)\b|n['’]t\b", re.IGNORECASE)
+_QUANTITY = r"-?([0-9][0-9.,]*) ?([^\W\d_]{2,}|[dghms](?![^\W\d_]))"
+_QUANTITIES = re.compile(rf"(?:\$?{_QUANTITY}\.?(?:,? and |, | |$)){{2,}}")  # 5 ft 6 in; not 2x, 3y
+_NOT_AT = re.compile(  # directly before a time or date
+    r"(?:\b(?:not|never|before|after|until|except)|n['’]t)(?: (?:at|by|on|the))? ?$", re.IGNORECASE
+)
 _NOT_IN_RATIOS = re.compile(
     r"[=<>,;|]|\b0[0-9]|\\(?:to|mapsto|in|mid|[gl]eq?|rightarrow)(?![a-zA-Z])|(?<![\\a-zA-Z])[^\W\d_]{3}"
 )
@@ -91,10 +94,10 @@ def equal_by_form(stated: str, reference: str, equal: Callable[[str, str], bool]
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
         return False
     if _QUANTITIES.fullmatch(got) or _QUANTITIES.fullmatch(want):
-        return _quantities(got) == _quantities(want)
+        return _equal_quantities(_quantities(got), _quantities(want))
     moments, wanted_moments = _moments(got), _moments(want)
     if moments and wanted_moments:
-        if bool(_NOT_AT.search(got)) != bool(_NOT_AT.search(want)):
+        if _is_denied(got) != _is_denied(want):
             return False
         return len(moments) == len(wanted_moments) and all(map(_is_moment, moments, wanted_moments))
     terms, wanted_terms = _terms_of_ratio(got), _terms_of_ratio(want)
@@ -122,8 +125,24 @@ def equal_by_form(stated: str, reference: str, equal: Callable[[str, str], bool]
     return None
 
 
-def _quantities(text: str) -> list[str]:
-    return re.findall(r"[0-9.]*[0-9]|[^\W\d_]+", re.sub(r",(?=[0-9])|\band\b", "", text.casefold()))
+def _quantities(text: str) -> list[tuple[str, str]]:
+    """The numbers of a text with their units, in any order."""
+    found = re.findall(_QUANTITY, text.casefold())
+    return sorted((number.replace(",", "").rstrip("."), unit) for number, unit in found)
+
+
+def _equal_quantities(got: list[tuple[str, str]], want: list[tuple[str, str]]) -> bool:
+    """A unit may be abbreviated: the letters of ft are in feet, in this order."""
+    if [number for number, _ in got] != [number for number, _ in want]:
+        return False
+    units = [sorted((a, b), key=len) for (_, a), (_, b) in zip(got, want, strict=True)]
+    return all(re.match(".*".join(short), long) for short, long in units)
+
+
+def _is_denied(text: str) -> bool:
+    """Whether a time or date in `text` is not the one that is meant: before 3:45 PM."""
+    starts = (match.start() for pattern, _ in _MOMENTS for match in pattern.finditer(text))
+    return any(_NOT_AT.search(text[:start]) for start in starts)
 
 
 def _upright(text: str) -> str:

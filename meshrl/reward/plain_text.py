@@ -92,7 +92,8 @@ _CONJUNCTION = re.compile(r"(?<!\s)\s{0,3},?\s{1,3}(?:and|or)\s+")
 _LEADING_WORDS = re.compile(r"(?:(?:[a-zA-ZÀ-ÿ][a-zA-ZÀ-ÿ'’\-]+|[aAI])[,:]?\s+)*")
 _LIMIT = re.compile(
     r"(?:\b(?:not|least|most|than|over|under|above|below|between|nor|never|cannot|except|twice|double|triple"
-    r"|up to|anything but|(?:half|root|reciprocal|negative|opposite|inverse) of)|n['’]t)\b[^.]{0,12}$",
+    r"|(?<!add )(?<!adds )(?<!sum )(?<!sums )up to|anything but"
+    r"|(?:half|root|reciprocal|negative|opposite|inverse) of)|n['’]t)\b[^.]{0,12}$",
     re.IGNORECASE,
 )
 _SINGLE_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})(?: ?/ ?[0-9]+)?\s*(?:\\?%)?")

@@ -316,9 +316,10 @@ def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> N
     former = best_facts(run) or {}
     others = former.pop("others", [])
     if former and former.get("evaluation", {}) != best.evaluation:
-        others.append({name: former[name] for name in ("step", "score", "evaluation", "model") if name in former})
-    others = [other for other in others if other.get("evaluation", {}) != best.evaluation]
+        others.append(_facts(former))
     beaten = {*former.get("beaten", ()), former["step"]} if former else set()
+    beaten |= {other["step"] for other in others if other["evaluation"] == best.evaluation} - {best.step}
+    others = [other for other in others if other["evaluation"] != best.evaluation]
     model = best.model
     if best.step:  # relative, so that the run's folder may move
         model = os.path.relpath(model, _best_file(run).parent)
@@ -339,8 +340,8 @@ def _remove_models(run: Path, steps: list[int]) -> None:
     """Remove the models of these steps, except those that best.json or a checkpoint records as the best."""
     if not steps:
         return
-    best = best_facts(run) or {"others": []}
-    retained = {one["step"] for one in (best, *best.get("others", ())) if "step" in one}
+    best = best_facts(run)
+    retained = {one["step"] for one in (best, *best["others"])} if best is not None else set()
     for step in {*steps} - _best_of_states(run) - retained:
         folder = model_folder(run, step)
         with suppress(OSError):  # the folder that remains when this is interrupted is not taken for a model
@@ -379,7 +380,7 @@ def read_best(run: Path, evaluation: dict[str, str] | None = None) -> Best | Non
     evaluations with this identity, if they have one that is still there."""
     saved = best_facts(run)
     if saved is not None and evaluation is not None and saved.get("evaluation", {}) != evaluation:
-        saved = next((one for one in saved.get("others", ()) if one.get("evaluation", {}) == evaluation), None)
+        saved = next((one for one in saved["others"] if one["evaluation"] == evaluation), None)
         if saved is not None and saved["step"] and not (_best_file(run).parent / saved["model"]).is_dir():
             return None
     if saved is None:
@@ -396,11 +397,17 @@ def best_facts(run: Path) -> dict[str, Any] | None:
         return None
     try:
         saved = read_json(path)
-        return saved | {"step": int(saved["step"]), "score": float(saved["score"]), "model": str(saved["model"])}
+        return saved | _facts(saved) | {"others": [_facts(other) for other in saved.get("others", ())]}
     except (Unreadable, KeyError, TypeError, ValueError, OverflowError) as cause:
         raise CheckpointError(
             f"{path} is damaged: {cause}. Remove it; the run then takes its next evaluation as the best so far"
         ) from cause
+
+
+def _facts(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of one best model. Raises: KeyError, TypeError, ValueError, OverflowError."""
+    facts = {"step": int(saved["step"]), "score": float(saved["score"]), "model": str(saved["model"])}
+    return facts | {"evaluation": dict(saved.get("evaluation", {}))}
 
 
 def _write_best(run: Path, content: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_run import train, write_run
 from tiny_tokenizers import THINKING, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,7 +53,12 @@ def test_a_run_uses_and_saves_the_template_and_the_stop_strings_of_its_config(co
     saved = folder / "checkpoints" / "step_000001"
     shutil.move(tmp_path / "chat.jinja", tmp_path / "moved.jinja")  # the run has a copy and does not need the file
     assert main(["convert", str(saved), str(tmp_path / "converted")]) == 0
-    for model in (saved / "model", tmp_path / "converted"):
+    best = {"step": 0, "score": 0.5, "model": str(tmp_path / "model")}  # the model before training
+    (folder / "checkpoints" / "best.json").write_text(json.dumps(best))
+    assert main(["convert", str(folder), str(tmp_path / "untrained"), "--dtype", "float32"]) == 0
+    weights = [load_file(path / "model.safetensors") for path in (tmp_path / "model", tmp_path / "untrained")]
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
+    for model in (saved / "model", tmp_path / "converted", tmp_path / "untrained"):
         assert AutoTokenizer.from_pretrained(model).chat_template["default"] == THINKING
         _require_stops(model, sorted({*stops, 9}))
 

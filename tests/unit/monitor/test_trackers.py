@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import threading
@@ -15,6 +16,7 @@ from file_limits import no_file_above
 
 from meshrl.config.monitor import MonitorConfig
 from meshrl.core.errors import ConfigError
+from meshrl.monitor import trackers
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.trackers import open_trackers
@@ -80,12 +82,13 @@ def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_s
     assert [event.step for event in read.Tensors("reward/mean")] == [2, 4]
 
 
-def test_repeated_steps_of_tensorboard_are_there_once(tmp_path: Path):
+def test_repeated_steps_of_tensorboard_are_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Those that a run repeats after it went back to a checkpoint, and those of a later process that resumes it."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
+    monkeypatch.setattr(trackers, "_numbers", itertools.count(9))  # within a second, file 10 comes after file 9
     for steps in ((0, 1, 1, 2, 3, 2), (2, 3)):
         (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, lambda text: None, FailedWrites())
         for i, step in enumerate(steps):
