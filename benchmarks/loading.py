@@ -29,6 +29,7 @@ from meshrl.cluster.executor import WorkerSpec
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.types import POLICY, REFERENCE
 from meshrl.model import stream
 from meshrl.model.weight_files import stored_tensors
 
@@ -91,7 +92,7 @@ def start_ranks(folder: Path, num_train: int, num_rollout: int, threads: int) ->
     facts |= dict(model=ModelConfig(path=str(folder)), train=TrainConfig(), rollout=RolloutConfig())
     first = num_train if num_rollout else 0
     with tempfile.TemporaryDirectory() as store:
-        facts |= dict(reference=True, timeout_s=600.0, rendezvous=str(Path(store) / "store"))
+        facts |= dict(roles=(POLICY, REFERENCE), timeout_s=600.0, rendezvous=str(Path(store) / "store"))
         specs = [WorkerSpec(rank=rank, **facts) for rank in range(first, num_train + num_rollout)]
         answers = mp.get_context("spawn").SimpleQueue()
         ranks = mp.spawn(start_rank, (specs, threads, answers), len(specs), join=False)

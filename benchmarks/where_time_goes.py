@@ -23,7 +23,7 @@ from workload import gsm8k_groups, model_folder, start_single_rank, training_sam
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
-from meshrl.core.types import Request, SamplingParams
+from meshrl.core.types import POLICY, Request, SamplingParams
 from meshrl.model.recipe import DTYPES, load_causal_lm
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
@@ -92,7 +92,7 @@ def shares(report: Report, name: str, work: Callable[[], Any]) -> None:
 def training(report: Report, folder: Any, dtype: str, scale: float, mesh: Any) -> None:
     """One rank's forward and backward of a step."""
     cfg = TrainConfig(activation_checkpointing=False)
-    engine = TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, "policy", DTYPES[dtype])
+    engine = TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, POLICY, DTYPES[dtype])
     samples = training_samples(gsm8k_groups(4, 8, seed=100, scale=scale), seed=100)
     batches, loss = [pack(samples, list(range(len(samples))), share_prefix=True)], make_policy_loss(AlgoConfig())
     for _ in range(3):
