@@ -15,8 +15,9 @@ weighted by loss_weight, as in the gradient; all other metrics count each traine
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +64,7 @@ class LossInputs:
         return torch.cat([row.mean().expand(len(row)) for row in values.split(self.row_lengths)])
 
 
+_COLUMN_FIELDS = tuple(field.name for field in fields(LossInputs) if field.name not in ("row_lengths", "columns"))
 PolicyLossFn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
@@ -232,12 +234,10 @@ def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs
     a row are in one segment."""
     columns = {column.name: values_of(batch, column.name) for column in columns_for("loss")}
     values = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, **columns}
-    inputs = {name: None if x is None else x.index_select(0, trained) for name, x in values.items()}
-    if inputs["old_logprobs"] is None:
-        inputs["old_logprobs"] = inputs["logprobs"].detach()
-    known = LossInputs.__dataclass_fields__
-    further = {name: inputs.pop(name) for name in columns if name not in known}
-    return LossInputs(row_lengths=batch.trained_lengths, columns=further, **inputs)
+    inputs = {name: x.index_select(0, trained) for name, x in values.items() if x is not None}
+    inputs.setdefault("old_logprobs", inputs["logprobs"].detach())
+    of_fields: dict[str, Any] = {name: inputs.pop(name, None) for name in _COLUMN_FIELDS}
+    return LossInputs(row_lengths=batch.trained_lengths, columns=inputs, **of_fields)
 
 
 def sft_loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
