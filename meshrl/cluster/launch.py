@@ -124,7 +124,8 @@ async def launched(
     cluster = cfg.cluster
     cfg = cfg if model is None else cfg.model_copy(update={"model": model})
     nodes = math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks)  # an evaluation may have fewer ranks
-    planned = make_plan(cfg, model_numbers(cfg.model.path), this_machine(cluster), nodes).config
+    run_plan = make_plan(cfg, model_numbers(cfg.model.path), this_machine(cluster), nodes)
+    planned = run_plan.config
     specs = [
         WorkerSpec(
             rank=rank,
@@ -133,7 +134,7 @@ async def launched(
             model=planned.model,
             train=planned.train,
             rollout=planned.rollout if isinstance(planned, RunConfig) else None,
-            reference=isinstance(cfg, RunConfig) and cfg.algo.kl.coef > 0,
+            roles=run_plan.roles,
             stop_token_ids=(),  # each request has its own
             timeout_s=cluster.timeout_s,
             seed=cfg.run.seed,

@@ -33,7 +33,8 @@ def explain(
         run = [("rows of the run", f"{drawn:,}")]
     else:
         step, run, drawn = _rl_sizes(config)
-    rows = [*step, *_update_sizes(config), *run]
+    roles = ", ".join(f"{role.name} ({'trained' if role.trains else 'not trained'})" for role in run_plan.roles)
+    rows = [*step, ("roles", roles), *_update_sizes(config), *run]
     if num_data_rows:
         passes = f"{drawn / num_data_rows:.2f} of {num_data_rows:,} rows, before filtering"
         rows.append(("passes over the data", passes))

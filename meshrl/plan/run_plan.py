@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.plan.decisions import Decision, Machine, ModelNumbers, decisions
 
 NO_MACHINE = Machine()
@@ -16,9 +17,10 @@ NO_MACHINE = Machine()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     """config: with each decided value in place of null or auto; the ranks' specs are made from it. decisions: by key,
-    also those that are rules for the rank that has the device."""
+    also those that are rules for the rank that has the device. roles: what the engines of each train rank are for."""
 
     config: RunConfig | SftRunConfig
+    roles: tuple[RoleSpec, ...]
     decisions: Mapping[str, Decision]
 
     @property
@@ -38,7 +40,8 @@ def make_plan(
     nodes = config.cluster.nodes if num_nodes is None else num_nodes
     made = {each.key: each for each in decisions(config, model, machine, nodes)}
     values = {key: each.value for key, each in made.items() if each.value is not None}
-    return RunPlan(config=reduce(_with, values.items(), config), decisions=made)
+    roles = (POLICY, REFERENCE) if isinstance(config, RunConfig) and config.algo.kl.coef > 0 else (POLICY,)
+    return RunPlan(config=reduce(_with, values.items(), config), roles=roles, decisions=made)
 
 
 def _with(part: Any, change: tuple[str, Any]) -> Any:
