@@ -49,8 +49,6 @@ class PromptMaker:
     reads the ids, if it is known. answer_for: names of the reward terms that need an answer in every row. source: the
     row's source in a mixture; it is the beginning of the prompt's id and the prompt's `env`, so that a reward function
     can see the source of a question.
-
-    Raises: ConfigError when there is no function data.map.
     """
 
     cfg: DataConfig
@@ -160,7 +158,7 @@ def _require_open(messages: Sequence[Message], name: str, continues: bool) -> No
 
 
 def make_all(rows: Iterator[RawRow], make: Callable[[RawRow], T]) -> list[T]:
-    """make(row) of all rows. Raises: DataError of a bad row; of several, one with their number and the first ten."""
+    """make(row) of all rows."""
     made, bad, count, num_unanswered, started = list[T](), list[str](), 0, 0, time.monotonic()
     try:
         for raw in rows:
@@ -193,8 +191,6 @@ def load_prompts(
     The id is "<file stem>-<line>", or for rows in memory "<name>-<index>". The ordinal is the row's number;
     PromptSource gives a new one to each draw.
     limit: the number of rows to read, from the start. split: of a Hugging Face data set.
-
-    Raises: DataError as open_table and PromptMaker, and when there are no rows or all are too long.
     """
     table = open_table(path, make.cfg.format, make.cfg.subset, split)
     ordinals = itertools.count()
@@ -214,9 +210,6 @@ def load_sft_rows(
     """All conversations of a table as rendered rows, and the number of those left out as longer than max_row_tokens.
 
     vocab_size: of the model that reads the ids, if it is known.
-
-    Raises: DataError as open_table and sft_row, with file and line; for ids which the model does not have; and when
-    there are no rows or all are too long.
     """
     stops = tuple(stop_ids)
 

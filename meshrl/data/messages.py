@@ -37,7 +37,7 @@ _MESSAGES_AS_TEXT = re.compile(  # as JSON, or as Python writes them
 def messages_of(value: Any, name: str, template: Any, is_filled: bool, takes_text: bool = True) -> list[Message]:
     """A list of messages, or with takes_text a text as the user's message. Keys without a value are left out, and
     arguments of tool calls that are JSON text are parsed, as chat templates expect them. name: of the value, for
-    errors. is_filled: as in RawRow. Raises: DataError."""
+    errors. is_filled: as in RawRow."""
     wanted = "a list of {role, content} messages" + (" or a string" if takes_text else "")
     if isinstance(value, str) and (_MESSAGES_AS_TEXT.match(value.lstrip()[:_SEARCHED]) or _is_json_of_messages(value)):
         raise DataError(f"{name} is JSON text, {shown(value)}; it should be the list: parse it in a data.map function")
@@ -100,7 +100,7 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 
 
 def tools_of(value: Any, name: str, is_filled: bool) -> list[dict[str, Any]] | None:
-    """The tools of a row, given as a list or as its JSON text; None if it has none. Raises: DataError."""
+    """The tools of a row, given as a list or as its JSON text; None if it has none."""
     if not value or (isinstance(value, str) and not value.strip()):
         return None
     tools = parsed(value) if isinstance(value, str) else value

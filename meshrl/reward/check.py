@@ -6,9 +6,10 @@ import sys
 from collections.abc import Collection, Iterator
 
 from meshrl.config.case import Case, Problem
+from meshrl.config.kinds import REWARDS
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported
-from meshrl.reward.kinds import REWARDS, make_grader
+from meshrl.reward.kinds import make_grader
 
 
 def check_graders(in_memory: Collection[str], case: Case) -> Iterator[Problem]:

@@ -56,7 +56,7 @@ def math_answer(completion: str, answer: Any, *, rule: str = "auto") -> float:
     return float(any([is_right(completion, reference) for reference in references(answer)]))
 
 
-def check_args(rule: str = "auto") -> None:
+def check_args(completion: str, answer: Any, *, rule: str = "auto") -> None:
     """Refuse an unknown rule, and import math-verify if the rule may need it: the import takes half a second."""
     _rule(rule)
     if rule in ("auto", "math_verify"):

@@ -62,7 +62,7 @@ class RunFacts:
 
 
 def read_facts(folder: Path) -> RunFacts:
-    """Read the files of a run, damaged ones as far as possible. Raises: MeshrlError when it is not a run's folder."""
+    """Read the files of a run, damaged ones as far as possible."""
     require_run(folder)
     state, evals = read_state(folder), list[MetricsLine]()
     settings = read_part(state.problems, read_settings, folder / "config.yaml") or []
@@ -91,10 +91,7 @@ def read_facts(folder: Path) -> RunFacts:
 
 def list_runs(folder: Path) -> str:
     """The output of `meshrl runs`: a line for each run, the oldest first. Evaluations that `meshrl eval` wrote into the
-    folder of their run belong to that run, and have no line.
-
-    Raises: MeshrlError when the folder has no runs.
-    """
+    folder of their run belong to that run, and have no line."""
     inside = sorted(path for path in folder.glob("*") if path.is_dir())
     rows = [read_facts(path) for path in inside if is_run(path)]
     if not rows:

@@ -28,7 +28,7 @@ _NOTES_SHOWN = 8
 
 
 def describe(folder: Path) -> str:
-    """The output of `meshrl status`. Raises: MeshrlError when it is not a run's folder."""
+    """The output of `meshrl status`."""
     run = read_facts(folder)
     status, problems = run.state.status, run.state.problems
     lines = [f"{folder}: {_state_text(folder, run.state)}", run.progress]
@@ -92,10 +92,7 @@ def _state_text(folder: Path, state: State) -> str:
 
 
 def stop(folder: Path) -> str:
-    """End a run with a checkpoint, and wait until it has ended. Returns a text that describes the end.
-
-    Raises: MeshrlError when the run does not run, runs elsewhere, or still runs after a minute.
-    """
+    """End a run with a checkpoint, and wait until it has ended. Returns a text that describes the end."""
     require_run(folder)
     status = read_status(folder)
     if not is_running(folder, status):

@@ -143,13 +143,13 @@ FAULTS = [
     ),
     Fault(
         "the self-test accepts equal scores for right and wrong answers",
-        "meshrl/reward/self_test.py::_try_math_answer",
+        "meshrl/reward/self_test.py::try_math_answer",
         "not right > wrong => right < wrong",
         _SELF_TEST + "test_a_math_verify_that_calls_all_answers_equal_or_unequal_ends_the_run[True]",
     ),
     Fault(
         "the self-test does not use the term's rule",
-        "meshrl/reward/self_test.py::_try_math_answer",
+        "meshrl/reward/self_test.py::try_math_answer",
         'term.args.get("rule", "auto") => "gsm8k"',
         _SELF_TEST + "test_built_in_kinds_pass_with_all_their_rules_without_a_note",
     ),

@@ -203,7 +203,7 @@ FAULTS = [
     Fault(
         "rows without an answer are accepted for a reward that needs one",
         "meshrl/run/task.py::load_task",
-        "term.kind in NEEDS_ANSWER => term.kind is None",
+        "needs_answer(term.kind) => term.kind is None",
         _REWARD_TRIAL + "test_a_map_that_returns_no_answer_is_refused_under_a_reward_that_needs_one",
     ),
     Fault(

@@ -25,7 +25,7 @@ from meshrl.tools.runs import table
 def run(target: Path, overrides: Sequence[str], num_steps: int, out: Path | None) -> str:
     """Diagnose a config (a YAML file), a run's folder or a trace; returns the summary.
 
-    out: folder of the files; by default the run's, or that of the trace. Raises: MeshrlError, among them ConfigError.
+    out: folder of the files; by default the run's, or that of the trace.
     """
     if not is_there(target):
         raise ConfigError(f"{target}: no such file or folder; give a config, the folder of a run, or a trace")

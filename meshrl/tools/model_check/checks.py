@@ -296,7 +296,7 @@ class Finding(NamedTuple):
 
 
 def findings(path: Path, on_two_ranks: OnTwoRanks) -> Iterator[tuple[str, Finding]]:
-    """The result of each of CHECKS for the model of a folder. Raises: ConfigError when meshrl refuses the model."""
+    """The result of each of CHECKS for the model of a folder."""
     checked = CheckedModel(path, on_two_ranks)
     for name, check in CHECKS.items():
         try:

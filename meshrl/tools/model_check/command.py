@@ -25,10 +25,7 @@ RANKS_TIMEOUT_S = 300.0
 
 
 def check_model(model: str, show: Callable[[str], None]) -> bool:
-    """Show the result of each check; whether all are proven. model: a model's folder, or a hub id.
-
-    Raises: ConfigError when meshrl refuses the model.
-    """
+    """Show the result of each check; whether all are proven. model: a model's folder, or a hub id."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:

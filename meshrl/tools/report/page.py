@@ -20,10 +20,7 @@ from meshrl.tools.report.sections import prose, suspicious
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write `folder`/report.html, or `out`, from the run's files so far.
-
-    Raises: MeshrlError when it is not a run's folder; OutputError when the file can't be written.
-    """
+    """Write `folder`/report.html, or `out`, from the run's files so far."""
     run, path = read_run(folder), out or folder / "report.html"
     summary = f'<section class="summary">{"".join(_summary(run, path.parent))}</section>'
     notes = f'<section><h2>Notes</h2><pre class="notes">{escape(run.notes)}</pre></section>' if run.notes else ""

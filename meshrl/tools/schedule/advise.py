@@ -28,10 +28,7 @@ Check = Callable[[Sequence[str]], object]
 
 def advise(config: RunConfig, check: Check, folder: Path | None, assumed: Sequence[str], gpus: int | None) -> str:
     """The predictions and the recommendation as text. check: of the config; only what it accepts is predicted. folder:
-    of a colocated run.
-
-    Raises: ConfigError, MeshrlError.
-    """
+    of a colocated run."""
     count = config.cluster.num_train_ranks + config.cluster.num_rollout_ranks if gpus is None else gpus
     if count < 1:
         raise ConfigError(f"--gpus is {count}; it must be 1 or more")

@@ -41,10 +41,7 @@ def step_name(kind: str, step: int) -> str:
 
 
 def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answers:
-    """kind: "step" or "eval". step: -1 = the last. wrong: only answers whose score is below loop.eval_pass_score.
-
-    Raises: MeshrlError when it is not a run's folder, or has no such step or evaluation.
-    """
+    """kind: "step" or "eval". step: -1 = the last. wrong: only answers whose score is below loop.eval_pass_score."""
     require_rollouts(run)
     files = answer_files(run, kind)
     title, key = "rollouts of step", "monitor.rollout_log_every_steps"

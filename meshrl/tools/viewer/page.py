@@ -190,10 +190,7 @@ _HERE = "meshrl.tools.viewer"
 
 def write_view(folder: Path, out: Path | None = None, steps: str | None = None) -> list[str]:
     """Write `folder`/view.html, or `out`. steps: such as 10-20, for view_10-20.html. Returns lines for the user: the
-    path, and what the page does not have. Without answers that can be read, the page states so.
-
-    Raises: MeshrlError when it is not a run's folder; ConfigError for wrong steps; OutputError.
-    """
+    path, and what the page does not have. Without answers that can be read, the page states so."""
     files = rollout_files(folder, steps)
     chunks, notes = _read(files, folder)
     text = page(folder.resolve().name, files, chunks, notes)
@@ -202,8 +199,7 @@ def write_view(folder: Path, out: Path | None = None, steps: str | None = None) 
 
 
 def rollout_files(folder: Path, steps: str | None = None) -> list[RolloutFile]:
-    """The files of a run's rollouts/, in the order of their steps, an evaluation before the step of its number. Raises:
-    MeshrlError when there are none."""
+    """The files of a run's rollouts/, in the order of their steps, an evaluation before the step of its number."""
     first, last = 0, math.inf
     if steps is not None:
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", steps)
