@@ -24,7 +24,6 @@ from meshrl.monitor.status import read_status
 from meshrl.train.checkpoint_files import states
 from tests.waiting import wait_until
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # tests/unit/tools/test_run_status.py has quick ones
 
 
