@@ -1,4 +1,4 @@
-"""Job: the state of a reinforcement-learning loop; RunOutputs and RunKeeper: what a
+"""Job: the state of a reinforcement-learning loop; LoopOutputs and LoopKeeper: what a
 loop gets from its run."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Resumable(Protocol):
         """
 
 
-class RunOutputs(Protocol):
+class LoopOutputs(Protocol):
     """What a loop shows and writes.
 
     ends_early: the run ends after the current step, as if it were the last step of its config. writes: counts the
@@ -78,7 +78,7 @@ class RunOutputs(Protocol):
         from 1; for an evaluation, of which this is the identity, the finished steps, 0 before the first one."""
 
 
-class RunKeeper(Protocol):
+class LoopKeeper(Protocol):
     """What a loop saves. restarts: how often the train ranks were started again after a failure."""
 
     restarts: int
@@ -109,8 +109,8 @@ class Job:
     first_eval steps."""
 
     cfg: RunConfig
-    run: RunOutputs
-    keeper: RunKeeper
+    run: LoopOutputs
+    keeper: LoopKeeper
     task: Task
     trainer: TrainGroup
     rollouts: RolloutGroup

@@ -14,7 +14,7 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
 from meshrl.data.order import SftSource
-from meshrl.loops.job import RunKeeper, RunOutputs
+from meshrl.loops.job import LoopKeeper, LoopOutputs
 from meshrl.loops.shared_step import optimizer_step, throughput, unknown_device
 from meshrl.monitor.metrics import memory_metrics
 from meshrl.train.optim import learning_rate
@@ -26,8 +26,8 @@ class SftJob:
     nats per trained token."""
 
     cfg: SftRunConfig
-    run: RunOutputs
-    keeper: RunKeeper
+    run: LoopOutputs
+    keeper: LoopKeeper
     trainer: TrainGroup
     source: SftSource
     cursor: dict[str, Any] = field(default_factory=dict)

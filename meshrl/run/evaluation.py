@@ -27,7 +27,7 @@ from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.run.assemble import sampling
 from meshrl.run.folder import config_of, with_date
 from meshrl.run.inputs import Objects, WriteReport
-from meshrl.run.outputs import Outputs, live_run
+from meshrl.run.outputs import RunOutputs, live_run
 from meshrl.run.signals import Stop
 from meshrl.run.subject import Subject
 from meshrl.run.task import load_task, note_on_special
@@ -109,7 +109,7 @@ async def run_evaluation(
 class _Answers:
     """The scored answers so far: a line in the file and in the summary for each, and the progress."""
 
-    def __init__(self, outputs: Outputs, cfg: RunConfig, task: Task, subject: Subject):
+    def __init__(self, outputs: RunOutputs, cfg: RunConfig, task: Task, subject: Subject):
         self.trajectories: list[Trajectory] = []
         self._outputs, self._cfg, self._subject = outputs, cfg, subject
         self._log = RolloutLog(outputs.folder, partial(text_of, task.tokenizer, special=True), outputs.writes)

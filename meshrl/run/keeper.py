@@ -148,7 +148,7 @@ class Checkpoints:
 
 
 class Keeper:
-    """What a loop gets for its states and models (loops/job.py: RunKeeper).
+    """What a loop gets for its states and models (loops/job.py: LoopKeeper).
 
     chat: of the models that are written. evaluation: identity of the run's evaluations. restarts: how often the train
     ranks were started again.

@@ -34,8 +34,8 @@ from meshrl.run.signals import Stop
 from meshrl.run.tracing import Tracing
 
 
-class Outputs:
-    """What a loop gets for its outputs (loops/job.py: RunOutputs), and what the start and the end of the run write.
+class RunOutputs:
+    """What a loop gets for its outputs (loops/job.py: LoopOutputs), and what the start and the end of the run write.
 
     Before `continue_from`, a resumed run changes no file in its folder, because it may still be refused. result: more
     entries for result.json.
@@ -241,7 +241,7 @@ class LiveRun:
     start: Start | None
     stop: Stop
     objects: Objects
-    out: Outputs
+    out: RunOutputs
 
     @property
     def save_key(self) -> str:
@@ -283,7 +283,7 @@ def live_run(
             start = choose_start(loaded.config.run, folder, kind, num_steps, notes.append)
         loaded = with_date(loaded, {} if start is None else start.saved.get("config", {}))
         stop.is_in(folder)
-        out = Outputs(loaded, kind, num_steps, folder, start, objects)
+        out = RunOutputs(loaded, kind, num_steps, folder, start, objects)
         for note in notes:
             out.note(note)
         status, error = "done", None

@@ -104,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         "a resumed run keeps the result of its earlier part",
-        "meshrl/run/outputs.py::Outputs.continue_from",
+        "meshrl/run/outputs.py::RunOutputs.continue_from",
         '("result.json", STOP_FILE) => (STOP_FILE,)',
         "tests/unit/run/test_run_record.py::test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype",
     ),
@@ -122,7 +122,7 @@ FAULTS = [
     ),
     Fault(
         "an error of on_step leaves the step uncounted",
-        "meshrl/run/outputs.py::Outputs.report",
+        "meshrl/run/outputs.py::RunOutputs.report",
         "self._error = self._error or error => if error: raise error",
         _RUN_FOLDER + "test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved[on_step]",
     ),
