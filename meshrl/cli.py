@@ -363,7 +363,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _status(args: argparse.Namespace) -> None:
-    from meshrl.tools.status import describe
+    from meshrl.tools.runs import describe
 
     print_output(describe(args.folder))
 
@@ -375,8 +375,7 @@ def _view(args: argparse.Namespace) -> None:
     if args.out is not None and prints:
         raise ConfigError("--out is the page to write, and --step and --eval write none; leave it out")
     if prints:
-        from meshrl.tools.viewer.answers import read_answers
-        from meshrl.tools.viewer.text import one_line_each, pages_of
+        from meshrl.tools.viewer.answers import one_line_each, pages_of, read_answers
 
         kind, step = ("step", args.step) if args.evaluation is None else ("eval", args.evaluation)
         answers = read_answers(args.folder, kind, step, args.wrong)
@@ -409,7 +408,7 @@ def _runs(args: argparse.Namespace) -> None:
 
 
 def _stop(args: argparse.Namespace) -> None:
-    from meshrl.tools.status import stop
+    from meshrl.tools.runs import stop
 
     print_message(stop(args.folder), sys.stdout)
 

@@ -24,13 +24,13 @@ from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
 from meshrl.core.terminal import print_message
-from meshrl.core.types import Metric, Request, Sample, Turn
+from meshrl.core.types import POLICY, Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import coordinates
 from meshrl.rollout.continuation import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint_files import FileFact
-from meshrl.train.engine import Role, StepReport
+from meshrl.train.engine import StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,13 +41,12 @@ _DIGEST_PART = 64  # 1/64 of the bytes of the transfers is reserved for their di
 
 class TrainGroup:
     """All train ranks. A method that needs the ranks is one collective command, sent to them in the order of the
-    calls.
+    calls. Roles are named (RoleSpec.name).
 
     command_lock: held during a command, and during all commands of a sync: a command between two of them could run
-    between different collectives in different ranks. version: the version of the last committed sync. is_synced:
-    the weights are those of `version`: no optimizer step has followed it. num_optim_steps: the number of optimizer
-    steps that were requested so far. progress: called with how far the ranks are with the micro-batches of a
-    command.
+    between different collectives in different ranks. version: the version of the last committed sync. is_synced: the
+    policy's weights are those of `version`. num_optim_steps: the number of optimizer steps of the policy that were
+    requested so far. progress: called with how far the ranks are with the micro-batches of a command.
     """
 
     def __init__(self, executor: Executor, progress: Callable[[str], None] = ignored):
@@ -85,13 +84,13 @@ class TrainGroup:
         batch_plan = make_batch_plan(lengths, self.num_data_ranks, self._budget, groups, prefixes, scored)
         return PlannedRows(samples=[*samples], batch_plan=batch_plan)
 
-    async def forward(self, rows: PlannedRows, role: Role) -> list[np.ndarray]:
+    async def forward(self, rows: PlannedRows, role: str) -> list[np.ndarray]:
         """Logprobs of all samples under the engine of this role, in their order; float32[T] each."""
         parts = await self._rows(RankWorker.forward, rows, role)
         by_row = {i: array for part in parts for i, array in part.items()}
         return [by_row[i] for i in range(len(rows.samples))]
 
-    async def forward_backward(self, rows: PlannedRows, role: Role, loss: LossFn, values: bool = False) -> UpdateReport:
+    async def forward_backward(self, rows: PlannedRows, role: str, loss: LossFn, values: bool = False) -> UpdateReport:
         """Add the gradient of these rows; returns the metrics of all ranks. values: whether the report has the
         trainer's values of each token."""
         reports = await self._rows(RankWorker.forward_backward, rows, role, loss, values)
@@ -101,10 +100,11 @@ class TrainGroup:
             values={i: row for r in reports for i, row in r.values.items()},
         )
 
-    async def optim_step(self, role: Role, lr: float) -> StepReport:
+    async def optim_step(self, role: str, lr: float) -> StepReport:
         """Update the weights; returns the first rank's report, with `not_finite` of the first rank that has any."""
-        self.is_synced = False
-        self.num_optim_steps += 1
+        if role == POLICY.name:
+            self.is_synced = False
+            self.num_optim_steps += 1
         reports = await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, role, lr))
         bad = next((report.not_finite for report in reports if report.not_finite), "")
         return dataclasses.replace(reports[0], not_finite=bad)

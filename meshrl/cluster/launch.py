@@ -26,6 +26,7 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_count, device_type, keep_freed_memory, may_have_own_device, num_cores
 from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.core.terminal import print_message
+from meshrl.core.types import POLICY, REFERENCE
 from meshrl.model.limits import micro_batch_tokens
 from meshrl.sync.layout import Layout
 
@@ -155,6 +156,7 @@ async def launched(
         train = train.model_copy(update={"max_tokens_per_microbatch": micro_batch_tokens(model, train)})
     nodes = math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks)  # an evaluation may have fewer ranks
     rollout = with_fastest_sync(cfg.rollout, model, nodes) if isinstance(cfg, RunConfig) else None
+    roles = (POLICY, REFERENCE) if isinstance(cfg, RunConfig) and cfg.algo.kl.coef > 0 else (POLICY,)
     specs = [
         WorkerSpec(
             rank=rank,
@@ -163,7 +165,7 @@ async def launched(
             model=model,
             train=train,
             rollout=rollout,
-            reference=isinstance(cfg, RunConfig) and cfg.algo.kl.coef > 0,
+            roles=roles,
             stop_token_ids=(),  # each request has its own
             timeout_s=cluster.timeout_s,
             seed=cfg.run.seed,

@@ -15,10 +15,11 @@ from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.data import DataConfig
+from meshrl.config.kinds import REWARDS
 from meshrl.config.loop import WEIGHTED_SUM, LoopConfig, SftConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.monitor import MonitorConfig
-from meshrl.config.reward import SHAPING_KINDS, PassScore, RewardConfig, full_rewards
+from meshrl.config.reward import PassScore, RewardConfig, full_rewards
 from meshrl.config.rollout import RolloutConfig, SamplingConfig
 from meshrl.config.train import TrainConfig
 
@@ -111,7 +112,7 @@ class RunConfig(Slice):
         loop, terms = self.loop, self.reward.terms
         if (by := loop.replace_by or loop.eval_term) is not None:
             return None if by == WEIGHTED_SUM else {by: 1.0}
-        weights = {name: term.weight for name, term in terms.items() if term.kind not in SHAPING_KINDS}
+        weights = {n: t.weight for n, t in terms.items() if not (t.kind in REWARDS and REWARDS[t.kind].judges_form)}
         return weights if any(weights.values()) and len(weights) < len(terms) else None
 
     @property

@@ -13,7 +13,7 @@ from meshrl.rollout.embedded.kv_cache import room_for
 
 
 def describe_memory(config: RunConfig | SftRunConfig) -> str:
-    """Comment lines. Raises: ConfigError, DataError when the model has no config.json that can be read."""
+    """Comment lines."""
     train, num_rollout_ranks = config.train, config.cluster.num_rollout_ranks
     num_ranks = config.cluster.num_train_ranks
     memory = model_memory(config.model, train, num_ranks)

@@ -82,6 +82,7 @@ def test_overrides_take_lists_mappings_and_null_and_the_last_one_wins(good: Path
             "agent.args={turns: 4, tools: [a]}",
             "agent.args.turns=5",
             "data.answer=null",
+            "reward.terms.answer.kind=json:dumps",
             "loop.num_steps=7",
             "loop.num_steps=9",
             "data.system='Answer: yes or no'",

@@ -17,7 +17,7 @@ from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.processor import products_of_16_bits_are_slow
 from meshrl.data.check import check_data
-from meshrl.reward.check import check_graders
+from meshrl.reward.self_test import check_graders
 
 load_run_config = partial(config_load.load_run_config, further=[check_data, partial(check_graders, ())])
 load_sft_config = partial(config_load.load_sft_config, further=[check_data])
