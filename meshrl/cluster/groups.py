@@ -26,6 +26,7 @@ from meshrl.core.errors import RankFailure
 from meshrl.core.terminal import print_message
 from meshrl.core.types import POLICY, Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import coordinates
+from meshrl.plan.decisions import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES
 from meshrl.rollout.continuation import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
@@ -34,7 +35,6 @@ from meshrl.train.engine import StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_HOST_BYTES, _DEVICE_BYTES = 64 << 20, 1 << 30  # of the transfers of a window
 InFlight = Literal["keep", "abort", "restart"]
 _DIGEST_PART = 64  # 1/64 of the bytes of the transfers is reserved for their digests
 
@@ -111,12 +111,12 @@ class TrainGroup:
 
     async def layout(self, transfer_bytes: int | None = None) -> Layout:
         """The layout of syncs, made from the boxes of one replica's ranks. transfer_bytes: of all senders together;
-        None = 64 MiB in host memory, 1 GiB on accelerators, where a transfer has to pay for more calls."""
+        None = as the trainers' device decides."""
         of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.weights))
         senders = of_ranks[: self.coordinates[0].num_senders]  # the ranks of replica 0, sorted by sender
         first = senders[0]
         if transfer_bytes is None:
-            transfer_bytes = _HOST_BYTES if first.digest == "xxh3" else _DEVICE_BYTES
+            transfer_bytes = HOST_BUCKET_BYTES if first.digest == "xxh3" else DEVICE_BUCKET_BYTES
         limit = transfer_bytes - transfer_bytes // _DIGEST_PART
         return make_layout(first.tensors, [own.boxes for own in senders], first.tied, limit, first.digest)
 

@@ -31,10 +31,11 @@ from meshrl.model.limits import note_on_balance_loss
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.metrics import memory_metrics
 from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.plan.decisions import AUTO_SAVE_S
 from meshrl.reward.score import Scorer
 from meshrl.run.folder import LOGS, bytes_of, newest_model, read_best
 from meshrl.run.inputs import Objects, WriteReport
-from meshrl.run.keeper import AUTO_SAVE_S, Checkpoints, Keeper
+from meshrl.run.keeper import Checkpoints, Keeper
 from meshrl.run.lease import wait_for_folder
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.restart import run_to_end

@@ -19,6 +19,7 @@ from meshrl.core.types import Metric
 from meshrl.data.chat import ChatFiles, read_tokenizer, write_chat
 from meshrl.loops.job import Resumable
 from meshrl.model.lora import ADAPTER_FOLDER, LEAST_MERGED
+from meshrl.plan.decisions import AUTO_SAVE_S
 from meshrl.run.folder import OTHER_FOLDER, Best, best_facts, model_folder, prune_models, read_best, replace_best
 from meshrl.run.outputs import LiveRun
 from meshrl.train.checkpoint_files import (
@@ -32,8 +33,6 @@ from meshrl.train.checkpoint_files import (
     states,
     write_json,
 )
-
-AUTO_SAVE_S = 600.0  # at most so much time is lost with a run's processes, if save_every_steps is null
 
 
 class Checkpoints:
