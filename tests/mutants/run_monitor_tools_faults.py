@@ -228,7 +228,7 @@ FAULTS = [
         "a damaged status file makes `meshrl stop` signal all processes",
         "meshrl/monitor/status.py::read_status",
         "not 1 < status.pid < 1 << 31 => status.pid > 1 << 31",
-        "tests/fuzz/test_fuzz_run_folder.py::test_no_process_is_stopped_by_a_damaged_status",
+        "tests/unit/tools/test_run_status.py::test_no_process_is_stopped_by_a_damaged_status",
     ),
     Fault(
         "the page shows the entropy of the next token",
