@@ -1,5 +1,5 @@
-"""Replies of a reward worker, and exceptions of user code as one line. User code runs in the worker and may write to its
-socket, so each reply repeats the secret name of its request."""
+"""Replies of a reward worker, and exceptions of user code as one line. User code runs in the worker and may write to
+its socket, so each reply repeats the secret name of its request."""
 
 from __future__ import annotations
 
