@@ -60,13 +60,13 @@ FAULTS = [
     ),
     Fault(
         "tokens are counted once for each rank of tp",
-        "meshrl/parallel/mesh.py::coordinates",
+        "meshrl/plan/ranks.py::coordinates",
         "prod(shape[:3]) => prod(shape)",
         _ROWS + "[tp 2]",
     ),
     Fault(
         "gradients are averaged over ulysses",
-        "meshrl/parallel/mesh.py::coordinates",
+        "meshrl/plan/ranks.py::coordinates",
         "prod(shape[:3]) => prod(shape[:2])",
         _ROWS + "[ulysses 2]",
     ),
