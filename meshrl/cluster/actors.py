@@ -25,9 +25,8 @@ import torch.distributed as dist
 
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.cluster.executor import WorkerSpec, phase
-from meshrl.cluster.rank_sync import RankSync
+from meshrl.cluster.rank_sync import RankSync, SharedDevice
 from meshrl.cluster.rows import RowsMessage
-from meshrl.cluster.shared_device import SharedDevice
 from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
     device_name,
@@ -55,7 +54,7 @@ from meshrl.monitor.status import RankProcess
 from meshrl.monitor.trace import PROFILE_FILE, write_rank
 from meshrl.parallel.mesh import build_mesh
 from meshrl.parallel.timing import settle
-from meshrl.process.family import family, own_memory
+from meshrl.process.diagnosis import family, own_memory
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
 from meshrl.sync.digest import DigestKind, kind_for

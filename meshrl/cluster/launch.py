@@ -15,10 +15,11 @@ import torch
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import Executor, WorkerSpec
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.cluster.processes import ProcessExecutor
-from meshrl.cluster.torchrun import TorchrunExecutor, is_launched
+from meshrl.cluster.remote import TorchrunExecutor, is_launched
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig

@@ -22,8 +22,7 @@ from meshrl.process import frames, spawn
 from meshrl.process.connect import LOST_AFTER_S, connect, interface_of
 from meshrl.process.diagnosis import Snapshot
 from meshrl.process.leases import sweep
-from meshrl.process.private_caches import use_private_caches
-from meshrl.process.spawn import Program, SpawnedProcess
+from meshrl.process.spawn import Program, SpawnedProcess, use_private_caches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.core.errors import RankFailure, SyncError, SyncInterrupted
 from meshrl.sync.layout import Ack, Layout, SyncHeader
 from meshrl.sync.transaction import SyncOrder, SyncState, make_header, with_reports

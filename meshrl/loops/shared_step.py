@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshrl.cluster.groups import TrainGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.cluster import ClusterConfig
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric

@@ -25,7 +25,7 @@ from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import Adapter, RoundedChange, adapters_of, is_adapter, merged, named_weights
 from meshrl.model.weight_files import INDEX, SINGLE, write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
-from meshrl.parallel.gather import all_gather_json
+from meshrl.parallel.exchange import all_gather_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from meshrl.cluster.groups import TrainGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.core.errors import CheckpointError, MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric

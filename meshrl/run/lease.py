@@ -22,7 +22,7 @@ from meshrl.config.run import RunSection
 from meshrl.core.errors import MeshrlError
 from meshrl.core.terminal import print_message
 from meshrl.monitor.status import Status, read_status
-from meshrl.process.family import has_open
+from meshrl.process.diagnosis import has_open
 
 LOCK_FILE = "run.lock"
 _WAIT_S = 60.0  # for a run that is ending, such as a requeued job's

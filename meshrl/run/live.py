@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from meshrl.cluster.groups import TrainGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.core.errors import DataError, MeshrlError, RankFailure

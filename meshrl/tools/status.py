@@ -14,7 +14,7 @@ from meshrl.core.files import write_text
 from meshrl.core.terminal import command
 from meshrl.monitor.notes import NOTES_FILE, important
 from meshrl.monitor.status import STOP_FILE, RankProcess, Status, read_status
-from meshrl.process.family import FamilyMember, family
+from meshrl.process.diagnosis import FamilyMember, family
 from meshrl.run.folder import read_best
 from meshrl.run.lease import holds_lease, is_running
 from meshrl.run.verdict import verdict_of

@@ -33,7 +33,7 @@ from meshrl.core.files import Unreadable
 from meshrl.model.folder import not_finite
 from meshrl.model.weight_files import KINDS, opened
 from meshrl.parallel.boxes import Box, Values, boxes, index_of, overlap, replica
-from meshrl.parallel.gather import all_gather_json
+from meshrl.parallel.exchange import all_gather_json
 from meshrl.train.checkpoint_files import FileFact, faults, read_manifest, write_file
 
 Tensors = Mapping[str, torch.Tensor]

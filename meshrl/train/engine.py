@@ -50,8 +50,7 @@ from meshrl.train.checkpoint import Tensors, stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.offload import HostMemory
 from meshrl.train.optim import build_optimizer, clip_gradients
-from meshrl.train.packing import pack
-from meshrl.train.probe import require_independent_rows
+from meshrl.train.packing import pack, require_independent_rows
 from meshrl.train.state import NO_TENSORS, base_digest, load_state, reference_digest, state_bytes, state_tensors
 from meshrl.train.weights import RankWeights, rank_weights
 

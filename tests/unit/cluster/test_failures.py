@@ -11,7 +11,7 @@ import pytest
 from tiny_specs import worker_spec
 
 from meshrl.cluster.launch import Groups
-from meshrl.cluster.replacement import Replacement
+from meshrl.cluster.sampler_group import Replacement
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import RankFailure, SyncError
 

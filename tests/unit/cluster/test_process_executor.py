@@ -33,8 +33,8 @@ from meshrl.algo.losses import sft_loss
 from meshrl.cluster import processes
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec, phase
-from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.processes import ProcessExecutor
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig

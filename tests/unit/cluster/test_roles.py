@@ -11,8 +11,8 @@ from tiny_samples import random_samples, weigh
 from tiny_specs import worker_spec
 
 from meshrl.algo.losses import make_policy_loss
-from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.inline import InlineExecutor
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import ModelConfig
 from meshrl.core.types import POLICY, RoleSpec

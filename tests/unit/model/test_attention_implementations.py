@@ -19,8 +19,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample
 from meshrl.model.attention import KERNELS, NAMES, AttentionSpec, PackedAttention, attention_text
 from meshrl.model.causal import CausalModel
-from meshrl.train.packing import pack
-from meshrl.train.probe import require_independent_rows
+from meshrl.train.packing import pack, require_independent_rows
 
 CPU = torch.device("cpu")
 OWN = ["sdpa", "eager"]

@@ -23,7 +23,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.memory import model_memory
 from meshrl.model.own_attention import use_context_attention
 from meshrl.model.recipe import load_causal_lm
-from meshrl.parallel.checkpointing import checkpoint_blocks
+from meshrl.parallel.fsdp import checkpoint_blocks
 from meshrl.train.packing import pack
 
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
