@@ -178,8 +178,8 @@ class RankWorker:
         self._memory.for_training()
         batches = self._batches(message, message.samples())
         if role == REFERENCE.name and self.spec.model.lora.enabled:
-            return self._policy.forward(batches, adapter=False)[0]
-        return self.engines[role].forward(batches)[0]
+            return self._policy.forward(batches, adapter=False)
+        return self.engines[role].forward(batches)
 
     @phase("train")
     def forward_backward(self, message: RowsMessage, role: str, loss: LossFn, values: bool = False) -> UpdateReport:
@@ -292,10 +292,7 @@ class RankWorker:
     @phase("load")
     async def set_layout(self, layout: Layout) -> tuple[bool, bool]:
         """Set the layout of later syncs, and compare it with the parameters of this rank's sampler. Returns whether
-        this rank's sampler releases its memory for training, and whether sampler and trainer use a device in turns.
-
-        Raises: UnloadedParamsError.
-        """
+        this rank's sampler releases its memory for training, and whether sampler and trainer use a device in turns."""
         if self._weight_sync is None or self._weight_sync.layout.hash != layout.hash:
             if self._weight_sync is not None:
                 self._weight_sync.close()

@@ -92,10 +92,7 @@ class Groups:
     async def restart_trainers(self, layout: Layout | None) -> None:
         """Replace lost train ranks by new ones. They and their colocated samplers have the weights of the model's
         folder. Samplers in their own ranks continue to run, and wait for weights. layout: of the syncs; None when no
-        rank samples.
-
-        Raises: RankFailure; a retry is allowed.
-        """
+        rank samples."""
         if self.rollouts is not None:
             await self.rollouts.invalidate()
         await self.executor.restart([spec.rank for spec in self.executor.specs if spec.trains])
@@ -132,10 +129,7 @@ async def launched(
 ) -> AsyncIterator[Groups]:
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. model: in place of
     the config's. logs: an absolute path, see WorkerSpec. Under torchrun all processes of the run share run.folder
-    (process/run_token.py).
-
-    Raises: RankFailure when a rank does not start, or fails while it ends.
-    """
+    (process/run_token.py)."""
     model, train, cluster = model or cfg.model, cfg.train, cfg.cluster
     if train.max_tokens_per_microbatch is None and num_train_ranks:
         train = train.model_copy(update={"max_tokens_per_microbatch": micro_batch_tokens(model, train)})
@@ -197,10 +191,7 @@ def check_devices(
     cluster: ClusterConfig, rollout: RolloutConfig | None, num_train_ranks: int, num_rollout_ranks: int
 ) -> str | None:
     """Returns a note when ranks on the CPU share cores. Under Ray there is nothing to check: it reserves a device for
-    each rank. Under torchrun every process calls this, for its own machine.
-
-    Raises: ConfigError when ranks would share a device, which NCCL does not support.
-    """
+    each rank. Under torchrun every process calls this, for its own machine."""
     if cluster.executor == "ray":
         return None
     num_ranks = num_train_ranks + num_rollout_ranks

@@ -49,10 +49,7 @@ class NodeAgent:
 
     def serve(self) -> int:
         """Remove temporary resources that killed runs have left on this machine, then be a rank's node agent until the
-        controller ends it. Returns the exit code: 0 when the run ended without a failure.
-
-        Raises: ConnectionError when the controller can't be reached.
-        """
+        controller ends it. Returns the exit code: 0 when the run ended without a failure."""
         sweep()
         use_private_caches()
         self.control = self.connect("control")

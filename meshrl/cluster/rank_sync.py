@@ -77,8 +77,7 @@ class RankSync:
     async def sync(self, order: SyncOrder) -> tuple[Ack | None, SendReport | None]:
         """Send, receive and verify weights (with a train engine, a collective).
 
-        Waits for: the other ranks. Unblocked by: `cancel`, a lost rank. Raises: SyncError; the sampler has no valid
-        version then.
+        Waits for: the other ranks. Unblocked by: `cancel`, a lost rank.
         """
         self._cancelled = False
         self._running = asyncio.ensure_future(self._sync(order))

@@ -68,7 +68,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
         """Start `NodeAgent(address, self.token, rank).serve()` for each rank that is returned."""
 
     async def replace_agent(self, rank: int, lost: AgentConnection) -> None:
-        """Start another node agent for a lost one. Raises: RankFailure if the launcher can't do it."""
+        """Start another node agent for a lost one."""
         raise RankFailure(rank, "start", f"{lost.lost}, on {lost.node}")
 
     async def start(self) -> None:
@@ -179,8 +179,6 @@ def follow(folder: Path) -> int:
 
     Waits for: the controller, which publishes its address when it has loaded its config. Ctrl-C, SIGTERM and SIGHUP
     reach all processes of a run and the controller handles them, so this process ignores them once it has the address.
-
-    Raises: MeshrlError when the store or the file with the token has been written by a process outside the run.
     """
     address, token = read_announcement(_launch_store().get(_key()), _key(), folder)
     ignore_interrupts()
@@ -191,8 +189,7 @@ class TorchrunExecutor(RemoteExecutor):
     """The controller's side, in the process of rank 0."""
 
     def __init__(self, specs: Sequence[WorkerSpec], folder: Path):
-        """folder: run.folder, in which the run's token is made. Raises: ConfigError when the number of processes
-        differs from the config's number of ranks, or a replica would be on two machines; errors of RunToken."""
+        """folder: run.folder, in which the run's token is made."""
         started, asked = int(os.environ["WORLD_SIZE"]), specs[0].num_ranks
         if started != asked:
             raise ConfigError(

@@ -77,10 +77,7 @@ class Replacement:
             await self._synced.wait()
 
     async def restart(self, failure: RankFailure) -> None:
-        """Replace a lost rank by a new one without weights. The caller holds `lock`.
-
-        Raises: the failure, if its rank trains, the run has failed, or max_restarts is used up.
-        """
+        """Replace a lost rank by a new one without weights. The caller holds `lock`."""
         started_at, rank, lost = time.monotonic(), failure.rank, failure
         while True:
             if not self.is_possible(lost):
@@ -272,7 +269,7 @@ class RolloutGroup:
         return sum(await asyncio.gather(*calls))
 
     async def reconcile(self, layout: Layout) -> None:
-        """Compare the trainer's layout with every sampler's own parameters. Raises: UnloadedParamsError."""
+        """Compare the trainer's layout with every sampler's own parameters."""
         self.replacement.layout = layout
         only_train = [spec.rank for spec in self.executor.specs if spec.trains and not spec.samples]
         await asyncio.gather(*(self.executor.call(rank, RankWorker.set_layout, layout) for rank in only_train))

@@ -133,16 +133,13 @@ class TrainGroup:
         await self._all(lambda rank: self.executor.call(rank, RankWorker.save, folder, continues))
 
     async def finish_save(self) -> dict[str, FileFact]:
-        """Wait until every rank's files are on disk; other commands may run. Raises: CheckpointError."""
+        """Wait until every rank's files are on disk; other commands may run."""
         of_ranks = await self._each(lambda rank: self.executor.call(rank, RankWorker.finish_save))
         return {name: fact for files in of_ranks for name, fact in files.items()}
 
     async def load(self, folder: Path | None, version: int) -> None:
         """Load a saved training state; None: new ranks have the weights of model.path already. The weights had this
-        version: the next sync commits that number again.
-
-        Raises: CheckpointError, before anything is changed.
-        """
+        version: the next sync commits that number again. If it fails, nothing is changed."""
         if folder is not None:
             await self._all(lambda rank: self.executor.call(rank, RankWorker.load, str(folder)))
         self.version, self.is_synced = version - 1, False

@@ -16,10 +16,7 @@ from meshrl.sync.transaction import SyncOrder, SyncState, make_header, with_repo
 
 
 async def sync_weights(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout) -> list[Ack]:
-    """Send every sampler the trainer's weights as version + 1; the version rises when all samplers have verified them.
-
-    Raises: SyncError, which names the tensor or the stage; the samplers then refuse to generate.
-    """
+    """Send every sampler the trainer's weights as version + 1, which rises when all samplers have verified them."""
     async with rollouts.drained():
         version = trainer.version + 1
         async with rollouts.replacement.lock:

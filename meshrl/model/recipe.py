@@ -32,8 +32,7 @@ from meshrl.model.tensor_parallel import cut_model, uncut_layers
 from meshrl.model.verify import ComparedModel, in_fp32, require_same
 from meshrl.parallel.compute_dtype import compute_in
 from meshrl.parallel.fsdp import checkpoint_blocks, is_sharded, reshard, shard_model
-from meshrl.parallel.mesh import fsdp_mesh
-from meshrl.parallel.peers import Peers
+from meshrl.parallel.mesh import Peers, fsdp_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

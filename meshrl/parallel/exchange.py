@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -76,27 +75,29 @@ class Axis:
 
 def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Slices [N, ...] of all peers -> [size * N, ...]."""
-    return _exchanged(x, axis.gather, axis.reduce_scatter)
+    return _Exchanged.apply(x, axis.gather, axis.reduce_scatter)  # type: ignore[no-any-return]  # apply is not typed
 
 
 def sum_scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Parts [size * N, ...] of a sum -> this rank's slice [N, ...] of it."""
-    return _exchanged(x, axis.reduce_scatter, axis.gather)
+    return _Exchanged.apply(x, axis.reduce_scatter, axis.gather)  # type: ignore[no-any-return]
 
 
 def swapped(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[size, ...], entry r for rank r -> [size, ...], entry r from rank r."""
-    return _exchanged(x, axis.swap, axis.swap)
+    return _Exchanged.apply(x, axis.swap, axis.swap)  # type: ignore[no-any-return]
 
 
 def gathered_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Values [N] of all peers -> [size, N], for a loss that each peer computes."""
-    return _exchanged(x, lambda values: axis.gather(values[None]), lambda grad: grad[axis.index])
+    return _Exchanged.apply(  # type: ignore[no-any-return]
+        x, lambda values: axis.gather(values[None]), lambda grad: grad[axis.index]
+    )
 
 
 def summed_values(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of all peers' values, for a loss that each peer computes."""
-    return _exchanged(x, axis.sum, lambda grad: grad)
+    return _Exchanged.apply(x, axis.sum, lambda grad: grad)  # type: ignore[no-any-return]
 
 
 def sum_gradients(tensors: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
@@ -105,15 +106,9 @@ def sum_gradients(tensors: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]
     return list(_SummedGradients.apply(axis, *tensors)) if tensors else []
 
 
-Operation = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _exchanged(x: torch.Tensor, operation: Operation, of_gradient: Operation) -> torch.Tensor:
-    """The result of an operation; of_gradient computes the gradient of x from that of the result."""
-    return _Exchanged.apply(x, operation, of_gradient)  # type: ignore[no-any-return]  # apply is not typed
-
-
 class _Exchanged(torch.autograd.Function):
+    """The result of an operation; of_gradient computes the gradient of x from that of the result."""
+
     @staticmethod
     def forward(ctx, x, operation, of_gradient):  # type: ignore[override]
         ctx.of_gradient = of_gradient

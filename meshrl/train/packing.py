@@ -19,7 +19,7 @@ from meshrl.core.device import upload
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample, unsampled_row
 from meshrl.model.verify import TOLERANCE_NATS
-from meshrl.parallel.peers import chunk_tokens
+from meshrl.parallel.mesh import chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,6 @@ def require_independent_rows(
     such as a mean over the pack, is found by `recipe.verify`, in fp32.
 
     model: its name in errors. score: logprobs of samples packed in this order, by index.
-    Raises: ConfigError when the model's scores are random, or when packed rows affect each other.
     """
     before, row, after = (
         bare_row("before", [(1 + i) % vocab_size for i in range(9)], scored=True),

@@ -43,7 +43,7 @@ def _synced(rank: int, world: int, family: str, lora: bool) -> dict[str, Any]:
     own, theirs = persistent_buffers(trainer.model.lm), persistent_buffers(sampler._weights.lm)
     (row,) = random_samples(0, [20])
     row.mask[1:], row.temperature = True, 1.0
-    scored = trainer.forward([pack([row], [0])])[0][0]
+    scored = trainer.forward([pack([row], [0])])[0]
     found = {
         "read_back": ack.read_back,
         "num_tensors": ack.num_tensors,

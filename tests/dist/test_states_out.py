@@ -39,7 +39,7 @@ def _synced(rank: int, world: int, family: str) -> dict[str, Any]:
     ack = asyncio.run(synced.sync(0))
     (row,) = random_samples(0, [20])
     row.mask[1:], row.temperature = True, 1.0
-    scored = trainer.forward([pack([row], [0])])[0][0]
+    scored = trainer.forward([pack([row], [0])])[0]
     theirs = {**dict(sampler._weights.lm.named_parameters()), **dict(sampler._weights.lm.named_buffers())}
     untrained = dict(tiny_lm(family).named_parameters())
     found = {
