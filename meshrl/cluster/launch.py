@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.executor import Executor, WorkerSpec
+from meshrl.cluster.executor import Executor, WorkerSpec, ignored
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.cluster.processes import ProcessExecutor
 from meshrl.cluster.remote import TorchrunExecutor, is_launched
@@ -26,12 +26,13 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_count, device_type, keep_freed_memory, may_have_own_device, num_cores
 from meshrl.core.errors import ConfigError, RankFailure
-from meshrl.core.types import POLICY, REFERENCE
-from meshrl.model.limits import micro_batch_tokens
+from meshrl.core.terminal import print_message
+from meshrl.model.limits import model_numbers
+from meshrl.plan.decisions import Machine
+from meshrl.plan.run_plan import make_plan
 from meshrl.sync.layout import Layout
 
 T = TypeVar("T")
-_AFTER_START_S = 60.0  # for a rank whose server is ready
 
 
 class Groups:
@@ -42,10 +43,13 @@ class Groups:
 
     def __init__(self, trainer: TrainGroup | None, rollouts: RolloutGroup | None, executor: Executor):
         self.trainer, self.rollouts, self.executor = trainer, rollouts, executor
+        self._is_ending = False
         self._failure: asyncio.Future[RankFailure] = asyncio.get_running_loop().create_future()
 
     def lost(self, failure: RankFailure) -> None:
         """Replace a lost sampler, or end `until_failure`."""
+        if self._is_ending:
+            return
         if self.rollouts is not None and self.rollouts.replacement.is_possible(failure):
             self.rollouts.replacement.start(failure).add_done_callback(self._replacement_ended)
         elif not self._failure.done():
@@ -84,6 +88,15 @@ class Groups:
             raise interruption
         return result
 
+    async def end(self) -> None:
+        """Stop all ranks. A sampler that ends from now on is no failure. Raises: the error of a train rank."""
+        self._is_ending = True
+        specs = self.executor.specs
+        ends = (self.executor.call(spec.rank, RankWorker.stop) for spec in specs)
+        for end in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(end, BaseException) and not (isinstance(end, RankFailure) and not specs[end.rank].trains):
+                raise end
+
     def can_restart_after(self, failure: RankFailure) -> bool:
         """Whether `restart_trainers` may help. An exception would be raised again."""
         lost_trainers = failure.kind != "raised" and self.executor.specs[failure.rank].trains
@@ -100,23 +113,9 @@ class Groups:
             await self.rollouts.reconcile(layout)
 
 
-def deadlines_of(cluster: ClusterConfig, rollout: RolloutConfig | None) -> dict[str, float]:
-    """Seconds by phase, where they are not cluster.timeout_s. A rank loads for as long as its server may take to start,
-    unless cluster.deadlines.load is set."""
-    deadlines = {phase: seconds for phase, seconds in cluster.deadlines if seconds is not None}
-    if rollout is not None and rollout.start_deadline_s:
-        deadlines.setdefault("load", max(cluster.timeout_s, rollout.start_deadline_s + _AFTER_START_S))
-    return deadlines
-
-
-def with_fastest_sync(rollout: RolloutConfig, model: ModelConfig, nodes: int) -> RolloutConfig:
-    """The config with sync_mode full where the weights stay in shared memory: there all of them are copied in less time
-    than their changes are found and written. Samplers that get only adapters still do. Under torchrun the ranks may be
-    on several machines."""
-    sends_adapters = model.lora.enabled and rollout.takes_adapters(model.lora)
-    if nodes > 1 or is_launched() or rollout.sync_transport == "broadcast" or sends_adapters:
-        return rollout
-    return rollout.model_copy(update={"sync_mode": "full"})
+def this_machine(cluster: ClusterConfig) -> Machine:
+    """What is known of the machines of the ranks: Ray chooses them later."""
+    return Machine(None if cluster.executor == "ray" else device_type(), is_launched())
 
 
 @asynccontextmanager
@@ -126,31 +125,33 @@ async def launched(
     num_rollout_ranks: int,
     model: ModelConfig | None = None,
     logs: Path | None = None,
+    note: Callable[[str], None] = print_message,
+    progress: Callable[[str], None] = ignored,
 ) -> AsyncIterator[Groups]:
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. model: in place of
-    the config's. logs: an absolute path, see WorkerSpec. Under torchrun all processes of the run share run.folder
+    the config's. logs: an absolute path, see WorkerSpec. note: gets a line for each rank that is replaced. progress:
+    of the train ranks, see TrainGroup. Under torchrun all processes of the run share run.folder
     (process/run_token.py)."""
-    model, train, cluster = model or cfg.model, cfg.train, cfg.cluster
-    if train.max_tokens_per_microbatch is None and num_train_ranks:
-        train = train.model_copy(update={"max_tokens_per_microbatch": micro_batch_tokens(model, train)})
+    cluster = cfg.cluster
+    cfg = cfg if model is None else cfg.model_copy(update={"model": model})
     nodes = math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks)  # an evaluation may have fewer ranks
-    rollout = with_fastest_sync(cfg.rollout, model, nodes) if isinstance(cfg, RunConfig) else None
-    roles = (POLICY, REFERENCE) if isinstance(cfg, RunConfig) and cfg.algo.kl.coef > 0 else (POLICY,)
+    run_plan = make_plan(cfg, model_numbers(cfg.model.path), this_machine(cluster), nodes)
+    planned = run_plan.config
     specs = [
         WorkerSpec(
             rank=rank,
             num_train_ranks=num_train_ranks,
             num_rollout_ranks=num_rollout_ranks,
-            model=model,
-            train=train,
-            rollout=rollout,
-            roles=roles,
+            model=planned.model,
+            train=planned.train,
+            rollout=planned.rollout if isinstance(planned, RunConfig) else None,
+            roles=run_plan.roles,
             stop_token_ids=(),  # each request has its own
             timeout_s=cluster.timeout_s,
             seed=cfg.run.seed,
             logs=logs,
             nodes=nodes,
-            deadlines=deadlines_of(cluster, rollout),
+            deadlines=planned.cluster.deadlines.model_dump(),
         )
         for rank in range(num_train_ranks + num_rollout_ranks)
     ]
@@ -170,19 +171,16 @@ async def launched(
     else:  # one process for each rank: a child of this process, or started by torchrun on every machine
         executor = TorchrunExecutor(specs, Path(cfg.run.folder)) if is_launched() else ProcessExecutor(specs)
     try:
-        await executor.start()
-        groups = Groups(
-            TrainGroup(executor) if num_train_ranks else None,
-            RolloutGroup(executor, cluster.max_restarts) if any(spec.samples for spec in specs) else None,
-            executor,
-        )
-        executor.on_lost = groups.lost
+        trainer = TrainGroup(executor, progress) if num_train_ranks else None
+        rollouts = None
+        if any(spec.samples for spec in specs):
+            of_loop = cfg.loop if isinstance(cfg, RunConfig) and cfg.loop.kind == "fully_async" else None
+            in_flight = of_loop.in_flight if of_loop is not None else "keep"
+            rollouts = RolloutGroup(executor, cluster.max_restarts, note, in_flight)
+        groups = Groups(trainer, rollouts, executor)
+        await executor.start(groups.lost, ignored if trainer is None else trainer.show_batches)
         yield groups
-        executor.on_lost = lambda failure: None  # a sampler that ends from now on is no failure
-        ends = (executor.call(spec.rank, RankWorker.stop) for spec in specs)
-        for end in await asyncio.gather(*ends, return_exceptions=True):
-            if isinstance(end, BaseException) and not (isinstance(end, RankFailure) and not specs[end.rank].trains):
-                raise end
+        await groups.end()
     finally:
         await executor.close()
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.executor import Executor
+from meshrl.cluster.executor import Executor, ignored
 from meshrl.core.errors import RankFailure
 from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric, Request, Turn
@@ -23,6 +23,7 @@ from meshrl.rollout.continuation import join_turns
 from meshrl.sync.layout import Layout
 
 T = TypeVar("T")
+InFlight = Literal["keep", "abort", "restart"]
 SendWeights = Callable[[int], Awaitable[bool]]
 
 
@@ -34,9 +35,8 @@ class Replacement:
     sync. layout: of the syncs.
     """
 
-    def __init__(self, executor: Executor, max_restarts: int):
-        self.executor, self.max_restarts, self.num_restarts = executor, max_restarts, 0
-        self.note: Callable[[str], None] = print_message
+    def __init__(self, executor: Executor, max_restarts: int, note: Callable[[str], None] = print_message):
+        self.executor, self.max_restarts, self.note, self.num_restarts = executor, max_restarts, note, 0
         self.lock, self.needs_sync = asyncio.Lock(), asyncio.Event()
         self.layout: Layout | None = None
         self._synced = asyncio.Event()  # set by each sync; a task that waits for the next one clears it first
@@ -119,19 +119,23 @@ class Replacement:
 class Routes:
     """The routes of requests to samplers. ranks: the samplers.
 
-    num_running: requests that have no answer yet. on_turn_end: called when a request has ended. on_session_start:
-    called at the first request of a session.
+    num_running: requests that have no answer yet.
     """
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks, self.num_running = ranks, 0
-        self.on_turn_end: Callable[[], None] = lambda: None
-        self.on_session_start: Callable[[str], None] = lambda session: None
+        self._on_turn_end: Callable[[], None] = ignored
+        self._on_session_start: Callable[[str], object] = ignored
         self._of_session: dict[str, int] = {}
         self._num_sessions = dict.fromkeys(ranks, 0)
         self._running = dict.fromkeys(ranks, 0)
         self._busy_since: dict[int, float] = {}
         self._busy_s = 0.0
+
+    def call(self, on_turn_end: Callable[[], None], on_session_start: Callable[[str], object]) -> None:
+        """From now on, call on_turn_end when a request has ended, and on_session_start at the first request of a
+        session."""
+        self._on_turn_end, self._on_session_start = on_turn_end, on_session_start
 
     def _rank_of(self, session: str) -> int:
         """The sampler with the fewest open sessions, else the first of them. A session stays at its sampler, which
@@ -145,7 +149,7 @@ class Routes:
         if session not in self._of_session:
             rank = self._of_session[session] = min(self.ranks, key=self._num_sessions.__getitem__)
             self._num_sessions[rank] += 1
-            self.on_session_start(session)
+            self._on_session_start(session)
         return self._of_session[session]
 
     def end_session(self, session: str) -> None:
@@ -168,7 +172,7 @@ class Routes:
             self.num_running -= 1
             if not self._running[rank]:
                 self._busy_s += time.perf_counter() - self._busy_since.pop(rank)
-            self.on_turn_end()
+            self._on_turn_end()
 
     def take_busy_s(self) -> float:
         """Seconds in which a rank had a request, summed over the ranks, since the last call."""
@@ -189,11 +193,16 @@ class RolloutGroup:
     shares_devices: whether trainer and samplers use devices in turns. Both are known after `reconcile`.
     """
 
-    def __init__(self, executor: Executor, max_restarts: int = 0):
-        self.executor = executor
+    def __init__(
+        self,
+        executor: Executor,
+        max_restarts: int = 0,
+        note: Callable[[str], None] = print_message,
+        in_flight: InFlight = "keep",
+    ):
+        self.executor, self.in_flight = executor, in_flight
         self.routes = Routes([spec.rank for spec in executor.specs if spec.samples])
-        self.replacement = Replacement(executor, max_restarts)
-        self.in_flight: Literal["keep", "abort", "restart"] = "keep"
+        self.replacement = Replacement(executor, max_restarts, note)
         self.num_redone = self.num_failed_syncs = 0
         self.releases_memory = self.shares_devices = False
         self._may_generate = asyncio.Event()  # cleared during a sync that aborts turns

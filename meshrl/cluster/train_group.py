@@ -15,12 +15,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from meshrl.cluster.actors import RankWorker, UpdateReport
-from meshrl.cluster.executor import Executor
+from meshrl.cluster.executor import Executor, ignored
 from meshrl.cluster.rows import PlannedRows, RowsMessage
 from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.types import POLICY, Metric, Sample
 from meshrl.parallel.mesh import coordinates
+from meshrl.plan.decisions import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint_files import FileFact
@@ -28,7 +29,6 @@ from meshrl.train.engine import StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_HOST_BYTES, _DEVICE_BYTES = 64 << 20, 1 << 30  # of the transfers of a window
 _DIGEST_PART = 64  # 1/64 of the bytes of the transfers is reserved for their digests
 
 
@@ -39,13 +39,11 @@ class TrainGroup:
     command_lock: held during a command, and during all commands of a sync: a command between two of them could run
     between different collectives in different ranks. version: the version of the last committed sync. is_synced: the
     policy's weights are those of `version`. num_optim_steps: the number of optimizer steps of the policy that were
-    requested so far. show: called with how far the ranks are with the micro-batches of a command.
+    requested so far. progress: called with how far the ranks are with the micro-batches of a command.
     """
 
-    def __init__(self, executor: Executor):
-        self.executor = executor
-        executor.on_batches = self._show_batches
-        self.show: Callable[[str], None] = lambda text: None
+    def __init__(self, executor: Executor, progress: Callable[[str], None] = ignored):
+        self.executor, self._progress = executor, progress
         self._num_batches = 0  # of each rank in the running command
         self.command_lock = asyncio.Lock()
         self.num_ranks = executor.specs[0].num_train_ranks
@@ -106,12 +104,12 @@ class TrainGroup:
 
     async def layout(self, transfer_bytes: int | None = None) -> Layout:
         """The layout of syncs, made from the boxes of one replica's ranks. transfer_bytes: of all senders together;
-        None = 64 MiB in host memory, 1 GiB on accelerators, where a transfer has to pay for more calls."""
+        None = as the trainers' device decides."""
         of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.weights))
         senders = of_ranks[: self.coordinates[0].num_senders]  # the ranks of replica 0, sorted by sender
         first = senders[0]
         if transfer_bytes is None:
-            transfer_bytes = _HOST_BYTES if first.digest == "xxh3" else _DEVICE_BYTES
+            transfer_bytes = HOST_BUCKET_BYTES if first.digest == "xxh3" else DEVICE_BUCKET_BYTES
         limit = transfer_bytes - transfer_bytes // _DIGEST_PART
         return make_layout(first.tensors, [own.boxes for own in senders], first.tied, limit, first.digest)
 
@@ -171,9 +169,9 @@ class TrainGroup:
         answers = await self._all(call)
         return [answer for answer, own in zip(answers, self.coordinates, strict=True) if own.is_first_peer]
 
-    def _show_batches(self, count: int) -> None:
+    def show_batches(self, count: int) -> None:
         if self._num_batches > 1:
-            self.show(f"{count} of {self._num_batches} micro-batches")
+            self._progress(f"{count} of {self._num_batches} micro-batches")
 
     async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
         async with self.command_lock:

@@ -28,9 +28,9 @@ from meshrl.reward.final_answer import (
     expression_of,
     final_expression,
     marked_answer,
+    normalized,
     stated_text,
 )
-from meshrl.reward.plain_text import normalized
 
 _GSM8K_NUMBER = re.compile(
     r"\$?-?\$?[0-9.,]++(?!\s*[-+/^:×*–±√]\s*[0-9\\(*]|\s+[0-9]+/[0-9]|(?<=,)\s+[0-9]|\s+(?:thousand|million|billion)\b"

@@ -1,21 +1,24 @@
-"""Tries reward functions before a run depends on them: built-in functions on known completions, a user's on the answers
-of the data. The workers grade them like the completions of the run.
+"""Checks reward functions together with the config, and tries them before a run depends on them: built-in functions on
+known completions, a user's on the answers of the data. The workers grade them like the completions of the run.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from meshrl.config.case import Case, Problem
 from meshrl.config.kinds import REWARDS, needs_answer
 from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.errors import ConfigError, Failure, Graded
-from meshrl.core.lookup import import_object
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported, import_object
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.reward.answer_forms import references
+from meshrl.reward.kinds import make_grader
 from meshrl.reward.score import Scorer
 
 Note = Callable[[str], None]
@@ -239,3 +242,24 @@ def _attempt(prompt: Prompt, text: str) -> Trajectory:
         messages=[{"role": "assistant", "content": text}],
     )
     return Trajectory(prompt=prompt, group_id=prompt.id, index=0, turns=[turn])
+
+
+def check_graders(in_memory: Collection[str], case: Case) -> Iterator[Problem]:
+    """Problems of reward functions that can't be imported, or that a run can't call. in_memory: terms whose function is
+    given by a Python caller. Kinds that name no function are reported by the config's own check.
+
+    Modules that only this check imports are removed from sys.modules, so that the check of the next config in this
+    process reads their files again.
+    """
+    before = set(sys.modules)
+    for name, term in case.rl.reward.terms.items():
+        is_path = DOTTED_PATH.fullmatch(term.kind) and can_be_imported(term.kind)
+        if name in in_memory or not (term.kind in REWARDS or is_path):
+            continue
+        try:
+            make_grader(name, term.kind, term.args)
+        except ConfigError as error:
+            yield Problem((f"reward.terms.{name}.kind",), f"{error}.")
+        module = term.kind.partition(":")[0]
+        if module not in before:
+            sys.modules.pop(module, None)

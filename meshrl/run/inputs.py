@@ -24,10 +24,12 @@ from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.terminal import print_message
 from meshrl.data.check import check_data
 from meshrl.data.tables import RowTable, is_dataset
-from meshrl.reward.check import check_graders
+from meshrl.reward.self_test import check_graders
 
 OnStep = Callable[[int, dict[str, float]], Any]
 """Called after each step with its number, from 1, and its metrics. False ends the run after this step."""
+WriteReport = Callable[[Path], object]
+"""Called with the run's folder after all other files are written."""
 ROWS = {"data.path": "data", "data.eval_path": "eval_data", "sft.path": "data"}  # key -> the argument for its rows
 
 

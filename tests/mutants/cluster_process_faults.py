@@ -40,8 +40,8 @@ FAULTS = [
     ),
     Fault(
         "changes are searched although all weights stay in shared memory",
-        "meshrl/cluster/launch.py::with_fastest_sync",
-        'rollout.model_copy(update={"sync_mode": "full"}) => rollout',
+        "meshrl/plan/decisions.py::fastest_sync",
+        'return "full" => return rollout.sync_mode',
         "tests/unit/cluster/test_sync_mode.py::"
         "test_changes_are_not_searched_where_all_weights_go_through_shared_memory[1-auto-False-full]",
     ),

@@ -21,7 +21,7 @@ from meshrl.run.verdict import HELD_OUT, Z, outcome_of
 from meshrl.tools.page.charts import Line, Style, figure, number
 from meshrl.tools.page.document import document, package_text, write_page
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder, criterion_of, read_evaluation, read_run
-from meshrl.tools.report.sections import LEARNING, PHASES, SPEED, STABILITY, interval, sample_row
+from meshrl.tools.report.page import LEARNING, PHASES, SPEED, STABILITY, interval, sample_row
 from meshrl.tools.runs import table
 from meshrl.tools.state import read_part
 

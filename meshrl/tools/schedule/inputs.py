@@ -20,7 +20,7 @@ from meshrl.core.types import Trajectory
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import MetricsLine
 from meshrl.tools.report.folder import read_run, seconds_by_phase
-from meshrl.tools.schedule.setup import Answer, Costs
+from meshrl.tools.schedule.step_time import Answer, Costs
 
 LEAST_SPREAD = 0.02  # standard deviation of the tokens of steps over their mean; below it no constant is fitted
 MOST_UNSURE = 0.25  # standard error of a fitted constant, over the median time; above it, too

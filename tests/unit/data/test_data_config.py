@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from meshrl.config.explain import explain, to_yaml
+from meshrl.config.explain import to_yaml
 from meshrl.config.kinds import REWARDS
 from meshrl.config.load import load_run_config, load_sft_config
 from meshrl.core.errors import ConfigError
 from meshrl.data.check import check_data, count_rows
+from meshrl.plan.explain import explain
 
 ROW = {"question": "1+1=", "answer": "2", "info": {"level": 3}}
 BASE = """\
