@@ -80,8 +80,6 @@ class StepReport:
 
     grad_norm: float
     skipped: bool
-    lr: float
-    num_optimizer_steps: int
     not_finite: str = ""
 
 
@@ -259,13 +257,7 @@ class TrainEngine:
             self.num_optimizer_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         self._offload_optimizer()
-        return StepReport(
-            grad_norm=norm,
-            skipped=skipped,
-            lr=lr,
-            num_optimizer_steps=self.num_optimizer_steps,
-            not_finite=bad[0] if bad else "",
-        )
+        return StepReport(grad_norm=norm, skipped=skipped, not_finite=bad[0] if bad else "")
 
     def _balance_experts(self, routing: Routing, batches: Sequence[Batch]) -> None:
         """Start the counts of a step. The loss that balances the experts needs them before any gradient: with it, they
