@@ -159,6 +159,9 @@ class Keeper:
         self._run, self.checkpoints, self._trainer = run, checkpoints, checkpoints.trainer
         self._chat, self._evaluation, self.restarts = chat, dict(evaluation or {}), 0
 
+    def count_restart(self) -> None:
+        self.restarts += 1
+
     @contextmanager
     def updating(self, job: Resumable) -> Iterator[None]:
         with self._run.stop.updating(job, lambda: self.checkpoints.newest_on_disk() > 0):

@@ -164,7 +164,7 @@ async def _next_start(
             "this key to save the state at each evaluation and every ten minutes, or set a number of steps"
         )
         raise first
-    keeper.restarts += 1
+    keeper.count_restart()
     count = f"restart {keeper.restarts} of {run.loaded.config.cluster.max_restarts}"
     run.out.note(f"{str(failure).splitlines()[0]}; starting the train ranks again after step {start.step}, {count}")
     if (stacks := run.out.keep_stacks(failure)) is not None:
