@@ -23,9 +23,6 @@ async def attempt(
     """The agent's trajectory, with valid turns; a failed one without turns when the agent raised an exception, or took
     two turns at once, which raises a RuntimeError in it. The agent gets a copy of the prompt: what it changes, no other
     attempt sees. name: of the agent, for errors.
-
-    Raises: the errors of meshrl, such as TurnError and DataError; the first exception of `generate`, except a
-    RequestError, whatever the agent does with it: a lost rank or a bug of an engine is no fault of this attempt.
     """
     of_engine: list[BaseException] = []
     running: set[str] = set()  # ids of requests

@@ -35,8 +35,6 @@ def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metr
     is at the last trained token of each row, because each row is an episode with this outcome. The sum of a
     trajectory's only row is the trajectory's reward. `rewards` is writable (a KL may be subtracted from it); all other
     arrays that are filled here are read-only.
-
-    Raises: TurnError for an invalid turn, a row that mixes temperatures, or a filtered distribution.
     """
     train = [t for t in trajectories if t.purpose == "train"]
     scored = [t for t in train if t.status != "failed" and t.reward is not None]

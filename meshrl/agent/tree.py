@@ -54,8 +54,6 @@ def attach(turns: Sequence[Turn], context_ids: np.ndarray) -> int:
 def check_turns(trajectory: Trajectory) -> None:
     """Check everything on which flattening relies: parents, lengths, dtypes, finite logprobs, versions, media spans,
     and the sizes of the agent's own rewards.
-
-    Raises: TurnError.
     """
     for i, turn in enumerate(trajectory.turns):
         place = f"trajectory {trajectory.id!r}, turn {i}"

@@ -104,7 +104,7 @@ class GroupBuffer:
         return ScoredGroup(trajectories, await score(self._job, trajectories))
 
     async def take(self) -> ScoredBatch:
-        """Wait for the groups of the next step, remove them and return them. Raises: the error of a group."""
+        """Wait for the groups of the next step, remove them and return them."""
         self.limits.begin_step(self._job.step)
         while True:
             self._group_ended.clear()

@@ -116,9 +116,6 @@ async def gather_with_deadline(
 ) -> list[T]:
     """The results of the jobs, in order. There is no limit for all of them, as long as some of them end, or `progress`
     returns another number, such as the tokens that have been computed for them.
-
-    Raises: DeadlineError, with the stacks of waiting jobs, when neither happens within the phase's deadline (detected
-    after at most twice that time); MeshrlError when a job was cancelled from inside; else the first exception of a job.
     """
     tasks = [asyncio.ensure_future(job) for job in jobs]
     limit_s = cluster.deadline_s(phase) + _SLACK_S

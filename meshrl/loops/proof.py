@@ -44,7 +44,7 @@ class SamplerProof:
         note: Callable[[str], None],
     ) -> list[Metric]:
         """Compare the trainer's logprobs with the sampler's; returns the metrics. mismatch: index of a sample -> its
-        row_mismatch (algo/mismatch.py). note: gets the warning. Raises: SamplerMismatchError."""
+        row_mismatch (algo/mismatch.py). note: gets the warning."""
         if not mismatch:
             return []
         rows, engines = np.stack(list(mismatch.values())), [samples[i].engine_id for i in mismatch]

@@ -12,10 +12,7 @@ from meshrl.train.engine import StepReport
 
 
 async def optimizer_step(trainer: TrainGroup, step: int, lr: float) -> tuple[StepReport, list[Metric]]:
-    """Update the weights of all train ranks. step: number of finished steps of the loop.
-
-    Raises: MeshrlError when a weight is not finite after the update.
-    """
+    """Update the weights of all train ranks. step: number of finished steps of the loop."""
     report = await trainer.optim_step("policy", lr)
     if report.not_finite:
         raise MeshrlError(

@@ -117,8 +117,7 @@ async def _probe(job: Job, contexts: Sequence[np.ndarray]) -> list[Metric]:
     weights, scores the sampled tokens, and the proof compares them. So each cache and each copy of a weight that an
     answer uses is compared. The samples of the last step are older, and prove nothing when they are re-scored.
 
-    Waits for the samplers, which need nothing from the trainer. Raises: SamplerMismatchError, also when no token of an
-    answer was compared.
+    Waits for the samplers, which need nothing from the trainer.
     """
     version, trainer = job.trainer.version, job.trainer
     sampling = SamplingParams(temperature=job.cfg.rollout.sampling.temperature, ignore_eos=True)
@@ -163,7 +162,7 @@ async def _probe(job: Job, contexts: Sequence[np.ndarray]) -> list[Metric]:
 
 
 async def probe_result(job: Job) -> list[Metric]:
-    """Wait for the probe of the last sync, if there is one; returns its metrics. Raises: SamplerMismatchError."""
+    """Wait for the probe of the last sync, if there is one; returns its metrics."""
     probe, job.probe = job.probe, None
     return [] if probe is None else await probe
 

@@ -32,10 +32,6 @@ _MAX_ABSTAINED_STEPS = 3  # in succession
 async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Sequence[Trajectory] = ()) -> list[Metric]:
     """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
     reward there is nothing to train on, and the weights stay. replaced: answers of the step that are not trained.
-
-    Raises: AgentError or RewardError when too many attempts failed, or answers were lost; MeshrlError when the engine
-    refused or aborted every request of the last _MAX_REFUSED_STEPS steps; RewardError when no answer of the last
-    _MAX_ABSTAINED_STEPS steps has a reward, because no term applied.
     """
     answers = [*trajectories, *replaced]
     check_failures(job.cfg, job.scorer, answers)

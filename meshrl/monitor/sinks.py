@@ -81,10 +81,7 @@ class JsonlSink:
             self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        """Append one step. The line may be incomplete after an OutputError; readers and resumed runs ignore it.
-
-        Raises: ValueError when a name has another unit than in earlier lines of the file.
-        """
+        """Append one step. The line may be incomplete after an OutputError; readers and resumed runs ignore it."""
         changed = {n: (self._units[n], u) for n, u in units.items() if self._units.get(n, u) != u}
         if changed:
             raise ValueError(f"{self._path}: units changed (was, is): {changed}; one name has one unit")
@@ -136,14 +133,13 @@ class MetricsLine:
 
 
 def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
-    """A metrics.jsonl as (lines, units). Raises: DataError, which names file and line."""
+    """A metrics.jsonl as (lines, units)."""
     units: dict[str, str] = {}
     return list(metrics_lines(path, units)), units
 
 
 def metrics_lines(path: str | Path, units: dict[str, str], containing: str = "") -> Iterator[MetricsLine]:
-    """The lines of a metrics.jsonl that contain this text; `units` gets the units of the metrics. Raises: DataError at
-    the first line that can't be read."""
+    """The lines of a metrics.jsonl that contain this text; `units` gets the units of the metrics."""
     for number, record in enumerate(read_lines(path, containing.encode()), start=1):
         with data_errors(str(path) if containing else f"{path}:{number}", "a line of metrics.jsonl"):
             if "units" in record:
@@ -160,8 +156,7 @@ def metrics_lines(path: str | Path, units: dict[str, str], containing: str = "")
 
 def split_lines(path: Path, first_step: int | None) -> tuple[str, str, dict[str, str]]:
     """The complete lines of a metrics.jsonl before step `first_step`, those of this and later steps ("" if there are
-    none), both with all units, and the units. None = all lines are before it. Raises: DataError, which names file and
-    line."""
+    none), both with all units, and the units. None = all lines are before it."""
     before, later, units, has_later = list[str](), list[str](), dict[str, str](), False
     for number, record in enumerate(read_lines(path), start=1):
         with data_errors(f"{path}:{number}", "a line of metrics.jsonl"):

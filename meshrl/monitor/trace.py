@@ -131,7 +131,7 @@ class ControllerTrace:
 
 
 def write_rank(folder: Path, trace: RankTrace) -> None:
-    """Write a rank's spans. Raises: OSError."""
+    """Write a rank's spans."""
     spans = [[s.name, s.category, s.start_ns, s.end_ns, s.args] for s in trace.spans]
     memory = [[m.at_ns, m.phase, m.parts] for m in trace.memory]
     record = {"rank": trace.rank, "num_dropped": trace.num_dropped, "spans": spans, "memory": memory}
@@ -139,7 +139,7 @@ def write_rank(folder: Path, trace: RankTrace) -> None:
 
 
 def write_controller(folder: Path, trace: ControllerTrace) -> None:
-    """Write the controller's part. Raises: OSError."""
+    """Write the controller's part."""
     _write(folder / CONTROLLER, asdict(trace))
 
 

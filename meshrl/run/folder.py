@@ -105,9 +105,6 @@ def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int, note:
     the folder's lease.
 
     kind: "train" or "sft". note: receives a line for each damaged checkpoint that is passed over.
-
-    Raises: MeshrlError when the folder contains a run that would be overwritten; CheckpointError when the checkpoint is
-    damaged, from another command, or beyond num_steps.
     """
     if run.resume == "auto":
         return newest_start(folder, kind, num_steps, note)
@@ -172,8 +169,7 @@ def newest_start(
     folder: Path, kind: str, num_steps: int, note: Callable[[str], None], before: int | None = None
 ) -> Start | None:
     """The newest checkpoint of the run in `folder`, of a step below `before` if that is given. A damaged one is passed
-    over, with a note. Raises: CheckpointError when all are damaged, or when the newest is of another command or beyond
-    num_steps."""
+    over, with a note."""
     first: CheckpointError | None = None
     for step, state in reversed(states(folder / "checkpoints")):
         if before is not None and step >= before:
@@ -406,7 +402,7 @@ def best_facts(run: Path) -> dict[str, Any] | None:
 
 
 def _facts(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of one best model. Raises: KeyError, TypeError, ValueError, OverflowError."""
+    """Those of one best model."""
     facts = {"step": int(saved["step"]), "score": float(saved["score"]), "model": str(saved["model"])}
     return facts | {"evaluation": dict(saved.get("evaluation", {}))}
 

@@ -74,8 +74,6 @@ class Checkpoints:
     async def save(self, step: int, saved: dict[str, Any], continues: bool = True) -> None:
         """Save the state after `step` finished steps, unless it is saved already. Waits for the previous save.
         continues: whether training goes on before the state is on disk.
-
-        Raises: CheckpointError when the disk is full, and the error of the previous save.
         """
         if step == (self.newest_on_disk() if self._writing is None else self._step):
             return
@@ -117,7 +115,7 @@ class Checkpoints:
             self._writing = None
 
     async def settle(self) -> None:
-        """Wait until the current save, if there is one, is on disk. Raises: its error."""
+        """Wait until the current save, if there is one, is on disk."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
             self._writing = None
@@ -202,7 +200,7 @@ class Keeper:
 
     async def _export(self, step: int) -> Path:
         """Write the trainer's model, once for each step, in the compute dtype and with its tokenizer; a folder of this
-        name is always complete. Raises: CheckpointError when the disk is full."""
+        name is always complete."""
         run, cfg, trainer = self._run, self._run.loaded.config, self._trainer
         path = model_folder(run.folder, step)
         if path.is_dir():
@@ -228,7 +226,7 @@ class Keeper:
 
     async def try_export(self) -> None:
         """Write all files of a model except its weights to a temporary folder, and load its tokenizer, so that nothing
-        refuses the model after the steps that made it. Raises: ConfigError; DataError; OutputError."""
+        refuses the model after the steps that made it."""
         folder = self._run.folder
         if not self._run.objects.saves:
             return

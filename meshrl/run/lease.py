@@ -37,10 +37,7 @@ class FolderLease:
         self._fd: int | None = None
 
     def take(self) -> bool:
-        """Take the lease. Returns False when the file system has no locks.
-
-        Raises: MeshrlError when another process holds it; OSError when the file can't be created.
-        """
+        """Take the lease. Returns False when the file system has no locks."""
         # Writable, because NFS locks only such files; for this user alone, because every reader could lock it.
         self._fd = fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         # A process that an agent forks must not hold the lease after this one has ended.
@@ -73,7 +70,7 @@ def _close_of(lease: weakref.ref[FolderLease]) -> None:
 
 
 def is_leased(folder: Path) -> bool:
-    """Whether a process holds the lease of this folder. Raises: MeshrlError when the run belongs to another user."""
+    """Whether a process holds the lease of this folder."""
     try:
         fd = os.open(folder / LOCK_FILE, os.O_RDONLY)
     except PermissionError as cause:
@@ -116,7 +113,7 @@ def _holder_of(folder: Path) -> str:
 
 async def wait_for_folder(run: RunSection) -> None:
     """If this start continues the run in a folder, wait until no earlier process of that run, such as that of a
-    requeued job, holds the folder's lease, at most _WAIT_S. Raises: MeshrlError after this time."""
+    requeued job, holds the folder's lease, at most _WAIT_S."""
     folder = Path(run.folder) / run.name
     if run.resume == "never" or run.name == "auto" or not is_leased(folder):
         return

@@ -145,7 +145,7 @@ class RunOutputs:
 
     def continue_from(self, start: Start | None) -> None:
         """Move the output of later steps aside, and write from this state on; None: from the beginning. Called again
-        when the run returns to an earlier state. Raises: ConfigError when a sink can't be opened."""
+        when the run returns to an earlier state."""
         self.writes.wait()  # files of later steps are moved
         if self._is_open:
             self._sinks.pop(0).close(failed=True)
@@ -268,9 +268,7 @@ def live_run(
     status, error and wall_s, those of the run's result and, if writes to an output have failed, failed_writes with
     their number by output; and then the report. A refused run changes no file.
 
-    kind: "train", "sft" or "eval", whose steps are answers. Raises: MeshrlError when another process has the folder's
-    lease; MeshrlError and CheckpointError, as choose_start; ConfigError when a sink can't be opened; OutputError when
-    the folder or the metrics can't be written.
+    kind: "train", "sft" or "eval", whose steps are answers.
     """
     root, notes = Path(loaded.config.run.folder), list[str]()  # notes: until the run's terminal is open
     with output_errors(root, OTHER_FOLDER):

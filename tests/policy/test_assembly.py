@@ -52,6 +52,8 @@ def test_parts_of_a_run_are_joined_by_constructors():
 
 def test_the_rule_finds_each_kind_of_assignment(tmp_path: Path):
     path = tmp_path / "joined.py"
-    path.write_text("a.b = 1\na.c, self.d = 1, 2\nself.e.f = 3\na.g += 1\nwith x() as a.h: pass\na.i: int = 1\nself.j = 1")
+    path.write_text(
+        "a.b = 1\na.c, self.d = 1, 2\nself.e.f = 3\na.g += 1\nwith x() as a.h: pass\na.i: int = 1\nself.j = 1"
+    )
     found = {f"{owner}.{field}" for owner, field, _ in assigned(path)}
     assert found == {"a.b", "a.c", "self.e.f", "a.g", "a.h", "a.i"}
