@@ -7,9 +7,9 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshrl.agent.flatten import check_turns
 from meshrl.agent.loop import Agent, AgentContext, start_trajectory
 from meshrl.agent.tools import is_being_cancelled
-from meshrl.agent.tree import check_turns
 from meshrl.core.errors import AgentError, Failure, MeshrlError, RequestError
 from meshrl.core.types import Generate, Prompt, Request, Trajectory, Turn
 from meshrl.reward.replies import error_line

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from meshrl.agent.flatten import TurnError, attach, path_ids
 from meshrl.agent.tools import TOOLS, Tool, ToolError, as_tool, call_tool, name_and_arguments, tool_calls
-from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import (

@@ -20,7 +20,8 @@ from meshrl.data.chat import ChatFiles, read_tokenizer, write_chat
 from meshrl.loops.job import Resumable
 from meshrl.model.lora import ADAPTER_FOLDER, LEAST_MERGED
 from meshrl.plan.decisions import AUTO_SAVE_S
-from meshrl.run.folder import OTHER_FOLDER, Best, best_facts, model_folder, prune_models, read_best, replace_best
+from meshrl.run.folder import OTHER_FOLDER
+from meshrl.run.models import Best, best_facts, model_folder, prune_models, read_best, replace_best
 from meshrl.run.outputs import LiveRun
 from meshrl.train.checkpoint_files import (
     CONTROLLER,

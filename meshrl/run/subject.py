@@ -13,7 +13,8 @@ from typing import Any
 from meshrl.config.source import HUB_ID
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.core.files import is_there
-from meshrl.run.folder import read_best, similar_runs, state_in
+from meshrl.run.folder import similar_runs, state_in
+from meshrl.run.models import read_best
 from meshrl.train.checkpoint_files import MANIFEST, read_controller, step_folders
 
 _MODEL_PATH = re.compile(r"""model(\.path=|=.*[{,]\s*["']?path["']?\s*:)""")  # overrides of this key
