@@ -40,7 +40,7 @@ def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], num_data_rows: int
 def to_yaml(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> str:
     """The resolved config as a config file: loading it gives the same config. Keys without effect are commented out."""
     lines: list[str] = [f"# resolved from {loaded.path}"]
-    without_effect = unused(loaded.config)
+    without_effect = {key: reason for key, (reason, _) in unused(loaded.config).items()}
     _section(loaded.config.model_dump(mode="json"), "", loaded.origins, without_effect, lines)
     return "\n".join(lines) + "\n"
 
