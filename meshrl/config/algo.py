@@ -13,11 +13,11 @@ from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationE
 
 from meshrl.config.base import OnlyWith, Slice, Unless
 from meshrl.config.case import Case, Problem
+from meshrl.config.kinds import ADVANTAGES, described
 from meshrl.config.schema import words
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported, import_object, similar_names
 
-ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
 LOSS_KIND = "algo.loss.kind"
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -25,7 +25,6 @@ _ANNOTATIONS = "Annotate it as bool, int, float, str, Literal, list or dict, or 
 
 
 _KL = Unless("algo.kl.coef", 0, "algo.kl.coef is 0")
-_DIVIDES = OnlyWith("algo.advantage", "grpo", "{key} is {value}, which does not divide by the group's std")
 _REJECTS = Unless("algo.correction.rejection.measure", "off")
 
 
@@ -137,10 +136,12 @@ class CorrectionConfig(Slice):
 
 
 class AlgoConfig(Slice):
-    advantage: str = "grpo"
-    """advantage from a sample's reward r and its group: grpo = (r - mean) / std, dr_grpo = r - mean, rloo = r - mean of
-    the others; or a user-defined function as package.module:name (docs/add_an_algorithm.md)"""
-    advantage_eps: Annotated[float, _DIVIDES] = Field(1e-6, gt=0)
+    advantage: str = Field(
+        "grpo",
+        description=f"advantage from a sample's reward r and its group: {described(ADVANTAGES)}; or a user-defined "
+        "function as package.module:name (docs/add_an_algorithm.md)",
+    )
+    advantage_eps: float = Field(1e-6, gt=0)
     """added to the group's std; groups with a smaller std get advantage 0"""
     loss: SerializeAsAny[LossConfig] = LossConfig()
     """the policy loss; a kind alone, such as `loss: gspo`, is short for {kind: gspo}"""

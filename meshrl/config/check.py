@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.algo import (
-    ADVANTAGE_NAMES,
     LOSS_ARGS,
     LOSS_KIND,
     LossConfig,
@@ -23,6 +22,7 @@ from meshrl.config.base import NotInSft, Slice, Unless, value_of
 from meshrl.config.case import Case, Problem
 from meshrl.config.cluster import machine_problems
 from meshrl.config.data import data_problems
+from meshrl.config.kinds import ADVANTAGES
 from meshrl.config.loop import loop_problems
 from meshrl.config.model import model_problems
 from meshrl.config.monitor import sink_problems
@@ -99,6 +99,9 @@ def _unused_by_several(config: RunConfig) -> Iterator[tuple[str, str, str, str]]
     if (kind := algo.loss.kind) in LOSS_ARGS:
         others = {name for args in LOSS_ARGS.values() for name in args if name not in LOSS_ARGS[kind]}
         yield "algo.loss", " ".join(sorted(others)), f"algo.loss.kind is {kind}", LOSS_KIND
+    if algo.advantage not in ADVANTAGES or not ADVANTAGES[algo.advantage].divides_by_std:
+        without = "which does not divide by the group's std"
+        yield "algo", "advantage_eps", f"algo.advantage is {algo.advantage}, {without}", "algo.advantage"
     if correction == "off":
         by_auto = " loop.kind loop.max_staleness rollout.engine" if algo.correction.kind == "auto" else ""
         yield "algo.correction", "level low high", f"algo.correction.kind is {reason}", f"algo.correction.kind{by_auto}"
@@ -149,7 +152,7 @@ def _kinds(case: Case) -> Iterator[Problem]:
         yield Problem(weights, "all weights are 0, so every reward would be 0.")  # a user's agent may give rewards
     named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
     named.append(("agent", "agent.kind", config.agent.kind))
-    tables: dict[str, set[str]] = {**case.table_names, "advantage": set(ADVANTAGE_NAMES), "loss": {*LOSS_ARGS}}
+    tables: dict[str, set[str]] = {**case.table_names, "advantage": {*ADVANTAGES}, "loss": {*LOSS_ARGS}}
     if case.purpose == "train":
         named += [("advantage", "algo.advantage", config.algo.advantage), ("loss", LOSS_KIND, config.algo.loss.kind)]
     for table, key, kind in named:

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from meshrl.config.algo import ADVANTAGE_NAMES
 from meshrl.config.base import EVALUATED, OnlyWith, Slice, Unless
 from meshrl.config.case import Case, Problem
 from meshrl.config.data import Format
+from meshrl.config.kinds import compares_groups
 from meshrl.core.lookup import similar_names
 
 WEIGHTED_SUM = "weighted_sum"  # the value of loop.eval_term for the sum of all terms
@@ -110,7 +110,7 @@ class SftConfig(Slice):
 
 def loop_problems(case: Case) -> Iterator[Problem]:
     config, loop = case.rl, case.rl.loop
-    if loop.samples_per_prompt == 1 and config.algo.advantage in ADVANTAGE_NAMES:
+    if loop.samples_per_prompt == 1 and compares_groups(config.algo.advantage):
         text = f"{config.algo.advantage} compares the answers of a group; a group of one has nothing to compare with. "
         yield Problem(("loop.samples_per_prompt", "algo.advantage"), f"{text}Use 2 or more (8 is usual).")
     if loop.samples_per_prompt == 1 and loop.max_replaced_groups:

@@ -18,8 +18,8 @@ from meshrl.monitor.recorder import Spans
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.status import RankProcess, StatusFile, read_status
 from meshrl.run.lease import FolderLease, is_leased
-from meshrl.tools import status as module
-from meshrl.tools.status import describe, stop
+from meshrl.tools import runs as module
+from meshrl.tools.runs import describe, stop
 from tests.waiting import wait_until
 
 RUNNER = """
@@ -139,6 +139,16 @@ def test_a_status_with_a_wrong_process_of_a_rank_is_damaged(tmp_path, pid):
     file.close()
     with pytest.raises(MeshrlError, match=r"status\.json: not the status of a run"):
         read_status(tmp_path)
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1, True, 2**31, 10**40, "1", None, 1.5])
+def test_no_process_is_stopped_by_a_damaged_status(tmp_path, pid):
+    """Signals to -1 and 0 are sent to many processes."""
+    StatusFile(tmp_path, 10).close()
+    status = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "status.json").write_text(json.dumps(status | {"pid": pid}))
+    with pytest.raises(MeshrlError, match=r"status\.json: not the status of a run"):
+        stop(tmp_path)
 
 
 def test_status_of_a_killed_run_of_a_run_on_another_machine_and_of_a_missing_run(tmp_path, run_of, capsys):
