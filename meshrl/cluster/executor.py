@@ -19,6 +19,7 @@ from meshrl.core.errors import RankFailure
 from meshrl.core.types import RoleSpec
 from meshrl.monitor.recorder import current_span, recorder
 from meshrl.monitor.status import RankProcess
+from meshrl.plan.ranks import RankPlan, rank_plan
 
 if TYPE_CHECKING:
     from meshrl.cluster.actors import RankWorker
@@ -89,16 +90,19 @@ class WorkerSpec:
         return max([self.timeout_s, *self.deadlines.values()]) + 60.0
 
     @property
+    def own(self) -> RankPlan:
+        """What this rank is."""
+        tp = None if self.rollout is None else self.rollout.tp_size
+        shape = self.train.mesh_shape(self.num_train_ranks)
+        return rank_plan(self.rank, self.num_train_ranks, self.num_rollout_ranks, tp, self.nodes, shape)
+
+    @property
     def trains(self) -> bool:
-        return self.rank < self.num_train_ranks
+        return self.own.trains
 
     @property
     def samples(self) -> bool:
-        """Whether this rank has a sampler. A sampler on the devices of several ranks belongs to the first of them."""
-        if self.rollout is None or (self.trains and self.num_rollout_ranks):
-            return False
-        first = self.num_train_ranks if self.num_rollout_ranks else 0
-        return (self.rank - first) % self.rollout.tp_size == 0
+        return self.own.samples
 
     @property
     def num_ranks(self) -> int:
@@ -112,7 +116,11 @@ class WorkerSpec:
     @property
     def local_rank(self) -> int:
         """This rank's position among those of its machine."""
-        return self.rank % self.num_local_ranks
+        return self.own.local_rank
+
+
+def ignored(*event: object) -> None:
+    """What happens to an event that no code waits for."""
 
 
 class Executor(Protocol):
@@ -129,18 +137,21 @@ class Executor(Protocol):
     `restart` has replaced them. If a rank that only samples is lost, the others continue. An exception in any rank ends
     every rank, and every call raises it.
 
-    on_lost is called with each failure as soon as it is detected, even while the controller waits for something else.
-    on_batches is called while rank 0 computes micro-batches, with the number of those of its command that have ended.
     can_restart_trainers: whether `restart` can replace train ranks.
     """
 
     specs: Sequence[WorkerSpec]
-    on_lost: Callable[[RankFailure], None]
-    on_batches: Callable[[int], None]
     can_restart_trainers: bool
 
-    async def start(self) -> None:
-        """Start all ranks: their processes (phase start), then `RankWorker.start` in each (phase load)."""
+    async def start(
+        self, on_lost: Callable[[RankFailure], None] = ignored, on_batches: Callable[[int], None] = ignored
+    ) -> None:
+        """Start all ranks: their processes (phase start), then `RankWorker.start` in each (phase load).
+
+        on_lost is called with each later failure as soon as it is detected, even while the controller waits for
+        something else. on_batches is called while rank 0 computes micro-batches, with the number of those of its
+        command that have ended.
+        """
         ...
 
     @overload
