@@ -23,7 +23,8 @@ from meshrl.monitor.notes import important
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.monitor.status import read_status
 from meshrl.run import keeper
-from meshrl.run.folder import Best, Start, model_folder, prune_models, read_best, replace_best
+from meshrl.run.folder import Start
+from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.run.verdict import read_verdict
