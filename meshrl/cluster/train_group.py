@@ -20,8 +20,8 @@ from meshrl.cluster.rows import PlannedRows, RowsMessage
 from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.types import POLICY, Metric, Sample
-from meshrl.parallel.mesh import coordinates
 from meshrl.plan.decisions import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES
+from meshrl.plan.ranks import coordinates
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint_files import FileFact
