@@ -16,9 +16,6 @@ from meshrl.model.causal import CausalModel
 def compile_blocks(model: CausalModel, device: torch.device, by_module: bool) -> None:
     """Call it before the blocks are cut, checkpointed and sharded, so that none of this is traced. by_module: compile
     the modules of a block each by itself, since the ranks of tp exchange tokens between them.
-
-    Raises: ConfigError when the machine has no compiler for this device, or if more than the attention of the blocks
-    differs from pack to pack.
     """
     problem = no_compiler(device)
     if model.routing is not None or model.has_states:
@@ -27,7 +24,7 @@ def compile_blocks(model: CausalModel, device: torch.device, by_module: bool) ->
     if problem:
         raise ConfigError(f"train.torch_compile is true, but {problem}. Set train.torch_compile=false")
     attention.register(outside_graphs=True)
-    for block in model.layers:
+    for block in model.blocks:
         for module in block.children() if by_module else [block]:
             module.forward = torch.compile(module.forward, dynamic=True)
 

@@ -28,10 +28,7 @@ _EXPERTS = re.compile(r"(n|num)_(\w+_)?experts")
 
 
 def check_folder(folder: Path) -> tuple[dict[str, StoredTensor], list[ParamFault]]:
-    """Check that a model folder holds plain data of one model, and return its `stored_tensors`.
-
-    Raises: ConfigError naming file and key or tensor.
-    """
+    """Check that a model folder holds plain data of one model, and return its `stored_tensors`."""
     path, generation = folder / "config.json", folder / "generation_config.json"
     config = _json(path)
     if generation.exists():  # Transformers ignores one that it can't read
@@ -99,7 +96,7 @@ _FAULTS = {  # kind: title, what to do
 
 
 def require_same_size(model: torch.nn.Module, stored: dict[str, StoredTensor], path: str | Path) -> None:
-    """Check that the files can fill a model that is still on the meta device. Raises: UnloadedParamsError."""
+    """Check that the files can fill a model that is still on the meta device."""
     wanted, num_stored = sum(p.numel() for p in model.parameters()), sum(tensor.numel for tensor in stored.values())
     if wanted > num_stored:
         text = f" of {wanted:,} numbers in all; the files hold {num_stored:,}"

@@ -22,10 +22,7 @@ FEWEST_TOKENS = 1024
 
 
 def limits_of(path: str, asked: int | None) -> tuple[int, int]:
-    """(max_context_tokens, vocab_size). asked: rollout.max_context_tokens; None = the model's own limit.
-
-    Raises: ConfigError when `asked` exceeds the model's positions, or neither number is given.
-    """
+    """(max_context_tokens, vocab_size). asked: rollout.max_context_tokens; None = the model's own limit."""
     config = text_config(path)
     positions = num_positions(config.to_dict())
     tokens = asked or positions
@@ -40,7 +37,7 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
 
 def micro_batch_tokens(model: ModelConfig, train: TrainConfig) -> int:
     """The value of train.max_tokens_per_microbatch when it is null: a power of two, and a function of the configs
-    alone, so that a run's micro-batches are the same on every machine. Raises: ConfigError."""
+    alone, so that a run's micro-batches are the same on every machine."""
     config = text_config(model.path)
     stored = config.hidden_size if train.activation_checkpointing else stored_numbers(config, train.torch_compile)
     num_bytes = stored * config.num_hidden_layers * (4 if model.dtype == "float32" else 2)
@@ -57,13 +54,13 @@ def stored_numbers(config: Any, compiled: bool = False) -> int:
 
 
 def has_experts(path: str) -> bool:
-    """Whether layers of the model have experts, of which a router chooses. Raises: ConfigError."""
+    """Whether layers of the model have experts, of which a router chooses."""
     counts = [count for name, count in text_config(path).to_dict().items() if name.endswith("experts")]
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def note_on_balance_loss(model: ModelConfig, train: TrainConfig) -> str | None:
-    """Of a model whose config.json has a load-balance loss that is not used. Raises: ConfigError."""
+    """Of a model whose config.json has a load-balance loss that is not used."""
     coef = getattr(text_config(model.path), "router_aux_loss_coef", None)
     if not coef or train.router_aux_loss_coef > 0:
         return None
@@ -74,7 +71,7 @@ def note_on_balance_loss(model: ModelConfig, train: TrainConfig) -> str | None:
 
 
 def text_config(path: str) -> Any:
-    """Transformers' config of the language model. Raises: ConfigError, or DataError for a hub that can't be reached."""
+    """Transformers' config of the language model."""
     require_reachable(path)
     import_plugins()
     try:

@@ -33,8 +33,6 @@ def match_names(
 ) -> dict[str, StoredTensor] | str:
     """Hub name -> the tensor of the files, for each of `names`; or the reason, as text, why only Transformers can load
     the files. of_files: the faults of the files themselves.
-
-    Raises: UnloadedParamsError with all faults: unreadable files, and names, shapes and dtypes that differ.
     """
     matched, unexpected, twice, computed = _assign(lm, stored, names)
     wanted, own, tied = lm.state_dict(), names.module_names, list[tuple[StoredTensor, StoredTensor]]()

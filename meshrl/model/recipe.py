@@ -74,9 +74,6 @@ class Recipe:
 def build_model(path: str | Path, recipe: Recipe, facts: ModelFacts | None = None) -> CausalModel:
     """The model of a folder, in eval mode. Extra memory: a bucket on the host; on the device, for the comparison of a
     model that is not sharded, one block in fp32. facts: of this folder, if they are known.
-
-    Raises: ConfigError when the folder holds no model that Transformers can load, or one that we compute differently;
-    UnloadedParamsError when its files don't fill the model.
     """
     facts = facts or model_facts(path, recipe.attention)
     model = skeleton(facts, recipe)
@@ -94,8 +91,6 @@ def build_model(path: str | Path, recipe: Recipe, facts: ModelFacts | None = Non
 def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A full Transformers causal LM on the CPU with attention "meshrl", parameters in `dtype` and trained, buffers
     untouched.
-
-    Raises: ConfigError, as build_model.
     """
     return build_model(path, Recipe(trains=True, dtype=dtype)).lm
 
@@ -104,7 +99,7 @@ def skeleton(facts: ModelFacts, recipe: Recipe) -> CausalModel:
     """The modules in eval mode; for training too, since in train mode some families sample experts, jitter routers or
     skip layers."""
     lm = cast_parameters(meta_copy(facts.lm), recipe.dtype)
-    model = CausalModel(lm.eval())
+    model = CausalModel(lm.eval(), facts.parts)
     if recipe.router_dtype is not None:
         require_routing(model.routing, facts.path, "model.router_dtype=auto").dtype = recipe.router_dtype
     return model
@@ -121,7 +116,7 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
     """Change the blocks and shard them, with or without values. Without a mesh there is nothing to do."""
     if recipe.mesh is None:
         return
-    blocks, mesh = list(model.layers), fsdp_mesh(recipe.mesh)
+    blocks, mesh = model.blocks, fsdp_mesh(recipe.mesh)
     model.peers = Peers.of(recipe.mesh)
     tp = None if model.peers is None else model.peers.tp
     if recipe.torch_compile:
@@ -181,12 +176,10 @@ def randomize(model: CausalModel) -> None:
 def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
     """Compare our forward with Transformers' own (a collective if the model is sharded), in fp32 whatever dtype the
     model computes in: a second skeleton, sharded for fp32, gets the tensors of the model, without a copy.
-
-    Raises: ConfigError when they differ.
     """
     plain = replace(recipe, torch_compile=False, activation_checkpointing=False, keep_unsharded=False)
     wide = replace(plain, compute_dtype=torch.float32)
-    compared = ComparedModel(skeleton(facts, wide).lm)
+    compared = ComparedModel(skeleton(facts, wide).lm, facts.parts)
     adapt(compared, facts, wide)
     parallelize(compared, wide)
     compared.lm.load_state_dict(model.lm.state_dict(), assign=True)

@@ -50,8 +50,6 @@ def save_pretrained(
     """Write the folder, parameters in `dtype` and LoRA adapters merged (a collective, if there is a process group).
     Each rank receives only the tensors of its own file. Returns the share of the adapters' change that the weights have
     (`RoundedChange`), which is also in the files' metadata; None without adapters, or if they change nothing.
-
-    Raises: CheckpointError on every rank, before anything is written, when a value is not finite in `dtype`.
     """
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     ignored = lm._keys_to_ignore_on_save or ()
@@ -156,8 +154,6 @@ def assign_files(sizes: Sequence[tuple[str, int]], num_ranks: int, min_file_byte
 def write_configs(lm: PreTrainedModel, dtype: torch.dtype, path: Path, tokenizer_from: str | Path | None) -> None:
     """Write all files of the folder except the weights: config.json, generation_config.json, and copies of those of the
     tokenizer. tokenizer_from: a folder or a hub id; None = no copies.
-
-    Raises: ConfigError when Transformers does not write the config.
     """
     config = copy.deepcopy(lm.config)
     config.use_cache = True

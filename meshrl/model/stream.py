@@ -34,8 +34,6 @@ class StoredWeights:
         """Fill a model with its values, cast to the parameters' dtype; of a sharded tensor, only this rank's boxes. One
         of several ranks with the same boxes reads them, and sends them to the others (a collective). Takes one bucket
         of extra host memory, whatever the size of a tensor.
-
-        Raises: ConfigError naming the file that can't be read, or the tensor whose values are not finite.
         """
         tensors = _values_of(lm)
         sources = [

@@ -47,8 +47,6 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[ParamFault]]:
     """Every tensor of a model folder, by the names in its files, and the faults of the files. A tensor is UNREADABLE if
     the index places it in a file that can't be read, or that does not hold it.
-
-    Raises: ConfigError when there are no safetensors files, or the index can't be used.
     """
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
@@ -78,7 +76,7 @@ def stored_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[ParamFau
 
 
 def _read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of one safetensors file. Raises: Unreadable."""
+    """The tensors of one safetensors file."""
     with opened(file), open_plain(file) as data:
         length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
         header = parse_json(decode(data.read(length)))
@@ -92,7 +90,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
 
 def opened(file: Path) -> Any:
     """The file, opened by safetensors' own reader, which checks its header: known dtypes, shapes that fit the bytes,
-    and tensors that cover the file without a gap or an overlap. A context manager. Raises: Unreadable."""
+    and tensors that cover the file without a gap or an overlap. A context manager."""
     from safetensors import SafetensorError, safe_open
 
     size = size_of(file)  # refuses a pipe, for which the reader would wait
@@ -103,7 +101,7 @@ def opened(file: Path) -> Any:
 
 
 def _by_index(folder: Path) -> dict[str, Path]:
-    """Tensor -> its file, by model.safetensors.index.json. Raises: ConfigError."""
+    """Tensor -> its file, by model.safetensors.index.json."""
     path = folder / INDEX
     try:
         index = read_json(path)

@@ -42,7 +42,7 @@ class EngineStats:
 
 
 def check_parts(parts: set[str]) -> None:
-    """Check the argument of `release` and `restore`. Raises: CapabilityError."""
+    """Check the argument of `release` and `restore`."""
     if not parts <= PARTS:
         raise CapabilityError(f"parts {sorted(parts - PARTS)} are unknown; allowed: {', '.join(sorted(PARTS))}")
 

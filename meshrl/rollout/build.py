@@ -34,8 +34,6 @@ def build_rollout_engine(
 ) -> RolloutEngine:
     """The engine on this rank's device, without a weight version. Blocks until it can take requests. logs: the folder
     of the log of a server that is started. facts, synced: as for the embedded engine; servers load their weights.
-
-    Raises: ConfigError when rollout.max_context_tokens is more than the model has positions; EngineFailure.
     """
     engine_id = f"{rollout_cfg.engine}-{rank}"
     if rollout_cfg.engine == "embedded":

@@ -41,7 +41,7 @@ def connect_endpoint(spec: ServerSpec) -> CompletionsDialect:
 
 
 def only_model(answer: dict[str, Any], url: str) -> str:
-    """The name of the one model in the answer of /v1/models. Raises: EngineFailure when there is none, or several."""
+    """The name of the one model in the answer of /v1/models."""
     names = [str(entry["id"]) for entry in answer["data"]]
     if not names:
         raise EngineFailure(f"{url} serves no model; start the server with the model that rollout.endpoint should use")

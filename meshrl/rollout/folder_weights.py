@@ -41,7 +41,7 @@ class FolderWeights:
         self._written: set[Path] = set()
 
     async def call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """Run a step, as a server with one worker. Raises: SyncError."""
+        """Run a step, as a server with one worker."""
         if step == "commit":
             return [await self.commit()]
         steps: dict[str, Callable[..., dict[str, Any]]] = {

@@ -15,6 +15,7 @@ import torch
 from meshrl.core.batch import Batch
 from meshrl.core.device import upload
 from meshrl.core.types import Sample, unsampled_row
+from meshrl.model.inputs import model_kwargs, positions
 from meshrl.parallel.peers import chunk_tokens
 
 
@@ -113,7 +114,7 @@ def pack(
     chunks = previous[scored] // chunk_tokens(int(cu[-1]), num_ulysses, num_tp)
     tensors = {
         "tokens": cat("tokens", np.int64),
-        "position_ids": torch.from_numpy(np.concatenate([np.arange(p.start, p.stop) for p in pieces])),
+        "position_ids": torch.from_numpy(positions(np.array([p.start for p in pieces]), np.array(lengths))),
         "previous": torch.from_numpy(previous),
         "mask": mask,
         "scored": torch.from_numpy(scored[np.argsort(chunks, kind="stable")]),
@@ -127,9 +128,14 @@ def pack(
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     names = sorted({name for p in pieces for name in p.sample.token_extras})
     filled = ((name, _filled(pieces, [p.sample.token_extras.get(name) for p in pieces], 0)) for name in names)
-    groups = tensors, {name: x for name, x in filled if x is not None}, _model_kwargs(pieces)
+    kwargs = model_kwargs((p.sample, p.start, p.stop) for p in pieces)
+    groups = (
+        tensors,
+        {name: x for name, x in filled if x is not None},
+        {name: torch.from_numpy(array) for name, array in kwargs.items()},
+    )
     sent: Iterator[Any] = iter(upload([x for group in groups for x in group.values()], torch.device(device)))
-    fields, token_extras, model_kwargs = ({name: next(sent) for name in group} for group in groups)
+    fields, token_extras, sent_kwargs = ({name: next(sent) for name in group} for group in groups)
     return Batch(
         cu_seqlens=torch.from_numpy(cu),
         rows=[p.row for p in pieces],
@@ -138,7 +144,7 @@ def pack(
         scored_of_chunk=np.bincount(chunks, minlength=num_ulysses).tolist(),
         trained_lengths=np.unique(per_row[trained], return_counts=True)[1].tolist(),
         token_extras=token_extras,
-        model_kwargs=model_kwargs,
+        model_kwargs=sent_kwargs,
         **fields,
     )
 
@@ -156,17 +162,6 @@ def _filled(pieces: Sequence[_Piece], arrays: Sequence[np.ndarray | None], fill:
         for p, array in zip(pieces, arrays, strict=True)
     ]
     return torch.from_numpy(np.concatenate(rows))
-
-
-def _model_kwargs(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
-    """Processor outputs of all media, in the order of their spans in the pack."""
-    parts: dict[str, list[np.ndarray]] = {}
-    for p in pieces:
-        for media_id, start, _ in sorted(p.sample.media_spans, key=lambda span: span[1]):
-            if p.start <= start < p.stop:
-                for name, array in p.sample.media[media_id].outputs.items():
-                    parts.setdefault(name, []).append(array)
-    return {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
 
 
 def bare_row(name: str, tokens: Sequence[int], scored: bool) -> Sample:

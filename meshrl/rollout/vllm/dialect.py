@@ -151,13 +151,13 @@ def part_of(event: dict[str, Any]) -> AnswerPart:
 
 
 def start_vllm(spec: ServerSpec) -> VllmDialect:
-    """Start the server and wait until it is ready. Blocks. Raises: EngineFailure."""
+    """Start the server and wait until it is ready. Blocks."""
     server, can_release = start_server(spec), spec.device.type == "cpu" or bool(spec.rollout.release_memory)
     return VllmDialect(http_of(server), server, can_release)
 
 
 def start_server(spec: ServerSpec) -> ServerProcess:
-    """A server that is ready. Raises: EngineFailure."""
+    """A server that is ready."""
     threads = cpu_build.threads() if spec.device.type == "cpu" else {}
     environment = {**_ENVIRONMENT, **threads, **visible_devices(spec.device, spec.rollout.tp_size)}
     server = ServerProcess(spec.name, lambda folder: _command(spec, folder), environment, spec.logs)
