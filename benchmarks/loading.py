@@ -30,7 +30,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.model import stream
-from meshrl.model.weight_files import stored_tensors
+from meshrl.model.folder import stored_tensors
 
 HALF_B: dict[str, Any] = dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
 HALF_B |= dict(num_attention_heads=14, num_key_value_heads=2)

@@ -25,7 +25,7 @@ from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import coordinates
-from meshrl.rollout.continuation import join_turns
+from meshrl.rollout.base import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint_files import FileFact

@@ -21,6 +21,9 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import read_json
 from meshrl.model import attention
 from meshrl.model.folder import (
+    INDEX,
+    SINGLE,
+    StoredTensor,
     check_folder,
     loaded_faults,
     not_finite,
@@ -30,11 +33,9 @@ from meshrl.model.folder import (
 )
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.limits import import_plugins
-from meshrl.model.names import match_names
 from meshrl.model.parts import Parts, parts_of
 from meshrl.model.state_layers import ATTENTION_KINDS, layer_kinds, require_known_layers
-from meshrl.model.stream import LoadedWeights, StoredWeights
-from meshrl.model.weight_files import INDEX, SINGLE, StoredTensor
+from meshrl.model.stream import LoadedWeights, StoredWeights, match_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,8 +55,7 @@ class ModelFacts:
 
 def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
     """Read config.json and the headers of the weight files. If only Transformers can compute the values from the files,
-    the full model is loaded into host memory.
-    """
+    the full model is loaded into host memory."""
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 

@@ -260,7 +260,7 @@ class _Layer:
 
 
 def _kernels(x: torch.Tensor) -> Any:
-    """decoder_kernels, for 16-bit numbers on a device that has them; None otherwise."""
+    """The kernels, for 16-bit numbers on a device that has them; None otherwise."""
     return _kernels_of(x.device) if x.dtype.itemsize == 2 else None
 
 
@@ -268,9 +268,9 @@ def _kernels(x: torch.Tensor) -> Any:
 def _kernels_of(device: torch.device) -> Any:
     if not has_triton(device):
         return None
-    from meshrl.model import decoder_kernels
+    from meshrl.model import kernels
 
-    return decoder_kernels
+    return kernels
 
 
 @lru_cache(maxsize=64)

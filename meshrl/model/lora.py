@@ -24,8 +24,8 @@ import torch
 
 from meshrl.config.model import EXPERTS, LoraConfig
 from meshrl.core.errors import ConfigError
+from meshrl.model.folder import write_tensors
 from meshrl.model.parts import TEXT, part_of, parts_of
-from meshrl.model.weight_files import write_tensors
 from meshrl.parallel.boxes import Box, boxes, index_of
 from meshrl.parallel.fsdp import full_tensor, local_shard
 
@@ -41,8 +41,7 @@ EXPERTS_SUFFIX = "_adapter"  # of an adapter's module in the experts, after the 
 
 def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path: str | Path) -> None:
     """Give the target layers an A and a B in `dtype`, on the layer's device. Only these require a gradient afterwards.
-    Their values are set later, by `init_adapters`, a checkpoint or a sync.
-    """
+    Their values are set later, by `init_adapters`, a checkpoint or a sync."""
     from peft import inject_adapter_in_model
 
     on_meta = next(lm.parameters()).is_meta

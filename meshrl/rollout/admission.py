@@ -59,8 +59,7 @@ def topk_of(name: str) -> int:
 
 def bounds_of(request: Request, stop_token_ids: tuple[int, ...], max_context_tokens: int, vocab_size: int) -> Bounds:
     """A request ends at the engine's stop ids (unless ignore_eos) or its own, at max_new_tokens ("length"), or where
-    max_context_tokens leaves no room ("context"). Stop strings are searched separately (stop_strings.py).
-    """
+    max_context_tokens leaves no room ("context"). Stop strings are searched separately (stop_strings.py)."""
     context, prefix = np.asarray(request.context_ids), np.asarray(request.prefix_output)
     _check_ids(request, "context_ids", context, vocab_size)
     _check_ids(request, "prefix_output", prefix, vocab_size)

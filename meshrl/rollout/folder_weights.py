@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshrl.model.weight_files import INDEX, stored_tensors, write_tensors
+from meshrl.model.folder import INDEX, stored_tensors, write_tensors
 from meshrl.rollout.server.worker_weights import Assembly
 from meshrl.sync.digest import lap
 from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from_json

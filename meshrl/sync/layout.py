@@ -156,8 +156,7 @@ def make_layout(
     digest: DigestKind = "xxh3",
 ) -> Layout:
     """tensors: {name: (shape, dtype)}, in the order of sending. boxes_of_ranks: the boxes of each rank; if several
-    ranks hold the same box, the first one sends it. None = one sender holds everything.
-    """
+    ranks hold the same box, the first one sends it. None = one sender holds everything."""
     if transfer_bytes < ALIGNMENT_BYTES:
         raise ValueError(f"transfer_bytes is {transfer_bytes}; allowed: {ALIGNMENT_BYTES} or more, best 1 MiB and up")
     specs = {name: TensorSpec(name, tuple(shape), dtype) for name, (shape, dtype) in tensors.items()}

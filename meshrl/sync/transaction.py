@@ -293,8 +293,7 @@ def make_header(layout: Layout, version: int, states: Sequence[SyncState], mode:
 
 def with_reports(acks: Sequence[Ack], reports: Sequence[SendReport], header: SyncHeader) -> list[Ack]:
     """The acknowledgements, completed by the senders' reports of the same sync; seconds of the slowest rank in each
-    stage.
-    """
+    stage."""
     for ack in acks:
         if ack.version != header.version or ack.wire is not True or ack.read_back is False:
             raise SyncError(

@@ -53,8 +53,7 @@ def build_embedded_engine(
     synced: bool = False,
 ) -> EmbeddedEngine:
     """Load the model in its compute dtype into the device's memory, without gradients; no weight version yet. facts: of
-    the model's folder, if they are known. synced: a sync brings the weights, so none are read.
-    """
+    the model's folder, if they are known. synced: a sync brings the weights, so none are read."""
     max_context_tokens, _ = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
     dtype, lora = DTYPES[model_cfg.dtype], model_cfg.lora
     recipe = Recipe(

@@ -12,10 +12,10 @@ import torch
 
 from meshrl.core.device import has_triton, upload
 from meshrl.model.causal import CausalModel
+from meshrl.model.costs import token_bytes
 from meshrl.model.fast_decoder import FastDecoder
 from meshrl.model.inputs import model_kwargs, positions
 from meshrl.model.logprob import Head
-from meshrl.model.memory import token_bytes
 from meshrl.model.routing import Routing
 from meshrl.rollout.embedded.cached_attention import (
     DecodeAttention,

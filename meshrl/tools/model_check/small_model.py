@@ -9,11 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.model.facts import as_config_error, model_facts, require_config
-from meshrl.model.folder import require_text_model
+from meshrl.model.folder import INDEX, SINGLE, require_text_model
 from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.limits import import_plugins
 from meshrl.model.parts import TEXT, blocks_of, parts_of
-from meshrl.model.weight_files import INDEX, SINGLE
 
 MIN_LAYERS = 2
 MAX_RANDOM_VOCABULARY = 1024

@@ -20,7 +20,7 @@ from meshrl.core.types import Sample
 from meshrl.model import attention
 from meshrl.model.attention import NAMES, OWN_CODE, PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.memory import model_memory
+from meshrl.model.costs import model_memory
 from meshrl.model.own_attention import use_context_attention
 from meshrl.model.recipe import load_causal_lm
 from meshrl.parallel.checkpointing import checkpoint_blocks
