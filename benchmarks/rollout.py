@@ -1,6 +1,6 @@
 """Sampling speed: Transformers' generate and generate_batch, vLLM and the embedded engine, in one run.
 
-    python benchmarks/rollout.py            # the rows of docs/perf, at the lengths that are published: about 45 minutes
+    python benchmarks/rollout.py            # the rows of NOTES.md, at the lengths that are published: about 45 minutes
     python benchmarks/rollout.py --quick    # only the rows of 0.9M and 64 requests
     python benchmarks/rollout.py --scale 0.25 --rivals vllm --vllm-python .venv-vllm/bin/python    # only against vLLM
 
