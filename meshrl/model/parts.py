@@ -16,13 +16,13 @@ TEXT, HEAD = "text", "head"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """A part of a Transformers causal LM, by names of its modules, so that it holds for each copy of the model.
 
     module: the part's own. blocks: of the ModuleList with its blocks; None = it has none. attention: Transformers' name
     of the attention of its layers; None = they have none.
 
-    Example: {"text": Part("model", "model.layers", "meshrl"), "head": Part("lm_head")}
+    Example: {"text": ModelPart("model", "model.layers", "meshrl"), "head": ModelPart("lm_head")}
     """
 
     module: str
@@ -30,10 +30,10 @@ class Part:
     attention: str | None = None
 
 
-Parts = Mapping[str, Part]
+Parts = Mapping[str, ModelPart]
 
 
-def parts_of(lm: Any) -> dict[str, Part]:
+def parts_of(lm: Any) -> dict[str, ModelPart]:
     """By name; each module of the model that is in no other part belongs to the text."""
     text, decoder, head = lm.config.get_text_config(), lm.get_decoder(), lm.get_output_embeddings()
     names = {id(module): name for name, module in lm.named_modules()}
@@ -45,12 +45,12 @@ def parts_of(lm: Any) -> dict[str, Part]:
             "meshrl shards, trains and samples. Choose another model"
         )
     return {
-        TEXT: Part(names[id(decoder)], names[id(blocks)], text._attn_implementation),
-        HEAD: Part(names[id(head)]),
+        TEXT: ModelPart(names[id(decoder)], names[id(blocks)], text._attn_implementation),
+        HEAD: ModelPart(names[id(head)]),
     }
 
 
-def blocks_of(lm: torch.nn.Module, part: Part) -> torch.nn.ModuleList:
+def blocks_of(lm: torch.nn.Module, part: ModelPart) -> torch.nn.ModuleList:
     blocks: Any = torch.nn.ModuleList() if part.blocks is None else lm.get_submodule(part.blocks)
     return blocks  # type: ignore[no-any-return]
 
