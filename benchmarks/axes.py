@@ -24,6 +24,7 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import keep_freed_memory
+from meshrl.core.types import POLICY
 from meshrl.model.recipe import load_causal_lm
 from meshrl.parallel.mesh import build_mesh
 from meshrl.train.engine import TrainEngine
@@ -89,7 +90,7 @@ def _rank_main(rank: int, args: Any, folder: Path, out: Path) -> None:
 def _engine(axis: str, folder: Path, recompute: bool) -> TrainEngine:
     cfg = TrainConfig(activation_checkpointing=recompute)
     mesh = build_mesh(MESHES[axis], "cpu")
-    return TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, "policy", torch.float32)
+    return TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, POLICY, torch.float32)
 
 
 def _batches(engine: TrainEngine, i: int, smoke: bool) -> list[Any]:

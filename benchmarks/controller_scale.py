@@ -61,7 +61,7 @@ from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.batch import Outputs
 from meshrl.core.device import keep_freed_memory
-from meshrl.core.types import Metric, Prompt, Sample, Trajectory
+from meshrl.core.types import POLICY, Metric, Prompt, Sample, Trajectory
 from meshrl.data.decode import answer_text, text_of
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
@@ -202,7 +202,7 @@ def specs_of(cfg: RunConfig) -> list[WorkerSpec]:
             model=cfg.model,
             train=cfg.train,
             rollout=cfg.rollout,
-            reference=False,
+            roles=(POLICY,),
             stop_token_ids=(VOCAB,),
             timeout_s=cfg.cluster.timeout_s,
             nodes=max(1, (train + rollout) // 8),

@@ -29,7 +29,7 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
-from meshrl.core.types import Request, SamplingParams
+from meshrl.core.types import POLICY, Request, SamplingParams
 from meshrl.model.recipe import DTYPES, load_causal_lm
 from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
 from meshrl.train.engine import TrainEngine
@@ -59,7 +59,7 @@ def sample_rows(engine: EmbeddedEngine, num_tokens: int, i: int) -> None:
 
 def trainer(folder: Path, dtype: str, mesh: Any) -> TrainEngine:
     cfg = TrainConfig(activation_checkpointing=False)
-    return TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, "policy", DTYPES[dtype])
+    return TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, POLICY, DTYPES[dtype])
 
 
 def sampler(folder: Path, dtype: str) -> EmbeddedEngine:

@@ -44,6 +44,7 @@ from workload import micro_batches, model_folder, start_single_rank
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.types import POLICY
 from meshrl.model.recipe import DTYPES, load_causal_lm
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
@@ -72,7 +73,7 @@ def engine(report: Report, args: Any) -> None:
     mesh = start_single_rank(args.threads)
     folder = model_folder(args.model, "smoke" if args.smoke else "5M")
     cfg = TrainConfig(activation_checkpointing=False)
-    ours = TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, "policy", DTYPES[args.dtype])
+    ours = TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, POLICY, DTYPES[args.dtype])
     bare = BareLoop(folder, DTYPES[args.dtype], LR, cfg.logprob_chunk_tokens)
     loss = make_policy_loss(AlgoConfig())
     work = {i: batches(i, args.smoke) for i in range(-1, args.rounds)}

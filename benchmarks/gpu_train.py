@@ -51,7 +51,7 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import empty_cache, free_bytes, reset_peak_memory
-from meshrl.core.types import Sample
+from meshrl.core.types import POLICY, Sample
 from meshrl.model.attention import AttentionSpec, PackedAttention
 from meshrl.model.costs import model_memory
 from meshrl.model.limits import stored_numbers
@@ -126,7 +126,7 @@ def measure_steps(report: Report, args: Any, device: torch.device, gemm: float, 
                 report.print_line(f"skipped: {shape}, {tokens} tokens, {cell_of(cfg)}: {need:.3g} of {free:.3g} bytes")
         if fitting:
             model = random_model(shape, device)
-            engine = TrainEngine.wrap(model, cfg, mesh, "policy", torch.bfloat16)
+            engine = TrainEngine.wrap(model, cfg, mesh, POLICY, torch.bfloat16)
             try:
                 for tokens, kind in itertools.product(sorted(fitting), args.rows):
                     measure_cell(report, args.rounds, engine, shape, kind, tokens, gemm, roofline)

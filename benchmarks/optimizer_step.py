@@ -27,6 +27,7 @@ from workload import VOCAB, micro_batches
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.types import POLICY
 from meshrl.parallel.mesh import build_mesh
 from meshrl.train.engine import TrainEngine
 
@@ -70,7 +71,7 @@ def _rank_main(rank: int, name: str, contender: str, smoke: bool, out: Path) -> 
         Qwen2Config(num_hidden_layers=2 if smoke else 28, vocab_size=VOCAB, tie_word_embeddings=True, **size)
     )
     cfg = TrainConfig(optimizer={"clip": CLIP})
-    engine = TrainEngine.wrap(lm, cfg, build_mesh(MESHES[name], "cpu"), "policy", torch.float32)
+    engine = TrainEngine.wrap(lm, cfg, build_mesh(MESHES[name], "cpu"), POLICY, torch.float32)
     samples, _ = micro_batches(0, True, 1)
     batches = [engine.pack([sample], [i]) for i, sample in enumerate(samples[:1])]
     parameters = list(engine.model.parameters())

@@ -29,7 +29,7 @@ from workload import gsm8k_groups, model_folder, start_single_rank, trained_toke
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
-from meshrl.core.types import Sample
+from meshrl.core.types import POLICY, Sample
 from meshrl.model.logprob import Head, token_logprobs
 from meshrl.model.recipe import DTYPES, load_causal_lm
 from meshrl.train.batch_plan import make_batch_plan, row_cost
@@ -100,7 +100,7 @@ class Packed:
 
     def __init__(self, folder: Any, dtype: str, mesh: Any, share: bool):
         cfg = TrainConfig(activation_checkpointing=False, logprob_chunk_tokens=CHUNK_TOKENS)
-        self.engine = TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, "policy", DTYPES[dtype])
+        self.engine = TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, POLICY, DTYPES[dtype])
         self.share, self.loss = share, make_policy_loss(AlgoConfig())
 
     def __call__(self, samples: Sequence[Sample]) -> Rows:

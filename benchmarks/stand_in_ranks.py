@@ -24,7 +24,7 @@ from meshrl.cluster.executor import WorkerSpec, phase_of
 from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric, Request, Times, Turn
 from meshrl.process import frames
-from meshrl.train.engine import Role, StepReport
+from meshrl.train.engine import StepReport
 
 PROMPT_TOKENS = 256
 
@@ -169,7 +169,7 @@ class _Ranks:
             times=Times(queue_s=0.1, prefill_s=0.2, decode_s=30.0, cached_tokens=len(request.context_ids)),
         )
 
-    def forward_backward(self, rank: int, message: Any, role: Role, loss: Any, values: bool = False) -> UpdateReport:
+    def forward_backward(self, rank: int, message: Any, role: str, loss: Any, values: bool = False) -> UpdateReport:
         rows = message.samples()
         metrics = self.metrics * len(message.micro_batches)
         mismatch = {i: np.array([row.mask.sum(), row.mask.sum(), 1e-3, 1e-5, 1e-6]) for i, row in rows.items()}
@@ -178,7 +178,7 @@ class _Ranks:
         of_tokens = {i: -rng.random((2, count), np.float32) for i, count in counts.items()}
         return UpdateReport(metrics=metrics, mismatch=mismatch, values=of_tokens)
 
-    def optim_step(self, rank: int, role: Role, lr: float) -> StepReport:
+    def optim_step(self, rank: int, role: str, lr: float) -> StepReport:
         return StepReport(grad_norm=1.0, skipped=False, lr=lr, num_optimizer_steps=1)
 
     def memory(self, rank: int) -> list[Metric]:

@@ -33,6 +33,7 @@ from workload import gsm8k_groups, model_folder, training_samples
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.types import POLICY
 from meshrl.model.recipe import load_causal_lm
 from meshrl.monitor.recorder import RING, TRACED, recorder
 from meshrl.parallel.mesh import build_mesh
@@ -84,7 +85,7 @@ class Steps:
     def __init__(self, folder: Path, smoke: bool):
         mesh = build_mesh((1, WORLD, 1, 1), "cpu")
         cfg = TrainConfig(activation_checkpointing=False)
-        make = lambda: TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, "policy", torch.float32)  # noqa: E731
+        make = lambda: TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, POLICY, torch.float32)  # noqa: E731
         self.without, self.engine = make(), make()
         for module in self.without.model.modules():
             if isinstance(module, FSDPModule):

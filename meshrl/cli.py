@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -363,7 +364,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _status(args: argparse.Namespace) -> None:
-    from meshrl.tools.status import describe
+    from meshrl.tools.runs import describe
 
     print_output(describe(args.folder))
 
@@ -375,8 +376,7 @@ def _view(args: argparse.Namespace) -> None:
     if args.out is not None and prints:
         raise ConfigError("--out is the page to write, and --step and --eval write none; leave it out")
     if prints:
-        from meshrl.tools.viewer.answers import read_answers
-        from meshrl.tools.viewer.text import one_line_each, pages_of
+        from meshrl.tools.viewer.answers import one_line_each, pages_of, read_answers
 
         kind, step = ("step", args.step) if args.evaluation is None else ("eval", args.evaluation)
         answers = read_answers(args.folder, kind, step, args.wrong)
@@ -409,7 +409,7 @@ def _runs(args: argparse.Namespace) -> None:
 
 
 def _stop(args: argparse.Namespace) -> None:
-    from meshrl.tools.status import stop
+    from meshrl.tools.runs import stop
 
     print_message(stop(args.folder), sys.stdout)
 
@@ -437,13 +437,22 @@ def _config(args: argparse.Namespace) -> None:
 
 
 def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
-    from meshrl.config.explain import explain
     from meshrl.config.run import SftRunConfig
     from meshrl.data.check import count_rows
+    from meshrl.plan.decisions import Machine
+    from meshrl.plan.explain import explain
+    from meshrl.plan.run_plan import make_plan
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and no hub is waited for
-    print_output(explain(loaded, count_rows(loaded.config)), end="")
-    print_output(f"\n{_if_here('memory', partial(_memory, loaded.config))}")  # last, because of imports of seconds
+    config, numbers, machine = loaded.config, None, Machine()
+    with suppress(MeshrlError, ImportError):  # the lines of the memory give the reason
+        from meshrl.cluster.launch import this_machine
+        from meshrl.model.limits import model_numbers
+
+        machine = this_machine(config.cluster)
+        numbers = model_numbers(config.model.path)
+    print_output(explain(loaded, count_rows(config), make_plan(config, numbers, machine)), end="")
+    print_output(f"\n{_if_here('memory', partial(_memory, config))}")
     if not isinstance(loaded.config, SftRunConfig):
         data = loaded.config.data
         paths = [loaded.config.model.path, data.path, data.eval_path, *(s.path for s in data.sources.values())]

@@ -7,6 +7,7 @@ from typing import Any
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.types import POLICY
 
 
 def worker_spec(**changes: Any) -> WorkerSpec:
@@ -18,7 +19,7 @@ def worker_spec(**changes: Any) -> WorkerSpec:
         model=ModelConfig(path="unused"),
         train=TrainConfig(),
         rollout=None,
-        reference=False,
+        roles=(POLICY,),
         stop_token_ids=(),
         timeout_s=60.0,
     )

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshrl.agent.tools import ERROR
 from meshrl.agent.tree import TurnError, check_turns, leaf_paths
+from meshrl.core.columns import fill_of
 from meshrl.core.types import Metric, Sample, Trajectory
 
 _FIRST_TOKENS = 16
@@ -110,7 +111,7 @@ def _row(trajectory: Trajectory, path: list[int], trained_before: set[int]) -> S
         ],
         routed_experts=recorded("routed_experts", routed, -1) if any(r is not None for r in routed) else None,
         token_extras={
-            name: recorded(f"extras[{name!r}]", [t.extras.get(name) for t in turns], 0)
+            name: recorded(f"extras[{name!r}]", [t.extras.get(name) for t in turns], fill_of(name))
             for name in dict.fromkeys(name for t in turns for name in t.extras)
         },
     )

@@ -18,8 +18,9 @@ import torch
 
 from meshrl.algo.kl import kl_estimate
 from meshrl.config.algo import AlgoConfig, KlConfig
+from meshrl.config.kinds import ADVANTAGES
 from meshrl.config.reward import MAX_REWARD
-from meshrl.core.lookup import look_up
+from meshrl.core.lookup import import_object, look_up
 from meshrl.core.types import Metric, Sample
 
 
@@ -109,10 +110,11 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
         for name, of_group in members.items()
     ]
     group_metrics = _group_metrics(groups, cfg.advantage_eps)  # before a user's function, which may write into rewards
-    function = look_up(cfg.advantage, ADVANTAGES, "algo.advantage")
     if cfg.advantage in ADVANTAGES:
+        function = import_object(ADVANTAGES[cfg.advantage].function)
         _assign(groups, [_group_advantages(function, group, cfg.advantage_eps) for group in groups], cfg.advantage)
     else:
+        function = look_up(cfg.advantage, ADVANTAGES, "algo.advantage")
         _assign(groups, function(groups), cfg.advantage)
         group_metrics[1:] = [_without_advantage(groups)]
     metrics += group_metrics
@@ -253,7 +255,3 @@ def _row_kl(row: Sample, estimator: str) -> np.ndarray:
             f"{int(row.mask.sum())} trained tokens; its log-probabilities by policy or reference are not finite"
         )
     return kl
-
-
-ADVANTAGES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""algo.advantage -> function of (rewards of one group float64[G], eps) that returns one advantage for each reward."""

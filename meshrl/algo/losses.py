@@ -15,8 +15,9 @@ weighted by loss_weight, as in the gradient; all other metrics count each traine
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from meshrl.algo.correction import correct
 from meshrl.algo.kl import MAX_LOG_RATIO, kl_estimate
 from meshrl.config.algo import AlgoConfig, LossConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
+from meshrl.core.columns import columns_for, values_of
 from meshrl.core.lookup import look_up
 from meshrl.core.types import Metric, Reduce, Sample
 
@@ -39,6 +41,7 @@ class LossInputs:
 
     row_lengths: the number of trained tokens of each row, in order. A row is one sequence: the complete answer of a
     single-turn trajectory, or all trained tokens of one branch of a longer one. It is never split over micro-batches.
+    columns: those of core/columns.py that are read by `loss` and have no field here.
 
     Example, rows of 2 and 3 trained tokens: row_lengths [2, 3], and row_mean([1, 3, 0, 0, 6]) is [2, 2, 2, 2, 2].
     """
@@ -50,6 +53,7 @@ class LossInputs:
     ref_logprobs: torch.Tensor | None
     entropy: torch.Tensor | None
     row_lengths: list[int]
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def row_sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the trained tokens of each row, at each of these tokens. [N] -> [N]."""
@@ -60,6 +64,7 @@ class LossInputs:
         return torch.cat([row.mean().expand(len(row)) for row in values.split(self.row_lengths)])
 
 
+_COLUMN_FIELDS = tuple(field.name for field in fields(LossInputs) if field.name not in ("row_lengths", "columns"))
 PolicyLossFn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
@@ -227,24 +232,12 @@ def _policy_loss(cfg: AlgoConfig, outputs: Outputs, batch: Batch) -> tuple[torch
 def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs:
     """trained: the indices of the N trained tokens. A prompt that rows share is never trained, so all trained tokens of
     a row are in one segment."""
-
-    def at(values: torch.Tensor) -> torch.Tensor:
-        return values.index_select(0, trained)
-
-    def if_any(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else at(values)
-
-    assert batch.advantages is not None
-    logprobs = at(outputs.logprobs)
-    return LossInputs(
-        logprobs=logprobs,
-        old_logprobs=logprobs.detach() if batch.old_logprobs is None else at(batch.old_logprobs),
-        rollout_logprobs=at(batch.rollout_logprobs),
-        advantages=at(batch.advantages),
-        ref_logprobs=if_any(batch.ref_logprobs),
-        entropy=if_any(outputs.entropy),
-        row_lengths=batch.trained_lengths,
-    )
+    columns = {column.name: values_of(batch, column.name) for column in columns_for("loss")}
+    values = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, **columns}
+    inputs = {name: x.index_select(0, trained) for name, x in values.items() if x is not None}
+    inputs.setdefault("old_logprobs", inputs["logprobs"].detach())
+    of_fields: dict[str, Any] = {name: inputs.pop(name, None) for name in _COLUMN_FIELDS}
+    return LossInputs(row_lengths=batch.trained_lengths, columns=inputs, **of_fields)
 
 
 def sft_loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:

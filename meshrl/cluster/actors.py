@@ -43,7 +43,7 @@ from meshrl.core.device import (
     set_threads,
 )
 from meshrl.core.errors import CapabilityError
-from meshrl.core.types import Metric, Request, Sample, Turn
+from meshrl.core.types import POLICY, REFERENCE, Metric, Request, Sample, Turn
 from meshrl.model.attention import attention_text
 from meshrl.model.costs import peak_flops
 from meshrl.model.facts import model_facts
@@ -64,7 +64,7 @@ from meshrl.sync.sender import SendReport
 from meshrl.sync.transaction import SyncOrder, SyncState
 from meshrl.train.checkpoint import Tensors
 from meshrl.train.checkpoint_files import FileFact
-from meshrl.train.engine import TRAINED, Role, RowArrays, StepReport, TrainEngine
+from meshrl.train.engine import RowArrays, StepReport, TrainEngine
 from meshrl.train.state import reference_digest
 
 NOT_TINY = 50 << 20  # bytes of a model for which a run prints that another dtype is faster
@@ -74,9 +74,9 @@ Rows = dict[int, Sample]  # step-wide row index -> sample
 
 @dataclass(kw_only=True, slots=True)
 class UpdateReport:
-    """A rank's share of one forward_backward: the loss's metrics, and for each row how far the trainer's logprobs are
-    from the sampler's (algo/mismatch.py). values: if requested, each row's logprobs and entropies of its trained
-    tokens, float32[2, n]."""
+    """A rank's share of one forward_backward: the loss's metrics. mismatch: for each row, how far the policy's logprobs
+    are from the sampler's (algo/mismatch.py); empty for another role. values: if requested, each row's logprobs and
+    entropies of its trained tokens, float32[2, n]."""
 
     metrics: list[Metric]
     mismatch: dict[int, np.ndarray]
@@ -100,7 +100,7 @@ class RankWorker:
     def __init__(self, spec: WorkerSpec):
         self.spec = spec
         self.device = torch.device("cpu")
-        self.engines: dict[Role, TrainEngine] = {}  # with LoRA, the reference is the policy without adapters
+        self.engines: dict[str, TrainEngine] = {}  # by role; with LoRA, the reference is the policy without adapters
         self.sampler: RolloutEngine | None = None
         self._memory = SharedDevice(spec, self.device, self.engines, None)
         self._weight_sync: RankSync | None = None
@@ -138,15 +138,14 @@ class RankWorker:
                 device_id=None if self.device.type == "cpu" else self.device,
             )
             mesh = build_mesh(spec.train.mesh_shape(spec.num_train_ranks), self.device.type)
-            roles: list[Role] = ["policy"]
-            if spec.reference and not spec.model.lora.enabled:
-                roles.append("reference")
             facts = loaded = model_facts(spec.model.path, spec.model.attn_implementation)
-            for role in roles:
-                self.engines[role] = TrainEngine.build(spec.model, spec.train, mesh, role, loaded)
-                self.engines[role].on_batch = self._batch_ended
+            for role in spec.roles:
+                if role == REFERENCE and spec.model.lora.enabled:
+                    continue
+                engine = self.engines[role.name] = TrainEngine.build(spec.model, spec.train, mesh, role, loaded)
+                engine.on_batch = self._batch_ended
                 if DTYPES[spec.train.master_dtype].itemsize >= DTYPES[spec.model.dtype].itemsize:  # else it has rounded
-                    loaded = replace(facts, weights=LoadedWeights(self.engines[role].model.lm))
+                    loaded = replace(facts, weights=LoadedWeights(engine.model.lm))
         if spec.samples and spec.rollout is not None:
             self.sampler = build_rollout_engine(
                 spec.model,
@@ -175,16 +174,16 @@ class RankWorker:
     # ---- training (collective)
 
     @phase("annotate")
-    def forward(self, message: RowsMessage, role: Role) -> RowArrays:
+    def forward(self, message: RowsMessage, role: str) -> RowArrays:
         """Logprobs of this rank's rows under the engine of this role (collective)."""
         self._memory.for_training()
         batches = self._batches(message, message.samples())
-        if role == "reference" and self.spec.model.lora.enabled:
+        if role == REFERENCE.name and self.spec.model.lora.enabled:
             return self._policy.forward(batches, adapter=False)[0]
         return self.engines[role].forward(batches)[0]
 
     @phase("train")
-    def forward_backward(self, message: RowsMessage, role: Role, loss: LossFn, values: bool = False) -> UpdateReport:
+    def forward_backward(self, message: RowsMessage, role: str, loss: LossFn, values: bool = False) -> UpdateReport:
         """Add the gradient of this rank's micro-batches of the batch plan (collective). values: whether the values of
         each token are returned."""
         self._memory.for_training()
@@ -192,7 +191,9 @@ class RankWorker:
         engine = self.engines[role]
         batches = self._batches(message, rows)
         result = engine.forward_backward(batches, loss, entropies=values, num_scored=message.num_scored)
-        mismatch = {i: row_mismatch(rows[i], logprobs, engine.version) for i, logprobs in result.logprobs.items()}
+        mismatch = {}
+        if role == POLICY.name:  # samplers have no weights of another role
+            mismatch = {i: row_mismatch(rows[i], logprobs, engine.version) for i, logprobs in result.logprobs.items()}
         of_tokens = {
             i: np.stack([result.logprobs[i], entropies])[:, rows[i].mask] for i, entropies in result.entropies.items()
         }
@@ -205,7 +206,7 @@ class RankWorker:
         return UpdateReport(metrics=result.metrics, mismatch=mismatch, values=of_tokens)
 
     @phase("optim")
-    def optim_step(self, role: Role, lr: float) -> StepReport:
+    def optim_step(self, role: str, lr: float) -> StepReport:
         report = self.engines[role].optim_step(lr)
         return_freed_memory(self.device)
         return report
@@ -240,10 +241,11 @@ class RankWorker:
 
     def _reference(self) -> Tensors:
         """The entry that identifies the reference model in a checkpoint; empty without one (collective)."""
-        return reference_digest(self.engines["reference"].model.lm) if "reference" in self.engines else {}
+        reference = self.engines.get(REFERENCE.name)
+        return {} if reference is None else reference_digest(reference.model.lm)
 
     def _trained(self) -> list[TrainEngine]:
-        return [engine for role, engine in self.engines.items() if role in TRAINED]
+        return [engine for engine in self.engines.values() if engine.role.trains]
 
     def _batch_ended(self) -> None:
         self._num_batches += 1
@@ -298,7 +300,7 @@ class RankWorker:
         if self._weight_sync is None or self._weight_sync.layout.hash != layout.hash:
             if self._weight_sync is not None:
                 self._weight_sync.close()
-            self._weight_sync = RankSync(self.spec, self.device, layout, self.engines.get("policy"), self.sampler)
+            self._weight_sync = RankSync(self.spec, self.device, layout, self.engines.get(POLICY.name), self.sampler)
         if self.sampler is not None:
             await self.sampler.reconcile(layout)
         releases = self.spec.trains and self.spec.rollout is not None and bool(self.spec.rollout.release_memory)
@@ -436,7 +438,7 @@ class RankWorker:
     @property
     def _policy(self) -> TrainEngine:
         """The engine whose weights samplers get."""
-        return self.engines["policy"]
+        return self.engines[POLICY.name]
 
     def _sync(self) -> RankSync:
         if self._weight_sync is None:

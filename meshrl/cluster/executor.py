@@ -16,6 +16,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
+from meshrl.core.types import RoleSpec
 from meshrl.monitor.recorder import current_span, recorder
 from meshrl.monitor.status import RankProcess
 
@@ -67,7 +68,7 @@ class WorkerSpec:
     model: ModelConfig
     train: TrainConfig
     rollout: RolloutConfig | None
-    reference: bool
+    roles: tuple[RoleSpec, ...]  # of the train ranks' engines
     stop_token_ids: tuple[int, ...]
     timeout_s: float  # deadline of every phase that is not in deadlines
     deadlines: Mapping[str, float] = field(default_factory=dict)  # seconds by phase

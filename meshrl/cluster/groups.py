@@ -23,28 +23,28 @@ from meshrl.cluster.rows import PlannedRows, RowsMessage
 from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
-from meshrl.core.types import Metric, Request, Sample, Turn
+from meshrl.core.types import POLICY, Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import coordinates
+from meshrl.plan.decisions import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES
 from meshrl.rollout.base import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint_files import FileFact
-from meshrl.train.engine import Role, StepReport
+from meshrl.train.engine import StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_HOST_BYTES, _DEVICE_BYTES = 64 << 20, 1 << 30  # of the transfers of a window
 _DIGEST_PART = 64  # 1/64 of the bytes of the transfers is reserved for their digests
 
 
 class TrainGroup:
     """All train ranks. A method that needs the ranks is one collective command, sent to them in the order of the
-    calls.
+    calls. Roles are named (RoleSpec.name).
 
     command_lock: held during a command, and during all commands of a sync: a command between two of them could run
-    between different collectives in different ranks. version: the version of the last committed sync. is_synced:
-    the weights are those of `version`: no optimizer step has followed it. num_optim_steps: the number of optimizer
-    steps that were requested so far. show: called with how far the ranks are with the micro-batches of a command.
+    between different collectives in different ranks. version: the version of the last committed sync. is_synced: the
+    policy's weights are those of `version`. num_optim_steps: the number of optimizer steps of the policy that were
+    requested so far. show: called with how far the ranks are with the micro-batches of a command.
     """
 
     def __init__(self, executor: Executor):
@@ -84,13 +84,13 @@ class TrainGroup:
         batch_plan = make_batch_plan(lengths, self.num_data_ranks, self._budget, groups, prefixes, scored)
         return PlannedRows(samples=[*samples], batch_plan=batch_plan)
 
-    async def forward(self, rows: PlannedRows, role: Role) -> list[np.ndarray]:
+    async def forward(self, rows: PlannedRows, role: str) -> list[np.ndarray]:
         """Logprobs of all samples under the engine of this role, in their order; float32[T] each."""
         parts = await self._rows(RankWorker.forward, rows, role)
         by_row = {i: array for part in parts for i, array in part.items()}
         return [by_row[i] for i in range(len(rows.samples))]
 
-    async def forward_backward(self, rows: PlannedRows, role: Role, loss: LossFn, values: bool = False) -> UpdateReport:
+    async def forward_backward(self, rows: PlannedRows, role: str, loss: LossFn, values: bool = False) -> UpdateReport:
         """Add the gradient of these rows; returns the metrics of all ranks. values: whether the report has the
         trainer's values of each token."""
         reports = await self._rows(RankWorker.forward_backward, rows, role, loss, values)
@@ -100,22 +100,23 @@ class TrainGroup:
             values={i: row for r in reports for i, row in r.values.items()},
         )
 
-    async def optim_step(self, role: Role, lr: float) -> StepReport:
+    async def optim_step(self, role: str, lr: float) -> StepReport:
         """Update the weights; returns the first rank's report, with `not_finite` of the first rank that has any."""
-        self.is_synced = False
-        self.num_optim_steps += 1
+        if role == POLICY.name:
+            self.is_synced = False
+            self.num_optim_steps += 1
         reports = await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, role, lr))
         bad = next((report.not_finite for report in reports if report.not_finite), "")
         return dataclasses.replace(reports[0], not_finite=bad)
 
     async def layout(self, transfer_bytes: int | None = None) -> Layout:
         """The layout of syncs, made from the boxes of one replica's ranks. transfer_bytes: of all senders together;
-        None = 64 MiB in host memory, 1 GiB on accelerators, where a transfer has to pay for more calls."""
+        None = as the trainers' device decides."""
         of_ranks = await self._all(lambda rank: self.executor.call(rank, RankWorker.weights))
         senders = of_ranks[: self.coordinates[0].num_senders]  # the ranks of replica 0, sorted by sender
         first = senders[0]
         if transfer_bytes is None:
-            transfer_bytes = _HOST_BYTES if first.digest == "xxh3" else _DEVICE_BYTES
+            transfer_bytes = HOST_BUCKET_BYTES if first.digest == "xxh3" else DEVICE_BUCKET_BYTES
         limit = transfer_bytes - transfer_bytes // _DIGEST_PART
         return make_layout(first.tensors, [own.boxes for own in senders], first.tied, limit, first.digest)
 

@@ -25,11 +25,12 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_count, device_type, keep_freed_memory, may_have_own_device, num_cores
 from meshrl.core.errors import ConfigError, RankFailure
-from meshrl.model.limits import micro_batch_tokens
+from meshrl.model.limits import model_numbers
+from meshrl.plan.decisions import Machine
+from meshrl.plan.run_plan import make_plan
 from meshrl.sync.layout import Layout
 
 T = TypeVar("T")
-_AFTER_START_S = 60.0  # for a rank whose server is ready
 
 
 class Groups:
@@ -101,23 +102,9 @@ class Groups:
             await self.rollouts.reconcile(layout)
 
 
-def deadlines_of(cluster: ClusterConfig, rollout: RolloutConfig | None) -> dict[str, float]:
-    """Seconds by phase, where they are not cluster.timeout_s. A rank loads for as long as its server may take to start,
-    unless cluster.deadlines.load is set."""
-    deadlines = {phase: seconds for phase, seconds in cluster.deadlines if seconds is not None}
-    if rollout is not None and rollout.start_deadline_s:
-        deadlines.setdefault("load", max(cluster.timeout_s, rollout.start_deadline_s + _AFTER_START_S))
-    return deadlines
-
-
-def with_fastest_sync(rollout: RolloutConfig, model: ModelConfig, nodes: int) -> RolloutConfig:
-    """The config with sync_mode full where the weights stay in shared memory: there all of them are copied in less time
-    than their changes are found and written. Samplers that get only adapters still do. Under torchrun the ranks may be
-    on several machines."""
-    sends_adapters = model.lora.enabled and rollout.takes_adapters(model.lora)
-    if nodes > 1 or is_launched() or rollout.sync_transport == "broadcast" or sends_adapters:
-        return rollout
-    return rollout.model_copy(update={"sync_mode": "full"})
+def this_machine(cluster: ClusterConfig) -> Machine:
+    """What is known of the machines of the ranks: Ray chooses them later."""
+    return Machine(None if cluster.executor == "ray" else device_type(), is_launched())
 
 
 @asynccontextmanager
@@ -134,26 +121,26 @@ async def launched(
 
     Raises: RankFailure when a rank does not start, or fails while it ends.
     """
-    model, train, cluster = model or cfg.model, cfg.train, cfg.cluster
-    if train.max_tokens_per_microbatch is None and num_train_ranks:
-        train = train.model_copy(update={"max_tokens_per_microbatch": micro_batch_tokens(model, train)})
+    cluster = cfg.cluster
+    cfg = cfg if model is None else cfg.model_copy(update={"model": model})
     nodes = math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks)  # an evaluation may have fewer ranks
-    rollout = with_fastest_sync(cfg.rollout, model, nodes) if isinstance(cfg, RunConfig) else None
+    run_plan = make_plan(cfg, model_numbers(cfg.model.path), this_machine(cluster), nodes)
+    planned = run_plan.config
     specs = [
         WorkerSpec(
             rank=rank,
             num_train_ranks=num_train_ranks,
             num_rollout_ranks=num_rollout_ranks,
-            model=model,
-            train=train,
-            rollout=rollout,
-            reference=isinstance(cfg, RunConfig) and cfg.algo.kl.coef > 0,
+            model=planned.model,
+            train=planned.train,
+            rollout=planned.rollout if isinstance(planned, RunConfig) else None,
+            roles=run_plan.roles,
             stop_token_ids=(),  # each request has its own
             timeout_s=cluster.timeout_s,
             seed=cfg.run.seed,
             logs=logs,
             nodes=nodes,
-            deadlines=deadlines_of(cluster, rollout),
+            deadlines=planned.cluster.deadlines.model_dump(),
         )
         for rank in range(num_train_ranks + num_rollout_ranks)
     ]

@@ -17,9 +17,10 @@ import torch
 
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.device import empty_cache, has_own_memory, return_freed_memory
+from meshrl.core.types import POLICY
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.embedded.engine import EmbeddedEngine
-from meshrl.train.engine import Role, TrainEngine
+from meshrl.train.engine import TrainEngine
 
 
 class SharedDevice:
@@ -29,7 +30,7 @@ class SharedDevice:
         self,
         spec: WorkerSpec,
         device: torch.device,
-        engines: Mapping[Role, TrainEngine],
+        engines: Mapping[str, TrainEngine],
         sampler: RolloutEngine | None,
     ):
         self._device, self._engines, self._sampler = device, engines, sampler
@@ -67,7 +68,7 @@ class SharedDevice:
     @contextmanager
     def policy(self) -> Iterator[None]:
         """The policy's parameters are on the device during this block."""
-        engine = self._engines["policy"]
+        engine = self._engines[POLICY.name]
         engine.restore({"params"})
         try:
             yield

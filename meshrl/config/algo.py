@@ -13,11 +13,11 @@ from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationE
 
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
+from meshrl.config.kinds import ADVANTAGES, described
 from meshrl.config.schema import words
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported, import_object, similar_names
 
-ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
 LOSS_KIND = "algo.loss.kind"
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -132,9 +132,11 @@ class CorrectionConfig(Slice):
 
 
 class AlgoConfig(Slice):
-    advantage: str = "grpo"
-    """advantage from a sample's reward r and its group: grpo = (r - mean) / std, dr_grpo = r - mean, rloo = r - mean of
-    the others; or a user-defined function as package.module:name (docs/add_an_algorithm.md)"""
+    advantage: str = Field(
+        "grpo",
+        description=f"advantage from a sample's reward r and its group: {described(ADVANTAGES)}; or a user-defined "
+        "function as package.module:name (docs/add_an_algorithm.md)",
+    )
     advantage_eps: float = Field(1e-6, gt=0)
     """added to the group's std; groups with a smaller std get advantage 0"""
     loss: SerializeAsAny[LossConfig] = LossConfig()

@@ -43,9 +43,9 @@ class Case:
     """Input of the checks. given: the values of files and command line by dotted key; all other keys have defaults.
 
     table_names: of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
-    a kind is checked. Its entry "needs_answer" has the reward kinds that need the answer of a row. rows: rows in
-    memory, by the config key that they replace. starts: whether the run starts on this machine, now; None = it starts
-    on another one. fitted: defaults that were lowered to fit the model -> the default.
+    a kind is checked. rows: rows in memory, by the config key that they replace. starts: whether the run starts on
+    this machine, now; None = it starts on another one. fitted: defaults that were lowered to fit the model -> the
+    default.
     """
 
     config: RunConfig | SftRunConfig

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.algo import (
-    ADVANTAGE_NAMES,
     LOSS_ARGS,
     LOSS_KIND,
     LossConfig,
@@ -22,6 +21,7 @@ from meshrl.config.algo import (
 from meshrl.config.case import Case, Problem
 from meshrl.config.cluster import NOT_IN_SFT, ONLY_OF_PROCESSES, machine_problems
 from meshrl.config.data import data_problems
+from meshrl.config.kinds import ADVANTAGES
 from meshrl.config.loop import loop_problems
 from meshrl.config.model import model_problems
 from meshrl.config.monitor import sink_problems
@@ -163,7 +163,7 @@ def _unused_in_algo(config: RunConfig) -> Unused:
     if (kind := algo.loss.kind) in LOSS_ARGS:
         others = {name for args in LOSS_ARGS.values() for name in args if name not in LOSS_ARGS[kind]}
         yield "algo.loss", " ".join(sorted(others)), f"algo.loss.kind is {kind}", LOSS_KIND
-    if algo.advantage != "grpo":
+    if algo.advantage not in ADVANTAGES or not ADVANTAGES[algo.advantage].divides_by_std:
         without = "which does not divide by the group's std"
         yield "algo", "advantage_eps", f"algo.advantage is {algo.advantage}, {without}", "algo.advantage"
     if correction == "off":
@@ -221,7 +221,7 @@ def _kinds(case: Case) -> Iterator[Problem]:
         yield Problem(weights, "all weights are 0, so every reward would be 0.")  # a user's agent may give rewards
     named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
     named.append(("agent", "agent.kind", config.agent.kind))
-    tables: dict[str, set[str]] = {**case.table_names, "advantage": set(ADVANTAGE_NAMES), "loss": {*LOSS_ARGS}}
+    tables: dict[str, set[str]] = {**case.table_names, "advantage": {*ADVANTAGES}, "loss": {*LOSS_ARGS}}
     if case.purpose == "train":
         named += [("advantage", "algo.advantage", config.algo.advantage), ("loss", LOSS_KIND, config.algo.loss.kind)]
     for table, key, kind in named:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
+from meshrl.config.kinds import needs_answer
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported
 
 Format = Literal["auto", "jsonl", "parquet", "datasets"]
@@ -112,8 +113,8 @@ def data_problems(case: Case) -> Iterator[Problem]:
 def _answers(case: Case) -> Iterator[Problem]:
     """Rewards that need an answer, where no answer column is configured. The rows that a map returns are checked when
     they are read."""
-    data, rewards, kinds = case.rl.data, case.rl.reward.terms, case.table_names.get("needs_answer", set())
-    terms = {f"reward.terms.{name}.kind": term.kind for name, term in rewards.items() if term.kind in kinds}
+    data, rewards = case.rl.data, case.rl.reward.terms
+    terms = {f"reward.terms.{name}.kind": term.kind for name, term in rewards.items() if needs_answer(term.kind)}
     if not terms or data.answer is not None:
         return
     training = case.purpose == "train"

@@ -389,8 +389,6 @@ def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, 
     how |= {key: f"from {was}, since the model has no positions for longer rows" for key, was in case.fitted.items()}
     for key, (here, reason) in checks.defaults_of_the_machine(case).items():
         changes[key], how[key] = here, f"here {here}: {reason}"
-    if config.train.optimizer.lr is None and case.purpose != "eval":
-        how["train.optimizer.lr"] = f"here {config.peak_lr:g}"
     for alias, key in checks.ALIASES.items():
         if alias in given:
             changes[key] = given[alias].value

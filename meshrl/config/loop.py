@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from meshrl.config.algo import ADVANTAGE_NAMES
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
 from meshrl.config.data import Format
+from meshrl.config.kinds import compares_groups
 from meshrl.core.lookup import similar_names
 
 WEIGHTED_SUM = "weighted_sum"  # the value of loop.eval_term for the sum of all terms
@@ -107,7 +107,7 @@ class SftConfig(Slice):
 
 def loop_problems(case: Case) -> Iterator[Problem]:
     config, loop = case.rl, case.rl.loop
-    if loop.samples_per_prompt == 1 and config.algo.advantage in ADVANTAGE_NAMES:
+    if loop.samples_per_prompt == 1 and compares_groups(config.algo.advantage):
         yield Problem(
             ("loop.samples_per_prompt", "algo.advantage"),
             f"{config.algo.advantage} compares the answers of a group; a group of one has nothing to compare with. "

@@ -4,17 +4,18 @@ from typing import Any
 from pydantic import Field
 
 from meshrl.config.base import Slice
+from meshrl.config.kinds import REWARDS, described
 
 MAX_REWARD = 1e12
 """Limit of the size of a reward: its square times the number of samples of any step is far below the largest float32,
 3.4e38, so that no sum or group statistic of rewards overflows."""
 _MAX_WEIGHT = 1e6
-SHAPING_KINDS = ("overlong", "format")  # of terms that judge the form of an answer, not whether it is right
 
 
 class RewardTerm(Slice):
-    kind: str
-    """math_answer, format, overlong (docs/data.md has their args), or a function as package.module:name"""
+    kind: str = Field(
+        description=f"{described(REWARDS)} (docs/data.md has their args), or a function as package.module:name"
+    )
     weight: float = Field(1.0, ge=-_MAX_WEIGHT, le=_MAX_WEIGHT)
     """factor in the weighted sum; below 0 is a penalty"""
     args: dict[str, Any] = Field({})
@@ -27,9 +28,10 @@ answer are added."""
 
 
 def full_rewards(terms: Iterable[tuple[str, str, float]]) -> dict[str, float]:
-    """By term the weighted value of a full score: 1 in each term with a weight above 0, except overlong, which is at
-    most 0. terms: (name, kind, weight)."""
-    return {name: weight for name, kind, weight in terms if weight > 0 and kind != "overlong"}
+    """By term the weighted value of a full score, 1 for a user's function, in each term with a weight above 0, without
+    terms whose full score is 0. terms: (name, kind, weight)."""
+    full = [(name, weight * (REWARDS[kind].full_score if kind in REWARDS else 1.0)) for name, kind, weight in terms]
+    return {name: score for name, score in full if score > 0}
 
 
 def has_passed(score: float | None, rewards: Mapping[str, object], pass_score: PassScore) -> bool:

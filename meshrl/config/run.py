@@ -15,14 +15,13 @@ from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.data import DataConfig
+from meshrl.config.kinds import REWARDS
 from meshrl.config.loop import WEIGHTED_SUM, LoopConfig, SftConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.monitor import MonitorConfig
-from meshrl.config.reward import SHAPING_KINDS, PassScore, RewardConfig, full_rewards
+from meshrl.config.reward import PassScore, RewardConfig, full_rewards
 from meshrl.config.rollout import RolloutConfig, SamplingConfig
 from meshrl.config.train import TrainConfig
-
-LORA_LR = 10  # times the learning rate of full fine-tuning; source: Schulman et al., LoRA Without Regret, 2025
 
 
 class RunSection(Slice):
@@ -76,6 +75,7 @@ class RunConfig(Slice):
     """name, folder, seed"""
 
     DEFAULT_LR: ClassVar[float] = 1e-6
+    LORA_LR: ClassVar[float] = 1e-5  # ten times that of full fine-tuning: Schulman et al., LoRA Without Regret, 2025
     NUM_STEPS_KEY: ClassVar[str] = "loop.num_steps"
     ROW_LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("data.max_prompt_tokens", "rollout.sampling.max_new_tokens")
 
@@ -111,7 +111,7 @@ class RunConfig(Slice):
         loop, terms = self.loop, self.reward.terms
         if (by := loop.replace_by or loop.eval_term) is not None:
             return None if by == WEIGHTED_SUM else {by: 1.0}
-        weights = {name: term.weight for name, term in terms.items() if term.kind not in SHAPING_KINDS}
+        weights = {n: t.weight for n, t in terms.items() if not (t.kind in REWARDS and REWARDS[t.kind].judges_form)}
         return weights if any(weights.values()) and len(weights) < len(terms) else None
 
     @property
@@ -163,6 +163,7 @@ class SftRunConfig(Slice):
     """name, folder, seed"""
 
     DEFAULT_LR: ClassVar[float] = 1e-5
+    LORA_LR: ClassVar[float] = 1e-4
     NUM_STEPS_KEY: ClassVar[str] = "sft.num_steps"
     ROW_LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("sft.max_row_tokens",)
 
@@ -184,8 +185,8 @@ class SftRunConfig(Slice):
 
 
 def _peak_lr(config: RunConfig | SftRunConfig) -> float:
-    lr = config.train.optimizer.lr
-    return config.DEFAULT_LR * (LORA_LR if config.model.lora.enabled else 1) if lr is None else lr
+    default = config.LORA_LR if config.model.lora.enabled else config.DEFAULT_LR
+    return default if config.train.optimizer.lr is None else config.train.optimizer.lr
 
 
 _MAX_NAME_BYTES = 255

@@ -267,6 +267,27 @@ class Metric:
     unit: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleSpec:
+    """What an engine of the train ranks is for. Commands and files name it by `name`.
+
+    trains: it has gradients, and a file of its own in a checkpoint. head: what it computes for each token: logprobs, of
+    the vocabulary's distribution. optimizer: of train.optimizer; None if the engine does not train.
+    """
+
+    name: str
+    trains: bool
+    head: Literal["logprobs"] = "logprobs"
+    optimizer: Literal["adamw"] | None
+
+
+POLICY = RoleSpec(name="policy", trains=True, optimizer="adamw")
+"""The role whose weights samplers get."""
+
+REFERENCE = RoleSpec(name="reference", trains=False, optimizer=None)
+"""The policy before training, for the KL term. With LoRA it is the policy without its adapters."""
+
+
 Generate = Callable[[Request], Awaitable[Turn]]
 """The function that an agent gets for sampling: `async (Request) -> Turn`. The agent does not know the engine."""
 

@@ -139,10 +139,7 @@ def is_template_text(template: str) -> bool:
 
 
 def template_text(template: str | Path) -> str:
-    """The template's text, as given, of the built-in one, or from the file at the path.
-
-    Raises: DataError, with a text that follows the path, for a file that can't be read or contains no template.
-    """
+    """The template's text, as given, of the built-in one, or from the file at the path, which its errors follow."""
     if isinstance(template, str) and is_template_text(template):
         return BUILT_IN.get(template, template)
     with as_data_error(""):
@@ -153,10 +150,7 @@ def template_text(template: str | Path) -> str:
 
 
 def variables_read_by(text: str) -> set[str]:
-    """The variables that a template reads and does not set itself.
-
-    Raises: DataError, with a text that follows the template's name, for invalid Jinja.
-    """
+    """The variables that a template reads and does not set itself. Errors follow the name of the template."""
     from jinja2 import Environment, TemplateSyntaxError
     from jinja2.ext import Extension
     from jinja2.meta import find_undeclared_variables
@@ -194,10 +188,7 @@ def require_read(variables: Iterable[str], reads: set[str]) -> None:
 
 def render_text(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> str:
     """The text of these messages and of a generation prompt, as the template renders it: for reading and comparing,
-    never to be encoded again.
-
-    Raises: DataError without a chat template, or when the template refuses the messages.
-    """
+    never to be encoded again."""
     return _apply_template(tokenizer, messages, True, tools, tokenize=False)
 
 
@@ -205,10 +196,7 @@ def render(
     tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool | None = True, tools: Tools = None
 ) -> np.ndarray:
     """The token ids of these messages, int32[C]. add_generation_prompt: None = they end with the content of the last
-    message, which the model continues. tools: for templates that describe tools to the model.
-
-    Raises: DataError without a chat template, or when the template refuses the messages.
-    """
+    message, which the model continues. tools: for templates that describe tools to the model."""
     return np.asarray(_apply_template(tokenizer, messages, add_generation_prompt, tools, tokenize=True), np.int32)
 
 
@@ -318,8 +306,6 @@ def stop_token_ids(tokenizer: Any, model: str | Path | None = None, further: Ite
     Models differ in the place of these ids: Qwen2.5's tokenizer has <|im_end|>, and its generation config also
     <|endoftext|>; the EOS of a base model is often not the token with which its chat template ends a turn.
     If no place has an id, the result is empty: the model stops only at its length limit.
-
-    Raises: DataError when the file exists but is not JSON, or names a value that is not a token id.
     """
     from transformers.utils import cached_file
 
@@ -359,7 +345,7 @@ def _placeholder() -> list[Message]:
 
 
 def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
-    """The index just after the text of the placeholder answer. Raises: DataError if the template does not write it."""
+    """The index just after the text of the placeholder answer."""
     end = bisect_left(range(len(ids) + 1), True, key=lambda count: _CONTENT in tokenizer.decode(ids[:count].tolist()))
     if end > len(ids):
         raise DataError(
@@ -380,9 +366,6 @@ def sft_row(
 
     stop_ids: the ids that end a turn in this run; default the tokenizer's EOS. The token with which the template ends a
     turn must be one of them, or the trained model would never stop.
-
-    Raises: DataError when there is no assistant turn, when its end is not a stop token, when a stop token is inside its
-    content, or when the template renders the same history differently once other messages follow.
     """
     stops = frozenset(stop_token_ids(tokenizer) if stop_ids is None else stop_ids)
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
@@ -426,8 +409,6 @@ def continuation_ids(
     ended_by: the one of stop_ids with which the answer ends. None = a stop string ended it: then the template's own end
     of the turn comes first, as context that is not trained. Some templates, such as GLM's, write no end: their stop ids
     begin the next message. Then this token is context, too, unless it is the one that was sampled.
-
-    Raises: DataError when the template ends an assistant turn with none of stop_ids.
     """
     full = render(tokenizer, [*_placeholder(), *messages], tools=tools)
     start = _content_end(tokenizer, full)

@@ -64,8 +64,8 @@ def check_data(case: Case) -> Iterator[Problem]:
 
 
 def count_rows(config: RunConfig | SftRunConfig) -> int | None:
-    """Rows of the training table; None for a mixture, whose tables have separate epochs, and where counting takes long.
-    Raises: DataError."""
+    """Rows of the training table; None for a mixture, whose tables have separate epochs, and where counting takes
+    long."""
     section = _section(config)
     if section.path is None:
         return None

@@ -25,8 +25,6 @@ def kind_of(path: str | Path, format: str = "auto") -> Kind:
 
     A folder was made by save_to_disk, or has shards: *.jsonl or *.parquet files, read in the order of their names.
     Text of the form organisation/name, if this machine has no such path, is a data set on the Hugging Face hub.
-
-    Raises: DataError.
     """
     place = Path(path)
     if not is_there(place):
@@ -59,10 +57,7 @@ def _folder_kind(place: Path, format: str) -> Kind:
 
 
 def files_of(path: Path, kind: Kind) -> list[Path]:
-    """The files of a table of kind jsonl or parquet: the path itself, or the shards of a folder in the order of names.
-
-    Raises: DataError for a shard that is a folder, a pipe or a broken link.
-    """
+    """The files of a table of kind jsonl or parquet: the path itself, or the shards of a folder by name."""
     if not path.is_dir():
         return [path]
     suffixes = SHARD_SUFFIXES[kind]
@@ -73,10 +68,7 @@ def files_of(path: Path, kind: Kind) -> list[Path]:
 
 
 def split_folder(path: Path, split: str | None) -> Path:
-    """The folder of one split in a folder of save_to_disk; the name may be left out if there is only one split.
-
-    Raises: DataError when there is no such split, or when one must be named.
-    """
+    """The folder of one split in a folder of save_to_disk; the name may be left out if there is only one split."""
     index = path / "dataset_dict.json"
     if not index.is_file():
         if split is not None:
@@ -89,7 +81,7 @@ def split_folder(path: Path, split: str | None) -> Path:
 
 
 def chosen_split(names: list[str], split: str | None) -> str:
-    """The given split, or the only one. Raises: DataError."""
+    """The given split, or the only one."""
     if split is None and len(names) == 1:
         return names[0]
     if split is None or split not in names:
@@ -117,7 +109,7 @@ def require_own_arrow_files(folder: Path) -> None:
 
 
 def json_of_saved_set(file: Path) -> dict[str, Any]:
-    """The contents of a JSON file that save_to_disk wrote. Raises: DataError."""
+    """The contents of a JSON file that save_to_disk wrote."""
     with as_data_error(f"{file.name} in it: ", ". Write the folder again with save_to_disk"):
         return read_json(file)
 
@@ -152,10 +144,7 @@ def unreachable(name: str, file: str, repo_type: str) -> str | None:
 
 
 def require_reachable(name: str) -> None:
-    """For the hub id of a model, unless it is a folder or has files in the hub's cache of this machine.
-
-    Raises: DataError when the hub does not answer.
-    """
+    """For the hub id of a model, unless it is a folder or has files in the hub's cache of this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     if not HUB_ID.fullmatch(name) or Path(name).is_dir() or try_to_load_from_cache(name, "config.json") is not None:

@@ -247,10 +247,7 @@ def digest_of_answers(prompts: Iterable[Prompt]) -> str:
 
 
 def open_feed(make: PromptMaker, seed: int, rows: RowTable | None = None) -> PromptFeed:
-    """The training prompts of make.cfg. rows: rows in memory, in place of those at data.path.
-
-    Raises: DataError for rows that do not fit the config; when streaming, only for rows that are read at the start.
-    """
+    """The training prompts of make.cfg. rows: rows in memory, in place of those at data.path."""
     sources = make.cfg.sources
     if not sources:
         return _open_one(make, seed, rows)
@@ -269,8 +266,6 @@ def load_eval_prompts(make: PromptMaker, rows: RowTable | None = None) -> tuple[
     those at data.eval_path.
 
     Their ordinals count down from -1, so that no seed is also a seed of training, where ordinals count up from 0.
-
-    Raises: DataError, as load_prompts.
     """
     cfg = make.cfg
     if cfg.eval_path is None:

@@ -310,7 +310,7 @@ class Shards(Table):
 
 
 def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
-    """A data set of the hub. Raises: DataError, with a text that follows the name."""
+    """A data set of the hub."""
     datasets = _datasets()
     offline = datasets.config.HF_HUB_OFFLINE
     reason = None if offline else unreachable(name, "README.md", "dataset")
@@ -333,7 +333,7 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
 
 @contextlib.contextmanager
 def _library_errors(problem: str) -> Iterator[None]:
-    """For blocks in which a library reads a user's file: it may raise anything for a damaged one. Raises: DataError."""
+    """For blocks in which a library reads a user's file: it may raise anything for a damaged one."""
     try:
         yield
     except Exception as error:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.agent.attempt import crash_note
-from meshrl.config.algo import ADVANTAGE_NAMES
+from meshrl.config.kinds import compares_groups
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.job import Job
@@ -149,4 +149,4 @@ def run_without_signal(job: Job) -> str | None:
 
 def _has_no_signal(job: Job, values: Mapping[str, float]) -> bool:
     """Whether every advantage of the step is 0. A user's own advantages may differ where the rewards do not."""
-    return values.get("reward/groups_without_signal") == 1.0 and job.cfg.algo.advantage in ADVANTAGE_NAMES
+    return values.get("reward/groups_without_signal") == 1.0 and compares_groups(job.cfg.algo.advantage)

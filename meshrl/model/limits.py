@@ -1,5 +1,5 @@
 """What a run needs to know of a model before it is loaded, from its config: the context length, the vocabulary size,
-whether it has experts, and the tokens of a micro-batch; and facts about families that neither Transformers' class nor
+the numbers of a plan, and whether it has experts; and facts about families that neither Transformers' class nor
 the config states in a form that code can read, with the packages that add families."""
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import Any
 from transformers import AutoConfig
 
 from meshrl.config.model import ModelConfig, num_positions
-from meshrl.config.train import MOST_TOKENS, TrainConfig
+from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.data.files import require_reachable
-
-ACTIVATION_BYTES = 4 << 30  # of a micro-batch
-FEWEST_TOKENS = 1024
+from meshrl.plan.decisions import ModelNumbers
 
 
 def limits_of(path: str, asked: int | None) -> tuple[int, int]:
@@ -35,22 +33,16 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
     return tokens, config.vocab_size
 
 
-def micro_batch_tokens(model: ModelConfig, train: TrainConfig) -> int:
-    """The value of train.max_tokens_per_microbatch when it is null: a power of two, and a function of the configs
-    alone, so that a run's micro-batches are the same on every machine."""
-    config = text_config(model.path)
-    stored = config.hidden_size if train.activation_checkpointing else stored_numbers(config, train.torch_compile)
-    num_bytes = stored * config.num_hidden_layers * (4 if model.dtype == "float32" else 2)
-    fitting = 1 << (ACTIVATION_BYTES // num_bytes).bit_length() - 1
-    return min(MOST_TOKENS, max(FEWEST_TOKENS, fitting))
-
-
-def stored_numbers(config: Any, compiled: bool = False) -> int:
-    """About how many numbers a decoder block stores of each token for its backward pass: what its norms, products and
-    attention read again. torch.compile computes some of them again. With activation checkpointing it stores its input
-    alone."""
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return 7 * hidden + 3 * inner if compiled else 10 * hidden + 4 * inner
+def model_numbers(path: str) -> ModelNumbers:
+    """What plans read of the model's config.json."""
+    config = text_config(path)
+    return ModelNumbers(
+        num_positions=num_positions(config.to_dict()),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None),
+        num_layers=config.num_hidden_layers,
+    )
 
 
 def has_experts(path: str) -> bool:

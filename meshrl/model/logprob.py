@@ -15,11 +15,9 @@ import torch
 from meshrl.core.device import has_triton
 from meshrl.model.prepack import Product, prepacked
 from meshrl.parallel.exchange import Axis, gathered_values
+from meshrl.plan.decisions import CHUNK_LOGITS, CHUNK_LOGITS_ON_CPU, SAVED_LOGITS_ON_CPU
 
-CHUNK_LOGITS = 1 << 28  # logits of a chunk on an accelerator, of which about three copies exist
-CHUNK_LOGITS_ON_CPU = 1 << 25  # logits of a chunk on a CPU
 SAVED_LOGITS = 1 << 24  # that a forward may store on an accelerator: 64 MiB
-SAVED_LOGITS_ON_CPU = 1 << 27  # 512 MiB
 BLOCK_LOGITS = 1 << 20  # of a chunk that a CPU works on at a time, in its cache
 _PARTS = 16  # of the head's gradient, to which a chunk's products are added one after another
 

@@ -1,7 +1,8 @@
 """The values of each sampled token of a step, in columns: step_000012.tokens.parquet, next to step_000012.jsonl.
 
-It has a row for each turn of each trajectory, with lists of R values, R sampled tokens of the turn. Row groups are
-small, so that the tokens of one answer are read without the rest. Torch is not imported.
+It has a row for each turn of each trajectory, with lists of R values, R sampled tokens of the turn: the columns of
+core/columns.py that are read by `log`. Row groups are small, so that the tokens of one answer are read without the
+rest. Torch is not imported.
 """
 
 from __future__ import annotations
@@ -14,35 +15,18 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.core.columns import TokenColumn, columns_for, values_of
 from meshrl.core.errors import DataError
 from meshrl.core.files import is_there, replacing
 from meshrl.core.types import Sample, Trajectory
 
-COLUMNS = {
-    "characters": np.int32,
-    "rollout_logprobs": np.float32,
-    "versions": np.int32,
-    "logprobs": np.float32,
-    "entropies": np.float32,
-    "advantages": np.float32,
-    "trained": np.bool_,
-}
-"""The lists. characters: code points of the turn's text that belong to each token; 0 = the token continues the
-character that an earlier one began. rollout_logprobs, versions: of the sampler. logprobs, entropies: of the trainer,
-NaN for tokens that it has not scored; those of the weights before the step, but with several updates in a step,
-entropies are of the weights before the token's update. advantages: NaN for those without one. trained: part of the
-loss."""
-
-_NOISY = ("rollout_logprobs", "logprobs", "entropies")
-_REPEATED = ("characters", "versions", "advantages")
-_MISSING = {"versions": -1, "trained": False}  # in place of NaN
 _TOKENS_OF_A_GROUP = 1 << 16
 _MAX_PENDING = 32  # tokens of one character, or of bytes that are no text
 
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """The tokens of one turn: an array [R] for each of COLUMNS. trainer_version: of the weights that scored them; None
+    """The tokens of one turn: an array [R] for each column. trainer_version: of the weights that scored them; None
     if they were not trained. place: the tokens' place in the file."""
 
     turn: int
@@ -67,19 +51,19 @@ class TrainerValues:
     def by_turn(self) -> dict[tuple[str, int], dict[str, np.ndarray]]:
         """The known columns of the trainer, by trajectory and turn. Logprobs of the weights before the step are
         preferred."""
-        by_turn = {}
+        by_turn, own = {}, ("flatten", "annotate", "algo")
+        made = [column.name for column in columns_for("log") if column.made_by in own]
         for sample in self.samples:
             places = sample.mask.nonzero()[0]
             if not len(places):
                 continue
-            turns, columns = sample.turn[places], {}
+            turns = sample.turn[places]
+            columns = {name: x[places] for name in made if (x := values_of(sample, name)) is not None}
             scored = self.values.get((sample.trajectory_id, sample.row))
             if scored is not None:
                 columns["logprobs"], columns["entropies"] = scored
             if sample.old_logprobs is not None:
                 columns["logprobs"] = sample.old_logprobs[places]
-            if sample.advantages is not None:
-                columns["advantages"] = sample.advantages[places]
             if sample.loss_weight is not None:
                 columns["trained"] = sample.loss_weight[places] != 0
             ends = [*((turns[1:] != turns[:-1]).nonzero()[0] + 1).tolist(), len(places)]
@@ -164,23 +148,25 @@ def write_tokens(
 
     trained = trainer.by_turn() if trainer is not None else {}
     rows = [(t.id, i, turn) for t in trajectories for i, turn in enumerate(t.turns)]
-    lists: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+    table = columns_for("log")
+    lists: dict[str, list[np.ndarray]] = {column.name: [] for column in table}
     for (name, i, turn), text in zip(rows, chain.from_iterable(texts), strict=True):
         size = len(turn.output_ids)
         values = {
+            **turn.extras,
             "characters": split.characters(turn.output_ids, text),
             "rollout_logprobs": turn.logprobs,
             "versions": turn.versions,
             **trained.get((name, i), {}),
         }
-        for column, arrays in lists.items():
-            array = values.get(column)  # turns of failed attempts are not checked
+        for column in table:
+            array = values.get(column.name)  # turns of failed attempts are not checked
             if not isinstance(array, np.ndarray) or array.shape != (size,) or array.dtype.kind == "O":
-                array = np.full(size, _MISSING.get(column, np.nan), COLUMNS[column])
-            arrays.append(array)
+                array = _missing(column, size)
+            lists[column.name].append(array)
     ends = np.cumsum([0, *(len(turn.output_ids) for _, _, turn in rows)], dtype=np.int32)
     flat: dict[str, np.ndarray] = {
-        n: np.concatenate([np.zeros(0, COLUMNS[n]), *arrays]).astype(COLUMNS[n]) for n, arrays in lists.items()
+        c.name: np.concatenate([np.zeros(0, c.dtype), *lists[c.name]]).astype(c.dtype) for c in table
     }
     version = -1 if trainer is None else trainer.version
     columns: dict[str, Any] = {
@@ -190,17 +176,23 @@ def write_tokens(
         **{name: pa.ListArray.from_arrays(pa.array(ends), pa.array(array)) for name, array in flat.items()},
     }
     element = "{}.list.element".format
+    repeated = [element(column.name) for column in table if column.repeats]
+    noisy = [element(column.name) for column in table if column.dtype == np.float32 and not column.repeats]
     with replacing(path) as aside:
         pq.write_table(
             pa.table(columns),
             aside,
             row_group_size=max(1, len(rows) * _TOKENS_OF_A_GROUP // max(1, int(ends[-1]))),
             compression="zstd",
-            use_dictionary=["trajectory", "turn", "trainer_version", *map(element, _REPEATED)],
-            column_encoding={element(name): "BYTE_STREAM_SPLIT" for name in _NOISY},
+            use_dictionary=["trajectory", "turn", "trainer_version", *repeated],
+            column_encoding=dict.fromkeys(noisy, "BYTE_STREAM_SPLIT"),
             write_statistics=False,
             store_schema=False,
         )
+
+
+def _missing(column: TokenColumn, size: int) -> np.ndarray:
+    return np.full(size, np.nan if column.fill is None else column.fill, column.dtype)
 
 
 def _key(trajectory: str) -> bytes:
@@ -253,14 +245,19 @@ def read_token_file(path: Path, trajectory: str | None = None) -> TokenFile | No
             if trajectory is not None:
                 of_group = (file.read_row_group(i, ["trajectory"])["trajectory"].to_pylist() for i in groups)
                 groups = [i for i, names in enumerate(of_group) if _key(trajectory) in names]
-            read = file.read_row_groups(groups, ["trajectory", "turn", "trainer_version", *COLUMNS])
+            names = ["trajectory", "turn", "trainer_version", *(column.name for column in columns_for("log"))]
+            read = file.read_row_groups(groups, names)
         table = read.combine_chunks()
-        lists = {name: table[name].combine_chunks() for name in COLUMNS}
-        ends, columns = lists["characters"].offsets.to_numpy(), {}
-        for name, dtype in COLUMNS.items():
-            columns[name] = lists[name].values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-            if not np.array_equal(lists[name].offsets.to_numpy(), ends) or len(columns[name]) != ends[-1]:
-                raise ValueError(f"the lists of {name} have other lengths than those of characters")
+        ends, columns = table["characters"].combine_chunks().offsets.to_numpy(), {}
+        for column in columns_for("log"):
+            if column.name not in table.column_names:  # the file is older than the column
+                columns[column.name] = _missing(column, int(ends[-1]))
+                continue
+            lists = table[column.name].combine_chunks()
+            values = lists.values.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
+            if not np.array_equal(lists.offsets.to_numpy(), ends) or len(values) != ends[-1]:
+                raise ValueError(f"the lists of {column.name} have other lengths than those of characters")
+            columns[column.name] = values
         keys = zip(table["trajectory"].to_pylist(), table["turn"].to_pylist(), strict=True)
         rows = {(name.decode("utf-8", "surrogatepass"), turn): row for row, (name, turn) in enumerate(keys)}
         return TokenFile(rows, table["trainer_version"].to_numpy(), ends, columns)

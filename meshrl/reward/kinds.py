@@ -1,4 +1,4 @@
-"""From a reward's `kind` in the config to its function: an entry of REWARDS, or the dotted path of a user's function.
+"""From a reward's `kind` in the config to its function: that of an entry in config/kinds.py, or a user's.
 
 A reward function takes `(completion: str, answer, **keywords)` and returns a number of at most 1e12 in size, or None if
 the term does not apply to the row; it may be `async`. What it changes in its arguments, no other call sees. It gets
@@ -20,7 +20,6 @@ This file imports the standard library only: it runs in the workers.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import pickle
 import re
@@ -28,10 +27,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from meshrl.config.kinds import REWARDS
 from meshrl.core.errors import ConfigError
-from meshrl.core.lookup import did_you_mean, look_up
-from meshrl.reward.math_answer import check_args as check_math_answer
-from meshrl.reward.math_answer import math_answer
+from meshrl.core.lookup import did_you_mean, import_object, look_up
 
 MAX_TOKENS = 1 << 20  # a completion of max_tokens is made at the start, to test the penalty
 
@@ -130,10 +128,11 @@ def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | Non
     dotted path `package.module:function`.
 
     pickled: the function itself, if a Python caller gave one; `kind` is then only its name.
-
-    Raises: ConfigError that names the term, for an unknown kind, wrong or missing arguments.
     """
-    function = look_up(kind, REWARDS, "reward kind") if pickled is None else _unpickled(term, kind, pickled)
+    if pickled is not None:
+        function = _unpickled(term, kind, pickled)
+    else:
+        function = import_object(REWARDS[kind].function) if kind in REWARDS else look_up(kind, REWARDS, "reward kind")
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters.values()
@@ -168,8 +167,8 @@ def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | Non
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward.terms.{term} of kind {kind!r} with args {args}: {error}; {_CALL}") from error
     try:
-        if kind in CHECKS:
-            CHECKS[kind](**args)
+        if kind in REWARDS:
+            import_object(REWARDS[kind].check)("", None, **dict.fromkeys(takes, 0) | args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward.terms.{term} of kind {kind!r} with args {args}: {error}") from error
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -186,18 +185,3 @@ def _unpickled(term: str, kind: str, pickled: bytes) -> RewardFn:
             f"reward.terms.{term}: the function {kind} can't be loaded in a worker process: {type(error).__name__}: "
             f"{error}; its modules are looked for in the working folder and on sys.path"
         ) from error
-
-
-REWARDS: dict[str, RewardFn] = {"math_answer": math_answer, "format": format_match, "overlong": overlong}
-"""kind -> reward function."""
-
-NEEDS_ANSWER = frozenset({"math_answer", "meshrl.reward.math_answer:math_answer"})
-"""Kinds that compare a completion with the answer of its row. With them, each row must have an answer."""
-
-CHECKS: dict[str, Callable[..., object]] = {
-    "math_answer": check_math_answer,
-    "format": functools.partial(format_match, "", None),
-    "overlong": functools.partial(overlong, "", None, num_tokens=0),
-}
-"""kind -> function of the config's args. It raises ValueError for wrong ones, and imports the packages that grading
-needs, so that their import does not count in the time limit of a grading."""

@@ -28,9 +28,9 @@ from meshrl.reward.final_answer import (
     expression_of,
     final_expression,
     marked_answer,
+    normalized,
     stated_text,
 )
-from meshrl.reward.plain_text import normalized
 
 _GSM8K_NUMBER = re.compile(
     r"\$?-?\$?[0-9.,]++(?!\s*[-+/^:×*–±√]\s*[0-9\\(*]|\s+[0-9]+/[0-9]|(?<=,)\s+[0-9]|\s+(?:thousand|million|billion)\b"
@@ -56,7 +56,7 @@ def math_answer(completion: str, answer: Any, *, rule: str = "auto") -> float:
     return float(any([is_right(completion, reference) for reference in references(answer)]))
 
 
-def check_args(rule: str = "auto") -> None:
+def check_args(completion: str, answer: Any, *, rule: str = "auto") -> None:
     """Refuse an unknown rule, and import math-verify if the rule may need it: the import takes half a second."""
     _rule(rule)
     if rule in ("auto", "math_verify"):

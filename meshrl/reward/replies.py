@@ -39,7 +39,7 @@ class Reply:
 
 
 def parse_ready(data: bytes, terms: Collection[str]) -> Ready:
-    """terms: the names of the config. Raises: ValueError."""
+    """terms: the names of the config."""
     match {"of_tokens": []} | _object(data):
         case {"config_error": str(error)} if error:
             return Ready(error=error)
@@ -51,7 +51,7 @@ def parse_ready(data: bytes, terms: Collection[str]) -> Ready:
 
 def parse_reply(data: bytes, batch: str, open_items: Collection[int], max_reward: float) -> Reply:
     """batch: the random name of the batch, which user code does not see: a reply without it is not an answer to this
-    batch. open_items: those that may be answered next. Raises: ValueError."""
+    batch. open_items: those that may be answered next."""
     reply = _object(data)
     item = reply.get("item")
     if reply.get("batch") != batch:

@@ -111,8 +111,6 @@ class Sandbox:
     and functions of a script or a notebook, are sent by value.
     Workers search a user's modules where this process does, then in the working folder. log: called with lines of their
     output, from several threads; None = it is dropped.
-
-    Raises: ConfigError for a function that can't be sent.
     """
 
     def __init__(
@@ -144,10 +142,7 @@ class Sandbox:
         return sum((worker.counts for worker in self._workers), Counter[str]())
 
     async def start(self) -> None:
-        """Start all workers at once and wait until each has loaded every function; a second call does nothing.
-
-        Raises: ConfigError for a kind or arguments that can't work; RewardError when a worker does not start.
-        """
+        """Start all workers at once and wait until each has loaded every function; a second call does nothing."""
         async with self._starting:
             if self._closed:
                 raise RewardError(_CLOSED)
@@ -159,7 +154,6 @@ class Sandbox:
         """One number, None or Failure for each item, in order; starts the workers if they have not been started.
 
         Items are sent in batches, so that many quick gradings need few round trips; each item has its own timeout.
-        Raises: ConfigError and RewardError as `start`; RewardError when the sandbox is closed, also while it grades.
         """
         await self.start()
         batches = self._batches(items)
@@ -226,7 +220,7 @@ class _Worker:
         self.counts = Counter[str]()
 
     def start(self) -> _Running:
-        """The running process, started and ready. Raises: ConfigError, RewardError (see Sandbox.start)."""
+        """The running process, started and ready."""
         if self._running is not None:
             return self._running
         running = self._spawn()

@@ -46,10 +46,7 @@ class Scorer:
         decode: Decode = None,
     ):
         """functions: Python objects given in place of a kind, by term. note: called at the first failed grading,
-        whenever their number has grown tenfold, and at the end. log: called with the output of the functions.
-
-        Raises: ConfigError, as Sandbox.
-        """
+        whenever their number has grown tenfold, and at the end. log: called with the output of the functions."""
         self._cfg, self._note, self._decode = cfg, note, decode
         self.code = {name: code_of(term.kind, (functions or {}).get(name)) for name, term in cfg.terms.items()}
         self._sandbox = Sandbox(cfg, functions, log)
@@ -58,7 +55,7 @@ class Scorer:
         self._reported = Counter[str]()  # events of the workers that are in the metrics of an earlier `score`
 
     async def start(self) -> None:
-        """Start the workers. Raises: ConfigError for a term that can't work, RewardError if a worker does not start."""
+        """Start the workers."""
         await self._sandbox.start()
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Metric]:

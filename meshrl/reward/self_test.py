@@ -1,20 +1,24 @@
-"""Tries reward functions before a run depends on them: built-in functions on known completions, a user's on the answers
-of the data. The workers grade them like the completions of the run.
+"""Checks reward functions together with the config, and tries them before a run depends on them: built-in functions on
+known completions, a user's on the answers of the data. The workers grade them like the completions of the run.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from meshrl.config.case import Case, Problem
+from meshrl.config.kinds import REWARDS, needs_answer
 from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.errors import ConfigError, Failure, Graded
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported, import_object
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.reward.answer_forms import references
-from meshrl.reward.kinds import NEEDS_ANSWER
+from meshrl.reward.kinds import make_grader
 from meshrl.reward.score import Scorer
 
 Note = Callable[[str], None]
@@ -60,15 +64,12 @@ REFERENCE_FORMS = {"gsm8k": ["#### {}"], "exact": ["{}"], "math_verify": [_BOX],
 
 async def try_references(scorer: Scorer, terms: dict[str, RewardTerm], prompts: Sequence[Prompt], note: Note) -> None:
     """Grade the data's own answers, in the forms that the rule reads, with each math_answer term. A note names the rows
-    whose answer is graded wrong, which no completion can meet.
-
-    Raises: ConfigError if these are more than half of the rows tried.
-    """
+    whose answer is graded wrong, which no completion can meet."""
     unique: dict[str, Prompt] = {}
     for prompt in prompts:
         unique.setdefault(repr(prompt.answer), prompt)
     for name, term in terms.items():
-        if term.kind not in NEEDS_ANSWER:
+        if not needs_answer(term.kind):
             continue
         rule, deadline = term.args.get("rule", "auto"), time.monotonic() + _REFERENCES_S
         failed: list[str] = []
@@ -102,23 +103,18 @@ def _own_answer(answer: Any) -> str:
 
 
 async def try_built_in(scorer: Scorer, terms: dict[str, RewardTerm], note: Note) -> None:
-    """Grade known completions with each term that has an entry in SELF_TESTS.
-
-    Raises: ConfigError for a term that can't grade them, or that scores a right one no higher than a wrong one.
-    """
+    """Grade known completions with each built-in term, by its self-test."""
     for name, term in terms.items():
-        if term.kind in SELF_TESTS:
-            await SELF_TESTS[term.kind](scorer, name, term, note)
+        if term.kind in REWARDS:
+            await import_object(REWARDS[term.kind].self_test)(scorer, name, term, note)
 
 
 async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Prompt], note: Note) -> None:
     """Grade the answers of these prompts, and empty completions, with every term that is a user's function.
 
     If none of the prompts has an answer, a note names the functions that then score different completions alike.
-
-    Raises: ConfigError for a function that fails on all of them with an error that does not depend on the completion.
     """
-    users = [name for name, term in cfg.terms.items() if term.kind not in SELF_TESTS]
+    users = [name for name, term in cfg.terms.items() if term.kind not in REWARDS]
     without_answers = bool(prompts) and all(prompt.answer is None for prompt in prompts)
     rows = [(prompt, str(prompt.answer)) for prompt in prompts if isinstance(prompt.answer, str | int | float)]
     if without_answers:
@@ -156,10 +152,7 @@ def _graded_alike(name: str, some: Graded, empty: Graded) -> str | None:
 
 
 def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | None:
-    """A note for the user about a function with these results; None when they are as expected.
-
-    Raises: ConfigError, as try_on_answers.
-    """
+    """A note for the user about a function with these results; None when they are as expected."""
     which = f"reward.terms.{name} of kind {term.kind!r}"
     failures = [score for score, _ in pairs if isinstance(score, Failure)]
     if len(failures) == len(pairs):
@@ -191,7 +184,7 @@ def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | N
     return None
 
 
-async def _try_math_answer(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
+async def try_math_answer(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
     rule = term.args.get("rule", "auto")
     for answer, *texts in MATH_EXAMPLES.values() if rule == "auto" else [MATH_EXAMPLES[rule]]:
         right, wrong = await _scores(scorer, name, term, [(text, answer) for text in texts])
@@ -204,7 +197,7 @@ async def _try_math_answer(scorer: Scorer, name: str, term: RewardTerm, note: No
             )
 
 
-async def _try_format(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
+async def try_format(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
     scores = await _scores(scorer, name, term, [(text, None) for text in TEXTS])
     if all(scores):
         note(
@@ -213,7 +206,7 @@ async def _try_format(scorer: Scorer, name: str, term: RewardTerm, note: Note) -
         )
 
 
-async def _try_overlong(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
+async def try_overlong(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
     short, long = await _scores(scorer, name, term, [(text, None) for text in ("", " " * term.args["max_tokens"])])
     if not long < short:
         raise ConfigError(
@@ -224,7 +217,7 @@ async def _try_overlong(scorer: Scorer, name: str, term: RewardTerm, note: Note)
 
 
 async def _scores(scorer: Scorer, name: str, term: RewardTerm, cases: Sequence[tuple[str, Any]]) -> list[float]:
-    """Scores of (completion, answer). Raises: ConfigError for one that can't be graded."""
+    """Scores of (completion, answer)."""
     attempts = [_attempt(Prompt(id="self-test", ordinal=0, messages=[], answer=answer), text) for text, answer in cases]
     results = await scorer.grade([(name, attempt) for attempt in attempts])
     for (text, _), result in zip(cases, results):
@@ -251,9 +244,22 @@ def _attempt(prompt: Prompt, text: str) -> Trajectory:
     return Trajectory(prompt=prompt, group_id=prompt.id, index=0, turns=[turn])
 
 
-SELF_TESTS: dict[str, Callable[[Scorer, str, RewardTerm, Note], Awaitable[None]]] = {
-    "math_answer": _try_math_answer,
-    "format": _try_format,
-    "overlong": _try_overlong,
-}
-"""kind -> its self-test."""
+def check_graders(in_memory: Collection[str], case: Case) -> Iterator[Problem]:
+    """Problems of reward functions that can't be imported, or that a run can't call. in_memory: terms whose function is
+    given by a Python caller. Kinds that name no function are reported by the config's own check.
+
+    Modules that only this check imports are removed from sys.modules, so that the check of the next config in this
+    process reads their files again.
+    """
+    before = set(sys.modules)
+    for name, term in case.rl.reward.terms.items():
+        is_path = DOTTED_PATH.fullmatch(term.kind) and can_be_imported(term.kind)
+        if name in in_memory or not (term.kind in REWARDS or is_path):
+            continue
+        try:
+            make_grader(name, term.kind, term.args)
+        except ConfigError as error:
+            yield Problem((f"reward.terms.{name}.kind",), f"{error}.")
+        module = term.kind.partition(":")[0]
+        if module not in before:
+            sys.modules.pop(module, None)

@@ -17,14 +17,14 @@ from meshrl.agent.loop import AGENTS, Agent
 from meshrl.agent.resolve import AgentFunction, FunctionAgent, as_agent, require_parameters, resolve_agent, shown
 from meshrl.cluster.rank_program import prepare_ranks
 from meshrl.config.case import Check
+from meshrl.config.kinds import REWARDS
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.terminal import print_message
 from meshrl.data.check import check_data
 from meshrl.data.tables import RowTable, is_dataset
-from meshrl.reward.check import check_graders
-from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS
+from meshrl.reward.self_test import check_graders
 
 OnStep = Callable[[int, dict[str, float]], Any]
 """Called after each step with its number, from 1, and its metrics. False ends the run after this step."""
@@ -138,7 +138,6 @@ def load_run(
     names = {
         "reward": {*REWARDS, *(_name_of(function) for function in objects.rewards.values())},
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
-        "needs_answer": set(NEEDS_ANSWER),
     }
     checks: list[Check] = [check_data, partial(check_graders, objects.rewards)]
     loaded = load_run_config(source, overrides, names, purpose, objects.in_memory(), checks, starts, of_run)

@@ -32,6 +32,7 @@ from meshrl.monitor.recorder import Spans
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.status import STOP_FILE, StatusFile
 from meshrl.monitor.trackers import open_trackers
+from meshrl.plan.decisions import AUTO_SAVE_S
 from meshrl.run.checkpoints import Checkpoints
 from meshrl.run.folder import (
     Best,
@@ -52,7 +53,6 @@ from meshrl.run.signals import Stop
 from meshrl.run.tracing import Tracing
 from meshrl.train.checkpoint_files import require_space, state_folder
 
-AUTO_SAVE_S = 600.0  # at most so much time is lost with a run's processes, if save_every_steps is null
 WriteReport = Callable[[Path], object]
 """Called with the run's folder after all other files are written."""
 _OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"

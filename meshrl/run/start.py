@@ -37,12 +37,13 @@ from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.metrics import memory_metrics
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.status import STOP_FILE
+from meshrl.plan.decisions import AUTO_SAVE_S
 from meshrl.process.leases import sweep
 from meshrl.run.evaluation import Convert, Evaluated, run_evaluation
 from meshrl.run.folder import LOGS, bytes_of, newest_model, read_best
 from meshrl.run.inputs import NO_OBJECTS, Objects
 from meshrl.run.lease import wait_for_folder
-from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run
+from meshrl.run.live import LiveRun, WriteReport, live_run
 from meshrl.run.restart import run_to_end
 from meshrl.run.signals import Stop
 from meshrl.run.subject import Subject

@@ -10,6 +10,7 @@ from functools import partial
 
 from meshrl.agent.loop import AGENTS, Task, require_tools_in_template
 from meshrl.agent.resolve import resolve_agent
+from meshrl.config.kinds import needs_answer
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.types import Prompt
 from meshrl.data.chat import ChatFiles, load_tokenizer, stop_token_ids
@@ -17,7 +18,6 @@ from meshrl.data.datasets import PromptMaker, load_sft_rows
 from meshrl.data.decode import ending_ids, text_of
 from meshrl.data.order import SftSource, load_eval_prompts, open_feed
 from meshrl.model.limits import limits_of, text_config
-from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.sandbox import Log
 from meshrl.reward.score import Scorer
 from meshrl.reward.self_test import NUM_REFERENCES, NUM_ROWS, try_built_in, try_on_answers, try_references
@@ -35,7 +35,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     """
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs, cfg.run.date)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
-    answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
+    answer_for = [name for name, term in cfg.reward.terms.items() if needs_answer(term.kind)]
     max_context_tokens, vocab_size = limits_of(cfg.model.path, cfg.rollout.max_context_tokens)  # as in the samplers
     make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size, answer_for)
     feed = open_feed(make, cfg.run.seed, objects.table("data.path")) if training else None
@@ -128,7 +128,7 @@ async def _try_on_rows(
     scorer: Scorer, cfg: RunConfig, task: Task, tried: list[Prompt], note: Callable[[str], None]
 ) -> None:
     await try_on_answers(scorer, cfg.reward, tried, note)
-    if any(term.kind in NEEDS_ANSWER for term in cfg.reward.terms.values()):
+    if any(needs_answer(term.kind) for term in cfg.reward.terms.values()):
         rows = _first_prompts(task, NUM_REFERENCES) + task.eval_prompts[:NUM_REFERENCES]
         await try_references(scorer, cfg.reward.terms, rows, note)
 

@@ -35,7 +35,6 @@ def chat(models: Sequence[str], words: Sequence[str], system: str | None, step: 
 
     models: model folders, hub ids, or folders of runs, as find_subject; step: of the last one. words: settings, such as
     temperature=0, and at most one question. system: the text of a system message.
-    Raises: ConfigError for a setting that is unknown or wrong, and for a folder without a model.
     """
     settings, question = chat_settings(words)
     with contextlib.ExitStack() as stack:
@@ -90,11 +89,7 @@ class Chat:
 
     def answer(self, question: str) -> Iterator[str]:
         """The answer so far, after each of its tokens. What was sampled before an interruption is part of the
-        conversation.
-
-        Raises: RequestError when the conversation leaves no room in the model's context; DataError when the chat
-        template refuses it.
-        """
+        conversation."""
         self._turn += 1
         messages = [*self.messages, {"role": "user", "content": question}]
         request = Request(

@@ -32,8 +32,6 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None, step: int | N
 
     Needs the model folder from which the run started, and host memory for the full model in its master dtype, or, with
     LoRA, for two models in the compute dtype.
-    Raises: CheckpointError when the checkpoint is incomplete, or when `out` already exists, or is named as a file;
-    OutputError when `out` can't be written; ConfigError, as find_subject.
     """
     if is_there(out):
         raise CheckpointError(f"{out} already exists; give the name of a new folder")

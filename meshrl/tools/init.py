@@ -112,11 +112,7 @@ cluster: {{num_train_ranks: {ranks}}}
 
 def init(folder: Path, model: str) -> str:
     """Write a config, a reward function, rows and a chat template for `model`, a model's folder, a hub id or a run's
-    folder, into the new folder `folder`. Returns what to do next, for a terminal.
-
-    Raises: ConfigError when `folder` exists, for a folder without a model, and for a model that can't read the shortest
-    of these problems; DataError for a damaged tokenizer; OutputError when `folder` can't be written.
-    """
+    folder, into the new folder `folder`. Returns what to do next, for a terminal."""
     if is_there(folder):
         raise ConfigError(f"{folder} already exists; give the name of a new folder")
     subject = find_subject(model)

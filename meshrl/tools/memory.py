@@ -7,13 +7,14 @@ from pathlib import Path
 
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.model.costs import ModelMemory, model_memory
-from meshrl.model.limits import limits_of, micro_batch_tokens
+from meshrl.model.limits import limits_of
 from meshrl.monitor.disk_use import size_text
+from meshrl.plan.decisions import CACHE_SHARE
 from meshrl.rollout.embedded.kv_cache import room_for
 
 
 def describe_memory(config: RunConfig | SftRunConfig) -> str:
-    """Comment lines. Raises: ConfigError, DataError when the model has no config.json that can be read."""
+    """Comment lines."""
     train, num_rollout_ranks = config.train, config.cluster.num_rollout_ranks
     num_ranks = config.cluster.num_train_ranks
     memory = model_memory(config.model, train, num_ranks)
@@ -38,9 +39,6 @@ def describe_memory(config: RunConfig | SftRunConfig) -> str:
         if lines:
             texts.append(f"# memory of a {rank}, without activations, gathered or cast weights, logits and libraries:")
             texts += [f"#   {label:<17}  {size}" for label, size in lines]
-    if train.max_tokens_per_microbatch is None:
-        tokens = micro_batch_tokens(config.model, train)
-        texts.append(f"# train.max_tokens_per_microbatch is null: {tokens:,} for this model")
     return "\n".join(texts)
 
 
@@ -85,7 +83,7 @@ def _cache(config: RunConfig, memory: ModelMemory) -> str:
         most, bound = rows * positions * token, rollout.embedded.kv_cache_bytes
         if bound is not None and bound < most:
             return f"at most {size_text(bound)}, {bound // (positions * token)} of {size}; the other rows wait"
-        limit = ", or 80% of the free memory of an accelerator" if bound is None else ""
+        limit = f", or {CACHE_SHARE:.0%} of the free memory of an accelerator" if bound is None else ""
         if in_evaluation > in_step:
             rows, _ = room_for(in_evaluation, longest)
             needed = rows * positions * token

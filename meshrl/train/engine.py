@@ -24,7 +24,7 @@ from meshrl.core.batch import Batch, LossFn, Outputs
 from meshrl.core.device import current_device, deterministic_kernels, has_own_memory
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors
-from meshrl.core.types import Metric, Sample
+from meshrl.core.types import Metric, RoleSpec, Sample
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.costs import ModelFlops, model_flops
@@ -58,8 +58,6 @@ from meshrl.train.weights import RankWeights, rank_weights
 if TYPE_CHECKING:
     from meshrl.model.causal import PreTrainedModel
 
-Role = Literal["policy", "reference"]
-TRAINED: frozenset[Role] = frozenset({"policy"})  # the roles that have gradients, an optimizer and a checkpoint
 Part = Literal["params", "optimizer"]
 MAX_SKIPPED_IN_A_ROW = 5
 RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
@@ -91,11 +89,11 @@ class StepReport:
 class TrainEngine:
     """Build with `TrainEngine.build`. version counts the weight updates that were sent to samplers."""
 
-    def __init__(self, model: CausalModel, mesh: DeviceMesh, cfg: TrainConfig, role: Role, recipe: Recipe):
+    def __init__(self, model: CausalModel, mesh: DeviceMesh, cfg: TrainConfig, role: RoleSpec, recipe: Recipe):
         self.model, self.mesh, self.cfg, self.role = model, mesh, cfg, role
         self.lora, self.compute_dtype, self.device = recipe.lora, recipe.compute_dtype, recipe.device
         self.coordinates = coordinates(mesh.shape, mesh.get_rank())
-        self.optimizer = build_optimizer(model, cfg.optimizer) if role in TRAINED else None
+        self.optimizer = build_optimizer(model, cfg.optimizer) if role.optimizer is not None else None
         self._host = HostMemory(self.device)
         self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
@@ -110,7 +108,7 @@ class TrainEngine:
         model_cfg: ModelConfig,
         train_cfg: TrainConfig,
         mesh: DeviceMesh,
-        role: Role,
+        role: RoleSpec,
         facts: ModelFacts | None = None,
     ) -> TrainEngine:
         """Shard, then read this rank's rows from the folder. Masters in train.master_dtype, compute in model.dtype.
@@ -119,7 +117,7 @@ class TrainEngine:
         Raises: ConfigError when the folder can't be loaded, when our forward differs from that of Transformers, or when
         the model's packed rows are not independent; UnloadedParamsError when its files don't fill the model.
         """
-        lora = model_cfg.lora if role in TRAINED and model_cfg.lora.enabled else None
+        lora = model_cfg.lora if role.trains and model_cfg.lora.enabled else None
         compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
         recipe = replace(
             _recipe(train_cfg, mesh, role, compute, masters, lora),
@@ -138,7 +136,7 @@ class TrainEngine:
         lm: PreTrainedModel,
         cfg: TrainConfig,
         mesh: DeviceMesh,
-        role: Role,
+        role: RoleSpec,
         compute_dtype: torch.dtype,
         lora: LoraConfig | None = None,
     ) -> TrainEngine:
@@ -194,7 +192,7 @@ class TrainEngine:
         with adapters, deterministic_kernels(self.cfg.full_determinism):
             for batch in batches:
                 with timed("forward", "compute", self.device, tokens=batch.num_tokens):
-                    out = self._outputs(batch, entropy, replays=adapter and self.role in TRAINED)
+                    out = self._outputs(batch, entropy, replays=adapter and self.role.trains)
                 _collect_rows(logprobs, batch, out.logprobs)
                 if out.entropy is not None:
                     _collect_rows(entropies, batch, out.entropy)
@@ -250,7 +248,7 @@ class TrainEngine:
     def optim_step(self, lr: float) -> StepReport:
         """Clip, step, check, clear. If the gradient norm is not finite, every rank skips the step."""
         if self.optimizer is None:
-            raise ValueError(f"a {self.role} engine has no optimizer")
+            raise ValueError(f"a {self.role.name} engine has no optimizer")
         with timed("clip", "compute", self.device):
             norm = clip_gradients(self.model, self.cfg.optimizer.clip, self._replica)
         skipped, bad = not np.isfinite(norm), list[str]()
@@ -408,7 +406,7 @@ class TrainEngine:
         state = state_tensors(self.model.lm, self.optimizer, counters, self.device) | dict(reference)
         with recorder.span("stage", "copy", bytes=self.state_bytes()):
             slices = stage(state, self._host.readable, copy=continues)
-        self._write = write_in_background(Path(folder), self.role, slices)
+        self._write = write_in_background(Path(folder), self.role.name, slices)
 
     def finish_save(self) -> tuple[str, FileFact]:
         """Wait until this rank's file is on disk. Returns its name, size and hash. Raises: CheckpointError."""
@@ -420,7 +418,7 @@ class TrainEngine:
         """Load a state that any number of ranks saved (a collective). The parameters must be on the device. Raises:
         CheckpointError, before anything is changed, for damaged files, another model, or another reference model."""
         reshard(self.model)
-        counters = load_state(Path(folder), self.role, self.model.lm, self.optimizer, self.device, reference)
+        counters = load_state(Path(folder), self.role.name, self.model.lm, self.optimizer, self.device, reference)
         self.num_optimizer_steps, self.num_skipped_in_a_row = counters
         self._offload_optimizer()
 
@@ -435,7 +433,7 @@ class TrainEngine:
         that `optim_step` restores the optimizer's state by itself. A collective, with frozen parameters."""
         reshard(self.model)
         base_digest(self.model.lm)  # saved with adapters, and computed once
-        if self.role not in TRAINED:
+        if not self.role.trains:
             reference_digest(self.model.lm)
         self._host.release(self._tensors(parts))
 
@@ -466,12 +464,12 @@ class TrainEngine:
 def _recipe(
     cfg: TrainConfig,
     mesh: DeviceMesh,
-    role: Role,
+    role: RoleSpec,
     compute: torch.dtype,
     masters: torch.dtype,
     lora: LoraConfig | None,
 ) -> Recipe:
-    trains = role in TRAINED
+    trains = role.trains
     return Recipe(
         dtype=masters if trains and lora is None else compute,
         lora=lora,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from meshrl.core.batch import Batch
+from meshrl.core.columns import TokenColumn, columns_for, values_of
 from meshrl.core.device import upload
 from meshrl.core.types import Sample, unsampled_row
 from meshrl.model.inputs import model_kwargs, positions
@@ -78,8 +79,8 @@ def pack(
     """Lay samples end to end as one Batch; without samples, a dummy that every rank can run (zero mask).
 
     rows[s]: index of samples[s] in the step. share_prefix: the common prompt of a group is in the batch once, with the
-    same gradient. num_ulysses, num_tp: the peers that share the tokens. A field is None when no sample has it; it is an
-    error if only some samples have it, since filled-in values would be trained on.
+    same gradient. num_ulysses, num_tp: the peers that share the tokens. A column is None when no sample has it. It is
+    an error if only some samples have one without a fill, since filled-in values would be trained on.
     """
     if not samples:
         dummy = bare_row("dummy", [0, 0], scored=False)
@@ -92,48 +93,33 @@ def pack(
     for s, piece in enumerate(pieces):
         previous[cu[s]] = cu[piece.parent + 1] - 1 if piece.parent >= 0 else 0
 
-    def cat(name: str, dtype: type) -> torch.Tensor:
-        arrays = [getattr(p.sample, name)[p.start : p.stop] for p in pieces]
-        return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
-
-    def cat_if_annotated(name: str) -> torch.Tensor | None:
-        lacking = [p.sample.trajectory_id for p in pieces if getattr(p.sample, name) is None]
-        if lacking and len(lacking) < len(pieces):
-            raise ValueError(
-                f"samples {lacking[:3]} have no {name}, but others of the same batch do; annotate all or none"
-            )
-        return None if lacking else cat(name, np.float32)
-
+    columns, token_extras = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for column in columns_for("batch"):
+        values = _column(pieces, column, [values_of(p.sample, column.name) for p in pieces])
+        if values is not None:
+            (columns if column.name in Batch.__slots__ else token_extras)[column.name] = values
+    for name in sorted({name for p in pieces for name in p.sample.token_extras} - token_extras.keys()):
+        extra = TokenColumn(name=name, dtype=None, fill=0, made_by="sampler")
+        values = _column(pieces, extra, [p.sample.token_extras.get(name) for p in pieces])
+        if values is not None:
+            token_extras[name] = values
+    columns.setdefault("loss_weight", torch.zeros(int(cu[-1])))
     per_row = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
     temperature = np.array([p.sample.temperature for p in pieces], np.float32)[per_row]
-    mask, weight = cat("mask", np.bool_), _filled(pieces, [p.sample.loss_weight for p in pieces], 0.0)
-    loss_weight = torch.zeros(int(cu[-1])) if weight is None else weight  # fp32, in tests of equality fp64
+    mask = columns["mask"].numpy()
     # Computed here, since on an accelerator the host would have to wait for their sizes.
-    trained = (mask.numpy() & (loss_weight.numpy() != 0)).nonzero()[0]
-    scored = mask.numpy().nonzero()[0]
+    trained = (mask & (columns["loss_weight"].numpy() != 0)).nonzero()[0]
+    scored = mask.nonzero()[0]
     chunks = previous[scored] // chunk_tokens(int(cu[-1]), num_ulysses, num_tp)
     tensors = {
-        "tokens": cat("tokens", np.int64),
         "position_ids": torch.from_numpy(positions(np.array([p.start for p in pieces]), np.array(lengths))),
         "previous": torch.from_numpy(previous),
-        "mask": mask,
         "scored": torch.from_numpy(scored[np.argsort(chunks, kind="stable")]),
         "trained": torch.from_numpy(trained),
-        "loss_weight": loss_weight,
         "temperature": torch.from_numpy(temperature),
-        "rollout_logprobs": cat("rollout_logprobs", np.float32),
     }
-    optional = {name: cat_if_annotated(name) for name in ("old_logprobs", "ref_logprobs", "advantages")}
-    optional["routed_experts"] = _filled(pieces, [p.sample.routed_experts for p in pieces], -1)  # the router chooses
-    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-    names = sorted({name for p in pieces for name in p.sample.token_extras})
-    filled = ((name, _filled(pieces, [p.sample.token_extras.get(name) for p in pieces], 0)) for name in names)
     kwargs = model_kwargs((p.sample, p.start, p.stop) for p in pieces)
-    groups = (
-        tensors,
-        {name: x for name, x in filled if x is not None},
-        {name: torch.from_numpy(array) for name, array in kwargs.items()},
-    )
+    groups = tensors | columns, token_extras, {name: torch.from_numpy(array) for name, array in kwargs.items()}
     sent: Iterator[Any] = iter(upload([x for group in groups for x in group.values()], torch.device(device)))
     fields, token_extras, sent_kwargs = ({name: next(sent) for name in group} for group in groups)
     return Batch(
@@ -149,19 +135,25 @@ def pack(
     )
 
 
-def _filled(pieces: Sequence[_Piece], arrays: Sequence[np.ndarray | None], fill: float) -> torch.Tensor | None:
-    """Each piece's part of its sample's array; `fill` where a sample has none, None if no sample has one."""
+def _column(pieces: Sequence[_Piece], column: TokenColumn, arrays: Sequence[np.ndarray | None]) -> torch.Tensor | None:
+    """Each piece's part of its sample's array; None if no sample has one."""
     like = next((array for array in arrays if array is not None), None)
     if like is None:
         return None
+    lacking = [p.sample.trajectory_id for p, array in zip(pieces, arrays, strict=True) if array is None]
+    if lacking and column.fill is None:
+        raise ValueError(
+            f"samples {lacking[:3]} have no {column.name}, but others of the same batch do; annotate all or none"
+        )
     shapes = {array.shape[1:] for array in arrays if array is not None}
     if len(shapes) > 1:
-        raise ValueError(f"routed_experts or extras of one batch have shapes {sorted(shapes)}; a model has one")
-    rows = [
-        np.full((p.stop - p.start, *like.shape[1:]), fill, like.dtype) if array is None else array[p.start : p.stop]
-        for p, array in zip(pieces, arrays, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(rows))
+        raise ValueError(f"{column.name} of one batch has the shapes {sorted(shapes)}; a model has one")
+    filled = (
+        np.full((len(p.sample), *like.shape[1:]), column.fill, like.dtype) if array is None else array
+        for p, array in zip(pieces, arrays)
+    )
+    rows = [array[p.start : p.stop] for p, array in zip(pieces, filled)]
+    return torch.from_numpy(np.concatenate(rows, dtype=column.dtype, casting="unsafe"))
 
 
 def bare_row(name: str, tokens: Sequence[int], scored: bool) -> Sample:

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from meshrl.core.errors import DataError
 from meshrl.data.chat import load_tokenizer, render, stop_token_ids
-from meshrl.tools.model_check.chat_template import ANSWER, QUESTION, SYSTEM, TOOL, template_facts
+from meshrl.tools.model_check.command import ANSWER, QUESTION, SYSTEM, TOOL, template_facts
 
 SPECIAL = re.compile(r"<\|[^\s|<>]+\|>|<｜[^｜<>]+｜>|<\w+\|>|<\|\w+>|</?\w+>|\[[A-Za-z]{3,}\]")
 

@@ -16,7 +16,7 @@ import torch
 
 from meshrl.config.model import LoraConfig
 from meshrl.config.train import TrainConfig
-from meshrl.core.types import Sample
+from meshrl.core.types import POLICY, Sample
 from meshrl.model.lora import adapters_of
 from meshrl.monitor.metrics import divide, merge
 from meshrl.parallel.fsdp import full_tensor, local_shard
@@ -37,7 +37,7 @@ def engine_over(
     mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     adapters = adapters_of(lm).values()
     lora = (EXPERTS_LORA if any(a.num_experts for a in adapters) else LORA) if adapters else None
-    return TrainEngine.wrap(lm, cfg, mesh, "policy", dtype or next(lm.parameters()).dtype, lora=lora)
+    return TrainEngine.wrap(lm, cfg, mesh, POLICY, dtype or next(lm.parameters()).dtype, lora=lora)
 
 
 def partitioned(

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshrl.algo.losses import sft_loss
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.types import POLICY, REFERENCE
 from meshrl.model import recipe
 from meshrl.model.lora import add_adapters, randomize_adapters
 from meshrl.parallel.compute_dtype import compute_in
@@ -112,7 +113,7 @@ def _tied_in_the_comparison(rank: int, world: int, folder: Path) -> list[bool]:
 
     with patch.object(recipe, "ComparedModel", Looks):
         cfg, mesh = TrainConfig(), build_mesh((1, 1, 1, 1), "cpu")
-        TrainEngine.build(ModelConfig(path=str(folder), dtype="bfloat16"), cfg, mesh, "reference")
+        TrainEngine.build(ModelConfig(path=str(folder), dtype="bfloat16"), cfg, mesh, REFERENCE)
     return seen
 
 
@@ -124,7 +125,7 @@ def test_the_comparison_at_the_start_copies_a_tied_tensor_once(pool, tmp_path):
 def _without_copies(rank: int, world: int) -> list[str]:
     mesh = build_mesh((1, 1, 1, 1), "cpu")
     cfg = TrainConfig(activation_checkpointing=False)  # it replaces the forward of each block, too
-    engine = TrainEngine.wrap(_model(False), cfg, mesh, "policy", torch.float32)
+    engine = TrainEngine.wrap(_model(False), cfg, mesh, POLICY, torch.float32)
     changed = [name for name, module in engine.model.named_modules() if "forward" in vars(module)]
     return changed + [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
 

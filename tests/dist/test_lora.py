@@ -22,6 +22,7 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
+from meshrl.core.types import POLICY
 from meshrl.model.lora import adapters_of, add_adapters, is_adapter, merged, named_weights, randomize_adapters
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh
@@ -92,7 +93,7 @@ def _trained(rank: int, world: int, path: Path, out: Path, dtype: str) -> dict[s
     """Two steps from a folder: scores before and after, with and without adapters, and all weights."""
     cfg = TrainConfig()
     mesh = build_mesh(cfg.mesh_shape(world), "cpu")
-    engine = TrainEngine.build(ModelConfig(path=str(path), dtype=dtype, lora=LORA), cfg, mesh, "policy")
+    engine = TrainEngine.build(ModelConfig(path=str(path), dtype=dtype, lora=LORA), cfg, mesh, POLICY)
     samples = _samples()
     batches = [pack([s], [i]) for i, s in enumerate(samples)]
 
@@ -253,7 +254,7 @@ def test_merged_weights_equal_pefts_own_merge_for_any_cuts(pool, world):
 def _resumed(rank: int, world: int, path: Path, folder: Path, begin: bool) -> dict[str, torch.Tensor]:
     cfg = TrainConfig()
     mesh = build_mesh(cfg.mesh_shape(world), "cpu")
-    engine = TrainEngine.build(ModelConfig(path=str(path), dtype="float32", lora=LORA), cfg, mesh, "policy")
+    engine = TrainEngine.build(ModelConfig(path=str(path), dtype="float32", lora=LORA), cfg, mesh, POLICY)
     if begin:
         engine.forward_backward([pack([s], [0]) for s in _samples()], make_policy_loss(AlgoConfig()))
         engine.optim_step(0.05)

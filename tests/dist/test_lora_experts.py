@@ -18,6 +18,7 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import CheckpointError, ConfigError
+from meshrl.core.types import POLICY
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import (
     Adapter,
@@ -129,7 +130,7 @@ def test_gradients_under_ulysses_equal_the_unsharded_models(pool):
 def _exported(rank: int, world: int, path: Path, out: Path) -> None:
     cfg = TrainConfig()
     mesh = build_mesh(cfg.mesh_shape(world), "cpu")
-    engine = TrainEngine.build(ModelConfig(path=str(path), dtype="float32", lora=EXPERTS_LORA), cfg, mesh, "policy")
+    engine = TrainEngine.build(ModelConfig(path=str(path), dtype="float32", lora=EXPERTS_LORA), cfg, mesh, POLICY)
     if world == 1:
         for _ in range(2):  # in the first step no A has a gradient, because B is 0
             batches = [pack([s], [0]) for s in weigh(random_samples(1, [12, 40]))]
@@ -191,7 +192,7 @@ def _loaded(rank: int, world: int, path: Path, folder: Path, targets: list[str])
     cfg = TrainConfig()
     mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     lora = EXPERTS_LORA.model_copy(update={"targets": targets})
-    engine = TrainEngine.build(ModelConfig(path=str(path), dtype="float32", lora=lora), cfg, mesh, "policy")
+    engine = TrainEngine.build(ModelConfig(path=str(path), dtype="float32", lora=lora), cfg, mesh, POLICY)
     if not folder.exists():
         save(engine, folder)
         return ""

@@ -17,6 +17,7 @@ from meshrl.algo.losses import sft_loss
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.types import POLICY, REFERENCE
 from meshrl.model.costs import model_memory
 from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine
@@ -31,7 +32,7 @@ SIZES: dict[str, Any] = dict(
 
 def _held(rank: int, world: int, model: ModelConfig, train: TrainConfig) -> dict[str, int]:
     mesh = build_mesh(train.mesh_shape(world), "cpu")
-    policy, reference = (TrainEngine.build(model, train, mesh, role) for role in ("policy", "reference"))
+    policy, reference = (TrainEngine.build(model, train, mesh, role) for role in (POLICY, REFERENCE))
     batches = [pack([sample], [i]) for i, sample in enumerate(weigh(random_samples(0, [5, 9])))]
     policy.forward_backward(batches, sft_loss)
     gradients = policy.memory()["grads"]

@@ -23,6 +23,7 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
+from meshrl.core.types import POLICY
 from meshrl.model.lora import add_adapters, init_adapters, named_weights
 from meshrl.model.recipe import load_causal_lm
 from meshrl.model.tensor_parallel import PLANS
@@ -42,7 +43,7 @@ def _engine(folder: Path, train: dict[str, Any], lora: LoraConfig, world: int) -
     """From the folder, with all checks of a start."""
     cfg = TrainConfig(**train, optimizer={"eps": 1e-3})  # a gradient that is noise makes no step
     device_mesh = build_mesh(cfg.mesh_shape(world), "cpu")
-    return TrainEngine.build(ModelConfig(path=str(folder), dtype="float32", lora=lora), cfg, device_mesh, "policy")
+    return TrainEngine.build(ModelConfig(path=str(folder), dtype="float32", lora=lora), cfg, device_mesh, POLICY)
 
 
 def _steps(

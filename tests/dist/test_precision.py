@@ -17,6 +17,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
+from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import Recipe, load_causal_lm
 from meshrl.parallel.fsdp import full_tensor, shard_model
@@ -43,7 +44,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def _built(world: int, folder: Path, dtype: str, role: Any = "policy", **train: Any) -> TrainEngine:
+def _built(world: int, folder: Path, dtype: str, role: RoleSpec = POLICY, **train: Any) -> TrainEngine:
     cfg = TrainConfig(**train)
     mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     return TrainEngine.build(ModelConfig(path=str(folder), dtype=dtype), cfg, mesh, role)
@@ -74,7 +75,7 @@ def _dtypes_in_rank(rank: int, world: int, folder: Path, dtype: str) -> list[dic
     gradients |= {p.grad.dtype for p in engine.model.parameters()}
     engine.optim_step(1e-6)
     seen.append({**_dtypes(engine), "gradients": gradients})
-    reference = _built(world, folder, dtype, role="reference")
+    reference = _built(world, folder, dtype, role=REFERENCE)
     seen.append({"reference": _dtypes(reference)["parameters"], "buffers": _dtypes(reference)["buffers"]})
     return seen
 
@@ -103,14 +104,14 @@ def test_fp32_masters_move_at_lr_1e_6_and_bf16_masters_do_not(pool, folder):
     assert pool.run(_twenty_steps, 1, folder, "bfloat16")[0] == 0.0
 
 
-def _buffers_in_rank(rank: int, world: int, folder: Path, dtype: str, role: str) -> dict[str, Any]:
+def _buffers_in_rank(rank: int, world: int, folder: Path, dtype: str, role: RoleSpec) -> dict[str, Any]:
     engine = _built(world, folder, dtype, role=role)
-    if role == "policy":
+    if role == POLICY:
         _step(engine, rank)
     return {name: b.numpy().copy() for name, b in engine.model.lm.named_buffers()}
 
 
-@pytest.mark.parametrize(("dtype", "role"), [("bfloat16", "policy"), ("bfloat16", "reference"), ("float32", "policy")])
+@pytest.mark.parametrize(("dtype", "role"), [("bfloat16", POLICY), ("bfloat16", REFERENCE), ("float32", POLICY)])
 def test_buffers_equal_a_fresh_fp32_models(pool, folder, dtype, role):
     """After build, sharding and a step, on 1 and 2 ranks, for policy and reference."""
     fresh = dict(load_causal_lm(folder).named_buffers())
@@ -168,7 +169,7 @@ def _tied_in_two_groups(rank: int, world: int) -> str:
     groups = [model.lm.model.embed_tokens, *model.layers]
     with pytest.raises(ValueError, match="shared with a parameter already managed") as error:
         shard_model(model, groups, fsdp_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True)
-        _step(TrainEngine(model, mesh, TrainConfig(), "policy", Recipe(mesh=mesh, trains=True)), rank)
+        _step(TrainEngine(model, mesh, TrainConfig(), POLICY, Recipe(mesh=mesh, trains=True)), rank)
     return str(error.value)
 
 

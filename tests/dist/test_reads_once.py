@@ -20,6 +20,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import StaleWeightsError
+from meshrl.core.types import POLICY, REFERENCE
 from meshrl.model import facts, stream
 from meshrl.model.folder import KINDS, stored_tensors
 from meshrl.parallel.fsdp import full_tensor
@@ -37,7 +38,7 @@ def _spec(folder: Path, rank: int, num_train: int, num_rollout: int, **train: An
         model=ModelConfig(path=str(folder), dtype="bfloat16"),
         train=TrainConfig(**train),
         rollout=RolloutConfig(),
-        reference=True,
+        roles=(POLICY, REFERENCE),
         stop_token_ids=(),
         timeout_s=60.0,
     )

@@ -23,7 +23,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Outputs
-from meshrl.core.types import Sample, Turn
+from meshrl.core.types import POLICY, Sample, Turn
 from meshrl.monitor.metrics import divide, merge
 from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine
@@ -137,7 +137,7 @@ def _in_fp32(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """The dtypes of routers' logits in the trainer and a synced sampler, both in bf16; and the proofs."""
     model_cfg = ModelConfig(path=str(folder), dtype="bfloat16", router_dtype="float32")
     mesh = build_mesh(TrainConfig().mesh_shape(world), "cpu")
-    trainer = TrainEngine.build(model_cfg, TrainConfig(), mesh, "policy")
+    trainer = TrainEngine.build(model_cfg, TrainConfig(), mesh, POLICY)
     sampler = build_embedded_engine(model_cfg, RolloutConfig(), torch.device("cpu"), "s", (), synced=True)
     dtypes = set[torch.dtype]()
     for routing in (trainer.model.routing, sampler._runner.model.routing):

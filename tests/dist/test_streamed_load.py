@@ -20,6 +20,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
+from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
 from meshrl.model.facts import model_facts
@@ -81,13 +82,13 @@ def _by_transformers(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _differences(
-    rank: int, world: int, folder: Path, model: dict[str, Any], train: dict[str, Any], role: Any
+    rank: int, world: int, folder: Path, model: dict[str, Any], train: dict[str, Any], role: RoleSpec
 ) -> tuple[list[str], int]:
     """Names of what differs between a streamed engine and one over a full load, and the size of the smallest shard."""
     cfg = TrainConfig(**train)
     mesh = build_mesh(cfg.mesh_shape(world), "cpu")
     got = TrainEngine.build(ModelConfig(path=str(folder), **model), cfg, mesh, role)
-    stored = DTYPES[cfg.master_dtype if role == "policy" else model["dtype"]]
+    stored = DTYPES[cfg.master_dtype if role == POLICY else model["dtype"]]
     want = engine_over(_by_transformers(folder, stored), world, train)
     pairs = [
         *zip(got.model.lm.named_parameters(), want.model.lm.named_parameters(), strict=True),
@@ -113,7 +114,7 @@ def _differences(
 def test_a_streamed_model_equals_transformers_model_to_the_bit(pool, tmp_path, world, model):
     """Parameters, buffers, dtypes and ties, also on ranks with little or nothing of a tensor."""
     family, changes = MODELS[model]
-    answers = pool.run(_differences, world, _saved(tmp_path, family, **changes), {"dtype": "float32"}, {}, "policy")
+    answers = pool.run(_differences, world, _saved(tmp_path, family, **changes), {"dtype": "float32"}, {}, POLICY)
     assert [wrong for wrong, _ in answers] == [[]] * world
     assert (min(smallest for _, smallest in answers) == 0) == (world == 4)
 
@@ -122,16 +123,16 @@ def test_a_streamed_model_equals_transformers_model_to_the_bit(pool, tmp_path, w
 def test_every_sharding_strategy_reads_its_own_shards(pool, tmp_path, strategy):
     folder = _saved(tmp_path, "qwen2", tie_word_embeddings=True, **UNEVEN)
     train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
-    answers = pool.run(_differences, 4, folder, {"dtype": "float32"}, train, "policy")
+    answers = pool.run(_differences, 4, folder, {"dtype": "float32"}, train, POLICY)
     assert [wrong for wrong, _ in answers] == [[]] * 4
 
 
 @pytest.mark.parametrize(
     ("written", "files", "train", "role"),
     [
-        ("bfloat16", 3, {}, "policy"),
-        ("float16", 1, {"master_dtype": "bfloat16"}, "policy"),
-        ("float32", 2, {}, "reference"),
+        ("bfloat16", 3, {}, POLICY),
+        ("float16", 1, {"master_dtype": "bfloat16"}, POLICY),
+        ("float32", 2, {}, REFERENCE),
     ],
 )
 def test_files_of_any_dtype_and_number_fill_masters_and_references(pool, tmp_path, written, files, train, role):
@@ -160,7 +161,7 @@ def test_a_rank_reads_the_experts_it_holds(pool, tmp_path):
             tensor.add_(0.1 * torch.randn_like(tensor))
     lm.save_pretrained(tmp_path)
     assert "model.layers.1.mlp.experts.4.up_proj.weight" in stored_tensors(tmp_path)[0]
-    answers = pool.run(_differences, 2, tmp_path, {"dtype": "float32"}, {}, "policy")
+    answers = pool.run(_differences, 2, tmp_path, {"dtype": "float32"}, {}, POLICY)
     assert [wrong for wrong, _ in answers] == [[]] * 2
 
 
@@ -170,7 +171,7 @@ def test_a_model_that_only_transformers_can_load_is_loaded_in_full_and_is_equal(
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"lm_head.weight": torch.randn(64, 32)}, folder / "model.safetensors", {"format": "pt"})
     assert isinstance(model_facts(folder).weights, LoadedWeights)
-    answers = pool.run(_differences, 2, folder, {"dtype": "bfloat16"}, {}, "policy")
+    answers = pool.run(_differences, 2, folder, {"dtype": "bfloat16"}, {}, POLICY)
     assert [wrong for wrong, _ in answers] == [[]] * 2
 
 
@@ -223,7 +224,7 @@ def _compared(rank: int, world: int, folder: Path, fault: str, compute: str) -> 
         result = "same"
     except ConfigError as error:
         result = str(error)
-    TrainEngine(model, recipe.mesh, TrainConfig(), "reference", recipe).require_independent_rows()
+    TrainEngine(model, recipe.mesh, TrainConfig(), REFERENCE, recipe).require_independent_rows()
     assert all(torch.equal(before[name], local_shard(p)) for name, p in model.named_parameters())
     return result
 
@@ -254,7 +255,7 @@ def test_a_sharded_model_that_scores_differently_is_refused(pool, tmp_path, fami
 def _built(rank: int, world: int, folder: Path) -> str:
     mesh = build_mesh((1, world, 1, 1), "cpu")
     try:
-        TrainEngine.build(ModelConfig(path=str(folder)), TrainConfig(), mesh, "policy")
+        TrainEngine.build(ModelConfig(path=str(folder)), TrainConfig(), mesh, POLICY)
     except ConfigError as error:
         return str(error)
     return "built"

@@ -16,6 +16,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import UnloadedParamsError
+from meshrl.core.types import POLICY
 from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded import engine as embedded
 from meshrl.train import engine as trainer
@@ -144,7 +145,7 @@ def _train_side(rank: int, world: int, folder: Path) -> str:
     mesh, build = build_mesh((1, world, 1, 1), "cpu"), trainer.build_optimizer
     trainer.build_optimizer = _no_optimizer  # type: ignore[assignment]
     try:
-        trainer.TrainEngine.build(ModelConfig(path=str(folder)), TrainConfig(), mesh, "policy")
+        trainer.TrainEngine.build(ModelConfig(path=str(folder)), TrainConfig(), mesh, POLICY)
     except UnloadedParamsError as error:
         return str(error)
     finally:

@@ -14,9 +14,10 @@ from damage import Damage, of_json, of_place, of_text, rounds_of, written
 from outcome import check, findings, limits
 
 from meshrl.cli import main
-from meshrl.config.explain import explain, to_yaml
+from meshrl.config.explain import to_yaml
 from meshrl.config.load import load_run_config
 from meshrl.core.errors import ConfigError
+from meshrl.plan.explain import explain
 
 CONFIG = """\
 base: base.yaml

@@ -81,7 +81,7 @@ def _one_line(line: bytes, rest: bytes):
 
 
 def test_the_status_of_a_damaged_run(records: Path):
-    from meshrl.tools.status import describe
+    from meshrl.tools.runs import describe
 
     for name in ("status.json", "result.json"):
         data = (records / name).read_bytes()
@@ -91,7 +91,7 @@ def test_the_status_of_a_damaged_run(records: Path):
 @pytest.mark.parametrize("pid", [-1, 0, 1, True, 2**31, 10**40, "1", None, 1.5])
 def test_no_process_is_stopped_by_a_damaged_status(records: Path, tmp_path: Path, pid: object, capsys):
     """Signals to -1 and 0 are sent to many processes."""
-    from meshrl.tools.status import stop
+    from meshrl.tools.runs import stop
 
     folder = Path(shutil.copytree(records, tmp_path / "run"))
     status = json.loads((folder / "status.json").read_text())

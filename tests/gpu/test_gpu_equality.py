@@ -14,7 +14,7 @@ from tiny_samples import random_samples, weigh
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig, CorrectionConfig, KlConfig
 from meshrl.config.train import TrainConfig
-from meshrl.core.types import Sample
+from meshrl.core.types import POLICY, Sample
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
@@ -53,7 +53,7 @@ def _gradient(
 ) -> dict[str, Any]:
     """The engine's full gradients on the mesh's device, in compute dtype `dtype`, over `micro` random micro-batches."""
     cfg = TrainConfig(activation_checkpointing=micro > 1, logprob_chunk_tokens=50, **settings)
-    engine = TrainEngine.wrap(lm, cfg, mesh, "policy", dtype)
+    engine = TrainEngine.wrap(lm, cfg, mesh, POLICY, dtype)
     (partition,) = random_partition(np.random.default_rng(0), len(samples), 1, micro)
     batches = [pack([samples[i] for i in rows], rows, engine.device) for rows in partition]
     result = engine.forward_backward(batches, LOSS)
@@ -114,13 +114,13 @@ def test_neighbours_in_a_pack_change_no_logprob(meshes, accelerator):
     for dtype in (torch.float32, torch.bfloat16):
         cfg = TrainConfig(activation_checkpointing=False)
         lm = tiny_qwen2(**SHAPE)
-        TrainEngine.wrap(lm, cfg, meshes[accelerator.type], "policy", dtype).require_independent_rows()
+        TrainEngine.wrap(lm, cfg, meshes[accelerator.type], POLICY, dtype).require_independent_rows()
 
 
 @pytest.mark.parametrize("fsdp2", FSDP2, ids=FSDP2.get, indirect=True)
 def test_training_learns_and_keeps_its_dtypes(fsdp2, meshes, accelerator):
     """Bf16 compute over fp32 masters; at lr 1e-6 these change by far less than bf16 can represent."""
-    engine = TrainEngine.wrap(tiny_qwen2(**SHAPE), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
+    engine = TrainEngine.wrap(tiny_qwen2(**SHAPE), TrainConfig(), meshes[accelerator.type], POLICY, torch.bfloat16)
     samples = weigh(random_samples(3, [40, 21, 30]))
     for s in samples:
         s.old_logprobs, s.advantages = None, np.where(s.mask, 1, 0).astype(np.float32)

@@ -14,6 +14,7 @@ from tiny_samples import random_samples, weigh
 
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import memory_stats, reset_peak_memory
+from meshrl.core.types import POLICY
 from meshrl.model.attention import AttentionSpec, PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.logprob import Head, token_logprobs
@@ -85,7 +86,7 @@ def _sampler(device: torch.device) -> EmbeddedEngine:
 def test_blocks_have_their_parameters_in_16_bits_one_after_the_other(fsdp2, meshes, accelerator):
     """In a forward without gradients, and with activation checkpointing in any forward. The 24 blocks have 150 MiB of
     them together; embedding and head, which are tied, have 8 MiB for all of the forward."""
-    engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
+    engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], POLICY, torch.bfloat16)
     samples = weigh(random_samples(0, [40]))
     batch = engine.pack(samples, [0])
     engine.forward([batch])
@@ -95,7 +96,7 @@ def test_blocks_have_their_parameters_in_16_bits_one_after_the_other(fsdp2, mesh
 
 def test_a_sync_in_place_takes_only_the_memory_of_its_digests(meshes, accelerator):
     """Never a second copy of the weights."""
-    engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
+    engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], POLICY, torch.bfloat16)
     sampler = _sampler(accelerator)
     held = engine.weights()
     layout = make_layout(held.tensors, [held.boxes()], held.tied, 4 * MIB, kind_for(accelerator))
@@ -137,7 +138,7 @@ def test_the_engine_reports_the_memory_that_it_holds(meshes, accelerator):
     """TrainEngine.memory() equals what the allocator reports for the engine: fp32 masters, gradients, two moments."""
     gc.collect()
     before = memory_stats(accelerator)["allocated_bytes"]
-    engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
+    engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], POLICY, torch.bfloat16)
     for p in engine.model.parameters():
         p.grad = torch.zeros_like(p)
     engine.optim_step(1e-6)

@@ -118,14 +118,14 @@ FAULTS = [
     ),
     Fault(
         "a number in prose is read without the formula around it",
-        "meshrl/reward/plain_text.py::_expression",
+        "meshrl/reward/final_answer.py::_expression",
         "if _is_formula(listed): return listed"
         " => if _is_formula(listed) and (number := re.search(_NUMBER, listed)): return number[0]",
         _MATH_ANSWER_STYLES + "test_the_default_rule_grades_the_answer_that_is_stated",
     ),
     Fault(
         "a limit in prose is read as the value",
-        "meshrl/reward/plain_text.py::_expression",
+        "meshrl/reward/final_answer.py::_expression",
         "_LIMIT.search(statement[:start]) => False",
         _MATH_ANSWER_STYLES + "test_the_default_rule_grades_the_answer_that_is_stated",
     ),
@@ -143,13 +143,13 @@ FAULTS = [
     ),
     Fault(
         "the self-test accepts equal scores for right and wrong answers",
-        "meshrl/reward/self_test.py::_try_math_answer",
+        "meshrl/reward/self_test.py::try_math_answer",
         "not right > wrong => right < wrong",
         _SELF_TEST + "test_a_math_verify_that_calls_all_answers_equal_or_unequal_ends_the_run[True]",
     ),
     Fault(
         "the self-test does not use the term's rule",
-        "meshrl/reward/self_test.py::_try_math_answer",
+        "meshrl/reward/self_test.py::try_math_answer",
         'term.args.get("rule", "auto") => "gsm8k"',
         _SELF_TEST + "test_built_in_kinds_pass_with_all_their_rules_without_a_note",
     ),
@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         "nulls that unified columns fill in are trained",
-        "meshrl/data/messages.py::messages_of",
+        "meshrl/data/datasets.py::messages_of",
         "without_nulls(value) if is_filled else value => value",
         "tests/unit/data/test_messages.py::test_keys_that_unified_columns_fill_with_null_are_not_trained",
     ),

@@ -95,7 +95,7 @@ FAULTS = [
     Fault(
         "on-policy old logprobs carry a gradient",
         "meshrl/algo/losses.py::_inputs",
-        "logprobs.detach() => logprobs",
+        'inputs["logprobs"].detach() => inputs["logprobs"]',
         _POLICY_LOSSES + "test_on_policy_ratio_is_exactly_one",
     ),
     Fault(

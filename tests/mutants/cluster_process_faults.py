@@ -7,6 +7,7 @@ from fault import Fault
 _OPEN_PORTS = "tests/e2e/test_open_ports.py::"
 _IN_FLIGHT = "tests/unit/cluster/test_in_flight.py::"
 _LAUNCHED_BY_TORCHRUN = "tests/unit/cluster/test_launched_by_torchrun.py::"
+_ROLES = "tests/unit/cluster/test_roles.py::"
 _LOST_TRAINERS = "tests/unit/cluster/test_lost_trainers.py::"
 _REMOTE_EXECUTOR = "tests/unit/cluster/test_remote_executor.py::"
 _FORK_SERVER = "tests/unit/process/test_fork_server.py::"
@@ -39,8 +40,8 @@ FAULTS = [
     ),
     Fault(
         "changes are searched although all weights stay in shared memory",
-        "meshrl/cluster/launch.py::with_fastest_sync",
-        'rollout.model_copy(update={"sync_mode": "full"}) => rollout',
+        "meshrl/plan/decisions.py::fastest_sync",
+        'return "full" => return rollout.sync_mode',
         "tests/unit/cluster/test_sync_mode.py::"
         "test_changes_are_not_searched_where_all_weights_go_through_shared_memory[1-auto-False-full]",
     ),
@@ -67,6 +68,18 @@ FAULTS = [
         "meshrl/cluster/groups.py::TrainGroup.optim_step",
         "self.is_synced = False => pass",
         _LOST_TRAINERS + "test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versions",
+    ),
+    Fault(
+        "an optimizer step of any role makes a sync necessary",
+        "meshrl/cluster/groups.py::TrainGroup.optim_step",
+        "role == POLICY.name => True",
+        _ROLES + "test_training_another_role_neither_changes_the_policy_nor_compares_with_the_sampler",
+    ),
+    Fault(
+        "the logprobs of every role are compared with the sampler's",
+        "meshrl/cluster/actors.py::RankWorker.forward_backward",
+        "role == POLICY.name => True",
+        _ROLES + "test_training_another_role_neither_changes_the_policy_nor_compares_with_the_sampler",
     ),
     Fault(
         "an exception in a sampler is announced as a replacement",

@@ -42,7 +42,7 @@ FAULTS = [
     ),
     Fault(
         "a process that has the id of a rank that ended counts as the rank",
-        "meshrl/tools/status.py::_processes",
+        "meshrl/tools/runs.py::_processes",
         'found and process.name in ("controller", found[0].name) => found',
         _RUN_STATUS + "test_status_lists_the_processes_of_all_machines",
     ),
@@ -203,7 +203,7 @@ FAULTS = [
     Fault(
         "rows without an answer are accepted for a reward that needs one",
         "meshrl/run/task.py::load_task",
-        "term.kind in NEEDS_ANSWER => term.kind is None",
+        "needs_answer(term.kind) => term.kind is None",
         _REWARD_TRIAL + "test_a_map_that_returns_no_answer_is_refused_under_a_reward_that_needs_one",
     ),
     Fault(
@@ -270,7 +270,7 @@ FAULTS = [
     ),
     Fault(
         "`meshrl stop` signals a process that does not hold the lease",
-        "meshrl/tools/status.py::stop",
+        "meshrl/tools/runs.py::stop",
         "not holds_lease(status.pid, folder) => False",
         _RUN_STATUS + "test_a_process_that_does_not_hold_the_lease_gets_no_signal",
     ),

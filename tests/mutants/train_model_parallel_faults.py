@@ -184,7 +184,7 @@ FAULTS = [
     Fault(
         "tokens without a weight are trained",
         "meshrl/train/packing.py::pack",
-        "mask.numpy() & (loss_weight.numpy() != 0) => mask.numpy()",
+        'mask & (columns["loss_weight"].numpy() != 0) => mask',
         _PACKING + "test_trained_tokens_are_in_the_mask_and_have_a_weight",
     ),
     Fault(

@@ -10,7 +10,7 @@ from source_tree import ROOT, imports, name_of, python_files
 LEVELS = {
     "core": 0,
     **dict.fromkeys(("config", "process"), 1),
-    "monitor": 2,
+    **dict.fromkeys(("monitor", "plan"), 2),
     **dict.fromkeys(("algo", "reward", "data", "parallel"), 3),
     **dict.fromkeys(("model", "sync"), 4),
     **dict.fromkeys(("train", "rollout"), 5),

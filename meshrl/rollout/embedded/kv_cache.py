@@ -28,6 +28,7 @@ import torch
 from meshrl.core.device import free_bytes, upload
 from meshrl.core.errors import RequestError
 from meshrl.core.types import Request
+from meshrl.plan.decisions import CACHE_SHARE
 from meshrl.rollout.embedded.decode_graph import StepArrays
 
 FIRST_WIDTH = 128  # positions of the first tiles; measured best of 64, 96, 128, 192 for float32 and bfloat16
@@ -347,11 +348,8 @@ def positions_of(num_rows: int, length: int, rooms: Sequence[int] = ()) -> int:
     )
 
 
-SHARE = 0.8  # of an accelerator's free memory; the rest is for logits and for the contexts that are computed
-
-
 class CacheBound:
-    """num_bytes: rollout.embedded.kv_cache_bytes; None = SHARE of an accelerator's free memory, measured while the
+    """num_bytes: rollout.embedded.kv_cache_bytes; None = CACHE_SHARE of a device's free memory, measured while the
     stores are empty, and no limit on a CPU. token_bytes: keys and values of a token in all layers, by the model's
     config; None = unknown, then the first row runs alone. What the stores have counts from then on, with the states of
     a row."""
@@ -368,7 +366,7 @@ class CacheBound:
     def num_bytes(self) -> int | None:
         """The limit; None = none."""
         if self._num_bytes is None and self._measured is None and (free := free_bytes(self._device)) is not None:
-            self._measured = int(SHARE * free)
+            self._measured = int(CACHE_SHARE * free)
         return self._measured if self._num_bytes is None else self._num_bytes
 
     def fits(self, num_rows: int, longest: int, num_prompts: int, longest_prompt: int) -> bool:
@@ -388,7 +386,7 @@ class CacheBound:
         limit, (token, row) = self.num_bytes, self._sizes()
         needed = positions_of(1, length) * (token or 0) + row
         if limit is not None and needed > limit:
-            origin = f"{SHARE:.0%} of the device's free memory" if self._num_bytes is None else self._num_bytes
+            origin = f"{CACHE_SHARE:.0%} of the device's free memory" if self._num_bytes is None else self._num_bytes
             raise RequestError(
                 f"request {request.id} can never fit: the keys, values and states of its {length} tokens need "
                 f"{needed:,} bytes, and {limit:,} bytes are available (rollout.embedded.kv_cache_bytes: {origin}). "

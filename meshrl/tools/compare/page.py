@@ -21,7 +21,7 @@ from meshrl.run.verdict import HELD_OUT, Z, outcome_of
 from meshrl.tools.page.charts import Line, Style, figure, number
 from meshrl.tools.page.document import document, package_text, write_page
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder, criterion_of, read_evaluation, read_run
-from meshrl.tools.report.sections import LEARNING, PHASES, SPEED, STABILITY, interval, sample_row
+from meshrl.tools.report.page import LEARNING, PHASES, SPEED, STABILITY, interval, sample_row
 from meshrl.tools.runs import table
 from meshrl.tools.state import read_part
 
@@ -200,10 +200,7 @@ _CHARTS = (*LEARNING, *STABILITY, *SPEED[:1])
 
 
 def compare(folders: Sequence[Path], out: Path | None) -> tuple[str, Path]:
-    """Write compare.html into the first folder, or `out`. Returns the text for the terminal, and the page's path.
-
-    Raises: ConfigError and MeshrlError, as read_runs; OutputError when the page can't be written.
-    """
+    """Write compare.html into the first folder, or `out`. Returns the text for the terminal, and the page's path."""
     runs = read_runs(folders)
     tables = [each for each in (configuration(runs), held_out(runs), cost(runs)) if each.rows or each.notes]
     path = out or folders[0] / "compare.html"

@@ -1,4 +1,5 @@
-"""`meshrl diagnose`: profile some steps of a config, or read traces; print a summary, and write the files."""
+"""`meshrl diagnose`: profile some steps of a config, or read traces; print a summary, and write the files, among them
+diagnose.html, one page without other files."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
 
 from meshrl.config.load import is_sft
@@ -15,17 +17,16 @@ from meshrl.core.files import is_there, output_errors, write_text
 from meshrl.core.terminal import print_message
 from meshrl.monitor.trace import FOLDER
 from meshrl.tools.diagnose.diagnosis import SYNC_STAGES, Diagnosis, as_record, diagnose, perfetto
-from meshrl.tools.diagnose.page import page
-from meshrl.tools.diagnose.read import CONFIG, read_trace
-from meshrl.tools.page.charts import number
-from meshrl.tools.page.document import write_page
+from meshrl.tools.diagnose.read import CONFIG, Trace, read_trace
+from meshrl.tools.page.charts import Line, figure, number
+from meshrl.tools.page.document import data_block, document, package_text, write_page
 from meshrl.tools.runs import table
 
 
 def run(target: Path, overrides: Sequence[str], num_steps: int, out: Path | None) -> str:
     """Diagnose a config (a YAML file), a run's folder or a trace; returns the summary.
 
-    out: folder of the files; by default the run's, or that of the trace. Raises: MeshrlError, among them ConfigError.
+    out: folder of the files; by default the run's, or that of the trace.
     """
     if not is_there(target):
         raise ConfigError(f"{target}: no such file or folder; give a config, the folder of a run, or a trace")
@@ -131,3 +132,36 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> It
     yield from table([head, *rows[:NUM_ROWS]])
     if len(rows) > NUM_ROWS:
         yield f"... {len(rows) - NUM_ROWS} more in diagnose.json"
+
+
+def page(diagnosis: Diagnosis) -> str:
+    """The complete page. Its script draws everything but memory from the numbers of diagnose.json."""
+    trace, source = diagnosis.trace, diagnosis.trace.source.resolve()
+    start = min(step.start_ns for step in trace.steps)
+    name = source.parent.name if source.name == FOLDER else source.name
+    parts = [
+        f"<header><h1>Where the time goes: {escape(name)}</h1><p>{escape(trace.clock)}</p></header>",
+        '<main id="diagnose"><noscript>This page needs JavaScript; see diagnose.json.</noscript></main>',
+        _memory(trace, start),
+    ]
+    package = "meshrl.tools.diagnose"
+    return document(
+        f"Trace of {name}",
+        parts,
+        style=[package_text(package, "diagnose.css")],
+        scripts=[package_text(package, "diagnose.js")],
+        data=data_block("diagnosis", as_record(diagnosis)),
+    )
+
+
+def _memory(trace: Trace, start: int) -> str:
+    """Memory at the ends of phases, of each rank."""
+    lines = []
+    for index, rank in trace.ranks.items():
+        for kind in ("allocated_bytes", "resident_bytes"):
+            samples = [m for m in rank.memory if kind in m.parts]
+            times = [round((m.at_ns - start) / 1e9, 3) for m in samples]
+            lines.append(Line(f"rank {index} {kind[:-6]}", times, [m.parts[kind] for m in samples]))
+    lines = [line for line in lines if line.values]
+    drawing = figure("Memory at the end of each phase", "bytes", lines[:12], across="s") if lines else ""
+    return f'<section><h2>Memory over time</h2><div class="grid2">{drawing}</div></section>' if drawing else ""

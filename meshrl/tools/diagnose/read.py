@@ -112,10 +112,7 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a trace, compressed or not. If its end is missing, the events before it are used.
-
-    Raises: DataError, which names the file, if it is no such trace.
-    """
+    """Read a trace, compressed or not. If its end is missing, the events before it are used."""
     try:
         with open_plain(path) as file:
             data = file.read(MAX_BYTES + 1)
@@ -242,7 +239,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the traces of a run's folder. A file of them stands for all. Raises: MeshrlError when there is none."""
+    """Read the traces of a run's folder. A file of them stands for all."""
     if path.is_file() and is_there(path.with_name(CONTROLLER)):
         path = path.parent
     for folder in (path / FOLDER, path):

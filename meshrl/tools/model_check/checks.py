@@ -21,7 +21,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, Outputs
 from meshrl.core.errors import ConfigError, MeshrlError
-from meshrl.core.types import Request, Sample, SamplingParams, Turn
+from meshrl.core.types import POLICY, Request, Sample, SamplingParams, Turn
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.folder import stored_tensors
@@ -179,7 +179,7 @@ def difference_on_rank(rank: int, world: int, path: str) -> float:
     """Of this rank's logprobs and, on rank 0, of the full gradients."""
     cfg = TrainConfig(activation_checkpointing=True)
     engine = TrainEngine.build(
-        ModelConfig(path=path, dtype="float32"), cfg, build_mesh((1, world, 1, 1), "cpu"), "policy"
+        ModelConfig(path=path, dtype="float32"), cfg, build_mesh((1, world, 1, 1), "cpu"), POLICY
     )
     rows = rows_for(engine.model.vocab_size)
     mine = range(rank, len(rows), world)
@@ -296,7 +296,7 @@ class Finding(NamedTuple):
 
 
 def findings(path: Path, on_two_ranks: OnTwoRanks) -> Iterator[tuple[str, Finding]]:
-    """The result of each of CHECKS for the model of a folder. Raises: ConfigError when meshrl refuses the model."""
+    """The result of each of CHECKS for the model of a folder."""
     checked = CheckedModel(path, on_two_ranks)
     for name, check in CHECKS.items():
         try:

@@ -22,7 +22,7 @@ def write_first_layers(model: str, folder: Path) -> str:
     """Write the layers up to the first one of the last kind, at least MIN_LAYERS, in fp32. Returns a description.
 
     model: a model's folder, or a hub id, of which only config.json is fetched. Where there are no weights, they are
-    random, and the vocabulary is small. Raises: ConfigError.
+    random, and the vocabulary is small.
     """
     import_plugins()
     require_config(model)

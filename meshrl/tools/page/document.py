@@ -58,10 +58,7 @@ def package_text(package: str, name: str) -> str:
 
 def write_page(path: Path, text: str) -> Path:
     """Write a page, and update the links of all pages in its folder. Control characters in its text are escaped,
-    because answers and errors may contain marks that change the order of the text on the page.
-
-    Raises: OutputError when the file can't be written.
-    """
+    because answers and errors may contain marks that change the order of the text on the page."""
     with output_errors(path, "Make room or make the folder writable, or copy the folder and write the page there"):
         write_text(path, printable(text))
         names = {name for name in PAGES if (path.parent / name).is_file()}

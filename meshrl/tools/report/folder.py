@@ -117,7 +117,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read the files of a run, damaged ones as far as possible. Raises: MeshrlError when it is not a run's folder."""
+    """Read the files of a run, damaged ones as far as possible."""
     require_run(folder)
     state = read_state(folder)  # before the metrics, which may get further steps
     path, problems = folder / METRICS_FILE, state.problems
@@ -173,7 +173,7 @@ def seconds_by_phase(line: MetricsLine) -> dict[str, float]:
 
 
 def text_of_file(path: Path) -> str:
-    """The content of a text file; empty when there is no such file. Raises: MeshrlError."""
+    """The content of a text file; empty when there is no such file."""
     try:
         return read_text(path) if path.exists() else ""
     except Unreadable as cause:

@@ -12,8 +12,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.monitor.sinks import duration
 from meshrl.tools.runs import table
 from meshrl.tools.schedule.inputs import Inputs, measured, resized, with_assumed
-from meshrl.tools.schedule.setup import Prediction, Setup
-from meshrl.tools.schedule.step_time import FIRST_STEPS, predict
+from meshrl.tools.schedule.step_time import FIRST_STEPS, Prediction, Setup, predict
 
 MAX_STALENESS = 4  # the largest that is tried; more has little to gain, and importance weights become worse
 WORTH = 1.05  # a schedule with more staleness is recommended if it is this much faster
@@ -28,10 +27,7 @@ Check = Callable[[Sequence[str]], object]
 
 def advise(config: RunConfig, check: Check, folder: Path | None, assumed: Sequence[str], gpus: int | None) -> str:
     """The predictions and the recommendation as text. check: of the config; only what it accepts is predicted. folder:
-    of a colocated run.
-
-    Raises: ConfigError, MeshrlError.
-    """
+    of a colocated run."""
     count = config.cluster.num_train_ranks + config.cluster.num_rollout_ranks if gpus is None else gpus
     if count < 1:
         raise ConfigError(f"--gpus is {count}; it must be 1 or more")

@@ -20,7 +20,7 @@ from meshrl.core.types import Trajectory
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import MetricsLine
 from meshrl.tools.report.folder import read_run, seconds_by_phase
-from meshrl.tools.schedule.setup import Answer, Costs
+from meshrl.tools.schedule.step_time import Answer, Costs
 
 LEAST_SPREAD = 0.02  # standard deviation of the tokens of steps over their mean; below it no constant is fitted
 MOST_UNSURE = 0.25  # standard error of a fitted constant, over the median time; above it, too
@@ -58,7 +58,7 @@ class _Decoding(NamedTuple):
 
 
 def measured(folder: Path) -> Inputs:
-    """Fit the costs to a colocated run, and take its lengths. Raises: MeshrlError, DataError."""
+    """Fit the costs to a colocated run, and take its lengths."""
     run = read_run(folder)
     kind, ranks = run.setting("loop.kind") or "colocated", int(run.setting("cluster.num_train_ranks") or 1)
     if kind != "colocated":
@@ -210,7 +210,7 @@ def _fit(units: Sequence[float], seconds: Sequence[float], count: int | None = N
 
 def with_assumed(inputs: Inputs | None, texts: Sequence[str], config: RunConfig) -> Inputs:
     """The inputs with assumed values in place of measured ones, or with assumed values only. texts: key=value, several
-    separated by commas. Raises: ConfigError."""
+    separated by commas."""
     allowed = [*(field.name for field in fields(Costs)), *LENGTHS]
     assumed: dict[str, float] = {}
     for text in (part for item in texts for part in item.split(",") if part):

@@ -57,9 +57,6 @@ def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]
     """Write the page of an answer to `run`/attention_STEP_GROUP_ANSWER.html, or `out`. Returns lines for the user.
 
     which: STEP/GROUP/ANSWER, as in `Answers.groups`; the group may also be its id or its prompt's.
-
-    Raises: MeshrlError when there is no such answer or no weights; ConfigError when the weights can't be used;
-    OutputError.
     """
     answer = find_answer(run, which)
     weights, wanted = choose_weights(run, answer)
@@ -124,7 +121,7 @@ def find_answer(run: Path, which: str) -> ChosenAnswer:
 
 def _row(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """The tokens of the row that ends with the last turn, int32[T], which of them were sampled, bool[T], and notes
-    about tokens that are not shown. Raises: MeshrlError when the answer has no turn."""
+    about tokens that are not shown."""
     paths = leaf_paths(trajectory.turns)
     if not paths:
         raise MeshrlError(f"{trajectory.id} has no turn, so there are no tokens: its status is {trajectory.status}")
@@ -144,7 +141,7 @@ def _row(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, list[str]]:
 
 def choose_weights(run: Path, answer: ChosenAnswer) -> tuple[SavedWeights, int]:
     """The saved weights that are nearest to those that sampled the answer's last token, and the number of finished
-    steps of the latter. Raises: MeshrlError when there are none."""
+    steps of the latter."""
     model = next((s.value for s in read_settings(run / "config.yaml") if s.key == "model.path"), "")
     with data_errors(str(run / "config.yaml"), "the config of a run"):
         model = str(json.loads(model)) if model.startswith('"') else model

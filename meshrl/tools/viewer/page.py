@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.core.columns import columns_for
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.terminal import counted
 from meshrl.monitor.rollout_log import answer_files, read_records
@@ -148,12 +149,13 @@ def _preview(text: Any) -> str:
 
 
 def _values(tokens: TokenFile, parts: list[slice]) -> bytes:
-    """The columns of these tokens end to end: versions int32, advantages float32, characters uint16, then one byte for
-    each of log ratio, sampler's logprob, entropy, trained."""
+    """The columns of these tokens end to end: versions int32, advantages and further columns float32, characters
+    uint16, then one byte for each of log ratio, sampler's logprob, entropy, trained."""
     cut = {name: np.concatenate([array[part] for part in parts]) for name, array in tokens.columns.items()}
     columns = [
         cut["versions"].astype("<i4"),
         cut["advantages"].astype("<f4"),
+        *(cut[name].astype("<f4") for name in further_columns()),
         np.minimum(cut["characters"], 65535).astype("<u2"),
         log_ratio_bytes(cut["logprobs"].astype(np.float64) - cut["rollout_logprobs"]),
         root_bytes(-cut["rollout_logprobs"]),
@@ -161,6 +163,11 @@ def _values(tokens: TokenFile, parts: list[slice]) -> bytes:
         cut["trained"].astype(np.uint8),
     ]
     return b"".join(column.tobytes() for column in columns)
+
+
+def further_columns() -> list[str]:
+    """Columns without a presentation of their own: the page has their values as numbers."""
+    return [column.name for column in columns_for("view") if column.name not in _PRESENTED]
 
 
 def root_bytes(values: np.ndarray) -> np.ndarray:
@@ -184,16 +191,14 @@ def packed(data: bytes) -> str:
 
 MAX_PAGE_BYTES = 200_000_000
 _COLUMNS = ("group", "answer", "reward", "status", "stop", "tokens", "turns", "age", "text")
+_PRESENTED = {"versions", "advantages", "characters", "logprobs", "rollout_logprobs", "entropies", "trained"}
 _WORDS = ("status", "stop")  # columns of few different texts, which the index has as numbers
 _HERE = "meshrl.tools.viewer"
 
 
 def write_view(folder: Path, out: Path | None = None, steps: str | None = None) -> list[str]:
     """Write `folder`/view.html, or `out`. steps: such as 10-20, for view_10-20.html. Returns lines for the user: the
-    path, and what the page does not have. Without answers that can be read, the page states so.
-
-    Raises: MeshrlError when it is not a run's folder; ConfigError for wrong steps; OutputError.
-    """
+    path, and what the page does not have. Without answers that can be read, the page states so."""
     files = rollout_files(folder, steps)
     chunks, notes = _read(files, folder)
     text = page(folder.resolve().name, files, chunks, notes)
@@ -202,8 +207,7 @@ def write_view(folder: Path, out: Path | None = None, steps: str | None = None) 
 
 
 def rollout_files(folder: Path, steps: str | None = None) -> list[RolloutFile]:
-    """The files of a run's rollouts/, in the order of their steps, an evaluation before the step of its number. Raises:
-    MeshrlError when there are none."""
+    """The files of a run's rollouts/, in the order of their steps, an evaluation before the step of its number."""
     first, last = 0, math.inf
     if steps is not None:
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", steps)
@@ -289,4 +293,5 @@ def _index(files: list[RolloutFile], chunks: list[list[Chunk]]) -> dict[str, Any
         "words": words,
         "starts": starts,
         "max_nats": MAX_NATS,
+        "columns": further_columns(),
     }

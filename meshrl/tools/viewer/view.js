@@ -53,11 +53,13 @@
         const [texts, data] = await Promise.all([readTexts(chunk), unpack("values" + chunk)]);
         let size = 0;
         for (const answer of texts) for (const turn of answer.turns) { turn.begin = size; size += turn.tokens; }
-        const bytes = (k) => new Uint8Array(data, k * size, size);
+        const further = index.columns.map((_, k) => 8 + 4 * k), next = 8 + 4 * further.length;
+        const bytes = (k) => new Uint8Array(data, (next + k) * size, size);
         const columns = data && {
           version: new Int32Array(data, 0, size), advantage: new Float32Array(data, 4 * size, size),
-          characters: new Uint16Array(data, 8 * size, size), ratio: bytes(10), sampled: bytes(11), entropy: bytes(12),
-          trained: bytes(13),
+          further: further.map((k) => new Float32Array(data, k * size, size)),
+          characters: new Uint16Array(data, next * size, size), ratio: bytes(2), sampled: bytes(3), entropy: bytes(4),
+          trained: bytes(5),
         };
         return { texts, columns };
       })());
@@ -247,7 +249,8 @@
     $("bar").replaceChildren(`token ${token.at} `, make("code", "", JSON.stringify(token.text)),
       fact("logprob", `${known(v.sampled)} (p ${known(Math.exp(v.sampled))})`), fact("trainer", known(v.trainer)),
       fact("ratio", v.log === v.log ? 1 + Math.expm1(v.log) === 1 ? "1" : (1 + Math.expm1(v.log)).toPrecision(6) : "–"),
-      fact("entropy", known(v.entropy)), fact("advantage", known(v.advantage)), fact("", v.trained ? "trained" : "not trained"),
+      fact("entropy", known(v.entropy)), fact("advantage", known(v.advantage)),
+      ...index.columns.map((name, k) => fact(name, known(token.columns.further[k][token.i]))), fact("", v.trained ? "trained" : "not trained"),
       fact("weights", `version ${v.version}`), " ", address);
   };
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from tiny_samples import trained_fields, with_trained_fields
 
-from meshrl.algo.advantages import ADVANTAGES
 from meshrl.algo.losses import LOSSES, LossInputs, gspo, make_policy_loss, sapo, sft_loss
-from meshrl.config.algo import ADVANTAGE_NAMES, LOSS_ARGS, AlgoConfig, KlConfig, LossConfig
+from meshrl.config.algo import LOSS_ARGS, AlgoConfig, KlConfig, LossConfig
 from meshrl.core.batch import Batch, Outputs
 
 FULL = AlgoConfig(
@@ -387,4 +386,3 @@ def test_losses_can_be_sent_to_a_rank():
 
 def test_every_configured_name_has_its_function():
     assert set(LOSSES) == set(LOSS_ARGS) == set(LossConfig.model_fields["kind"].annotation.__args__)
-    assert set(ADVANTAGES) == set(ADVANTAGE_NAMES)

@@ -11,11 +11,13 @@ from tiny_specs import worker_spec
 
 from meshrl.cluster.actors import RankBoxes
 from meshrl.cluster.groups import TrainGroup
-from meshrl.cluster.launch import with_fastest_sync
+from meshrl.cluster.launch import this_machine
 from meshrl.cluster.rank_sync import RankSync
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
+from meshrl.plan.decisions import fastest_sync
 from meshrl.sync.collectives import Broadcast
 from meshrl.sync.layout import Box, make_layout
 from meshrl.sync.sockets import Sockets
@@ -33,20 +35,20 @@ from meshrl.sync.sockets import Sockets
 def test_changes_are_not_searched_where_all_weights_go_through_shared_memory(nodes, transport, lora, mode):
     model = ModelConfig(path="model", lora=LoraConfig(enabled=lora))
     rollout = RolloutConfig(sync_mode="delta", sync_transport=transport)
-    assert with_fastest_sync(rollout, model, nodes).sync_mode == mode
+    assert fastest_sync(rollout, model, nodes, is_launched=False) == mode
 
 
 def test_adapters_of_experts_are_not_sent_alone():
     model = ModelConfig(path="model", lora=LoraConfig(enabled=True, targets=["all-linear", "experts"]))
-    assert with_fastest_sync(RolloutConfig(sync_mode="delta"), model, 1).sync_mode == "full"
+    assert fastest_sync(RolloutConfig(sync_mode="delta"), model, 1, is_launched=False) == "full"
 
 
 def test_under_torchrun_changes_are_sent_because_the_ranks_may_be_on_several_machines(monkeypatch):
     """Torchrun's machines are not in cluster.nodes, which is 1."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "host0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    rollout = RolloutConfig(sync_mode="delta")
-    assert with_fastest_sync(rollout, ModelConfig(path="model"), 1).sync_mode == "delta"
+    rollout, machine = RolloutConfig(sync_mode="delta"), this_machine(ClusterConfig())
+    assert fastest_sync(rollout, ModelConfig(path="model"), 1, machine.is_launched) == "delta"
 
 
 @pytest.mark.parametrize(

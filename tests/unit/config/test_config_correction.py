@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from meshrl.config.algo import CorrectionConfig, RejectionConfig, correction_of_auto
-from meshrl.config.explain import explain, to_yaml
+from meshrl.config.explain import to_yaml
 from meshrl.config.load import load_run_config
+from meshrl.plan.explain import explain
 
 ENDPOINT = [
     "rollout.engine=endpoint",
@@ -42,7 +43,7 @@ def test_a_loaded_config_has_the_kind_that_auto_means_and_explain_shows_why(good
     assert correction(good) == CorrectionConfig(kind="auto")
     assert correction(good, *ENDPOINT) == CorrectionConfig(kind="truncate", level="token", low=None, high=2.0)
     text = explain(load_run_config(good))
-    assert "kind: auto" in text and "# default, from auto: off on a CPU, else truncate" in text
+    assert "# kind: by rule" in text and "# here: off on a CPU, else truncate" in text
     assert "# unused: algo.correction.kind is" not in text, "on an accelerator the other keys have an effect"
     text = explain(load_run_config(good, ["algo.correction=off"]))
     assert 'kind: "off"' in text and "# unused: algo.correction.kind is off" in text

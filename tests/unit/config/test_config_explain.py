@@ -6,8 +6,8 @@ from tiny_run import write_run
 from meshrl.cli import main
 from meshrl.config.case import Purpose
 from meshrl.config.docs import every_key, list_keys
-from meshrl.config.explain import explain
 from meshrl.config.load import load_run_config, load_sft_config
+from meshrl.plan.explain import explain
 
 
 def _line(text: str, start: str) -> str:

@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 
 from meshrl.config.algo import CorrectionConfig
-from meshrl.config.explain import explain, to_yaml
+from meshrl.config.explain import to_yaml
 from meshrl.config.load import load_run_config, load_sft_config
 from meshrl.config.values import scalar, show
 from meshrl.core.errors import ConfigError
+from meshrl.plan.explain import explain
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,7 @@ def test_overrides_take_lists_mappings_and_null_and_the_last_one_wins(good: Path
             "agent.args={turns: 4, tools: [a]}",
             "agent.args.turns=5",
             "data.answer=null",
+            "reward.terms.answer.kind=json:dumps",
             "loop.num_steps=7",
             "loop.num_steps=9",
             "data.system='Answer: yes or no'",
@@ -228,7 +230,8 @@ def test_the_default_learning_rate_follows_the_command_and_lora(good: Path, good
         assert loaded.config.peak_lr == pytest.approx(lr)
         noted = [notice for notice in loaded.notices if "train.optimizer.lr is not set" in notice]
         assert [f"is {lr:g}." in notice for notice in noted] == [True] * (lr in (1e-5, 1e-4))
-        assert (f", here {lr:g}\n" in explain(loaded)) == (lr != 3e-5)
+        (line,) = [line for line in explain(loaded).splitlines() if line.startswith("    lr: ")]
+        assert float(line.split()[1]) == lr and ("# decided: the default of" in line) == (lr != 3e-5)
 
 
 def test_rows_longer_than_the_positions_are_refused_by_either_name_of_their_number(good: Path):

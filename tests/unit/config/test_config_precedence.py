@@ -11,13 +11,14 @@ import pytest
 from meshrl.config import check
 from meshrl.config import load as config_load
 from meshrl.config.algo import LOSS_ARGS, LossConfig
-from meshrl.config.explain import explain, to_yaml
+from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.processor import products_of_16_bits_are_slow
 from meshrl.data.check import check_data
-from meshrl.reward.check import check_graders
+from meshrl.plan.explain import explain
+from meshrl.reward.self_test import check_graders
 
 load_run_config = partial(config_load.load_run_config, further=[check_data, partial(check_graders, ())])
 load_sft_config = partial(config_load.load_sft_config, further=[check_data])

@@ -454,7 +454,7 @@ def test_columns_are_looked_up_in_the_first_row(good: Path):
     assert "set data.answer" not in message
     message = _words(good, ["data.answer=solution"])
     assert "'question', 'answer'. If no reward needs an answer, set data.answer: null." in message
-    load_run_config(good, ["data.answer=null"])
+    load_run_config(good, ["data.answer=null", "reward.terms.answer.kind=json:dumps"])
 
 
 @pytest.mark.parametrize(

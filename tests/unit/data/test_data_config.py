@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from meshrl.config.explain import explain, to_yaml
+from meshrl.config.explain import to_yaml
+from meshrl.config.kinds import REWARDS
 from meshrl.config.load import load_run_config, load_sft_config
 from meshrl.core.errors import ConfigError
 from meshrl.data.check import check_data, count_rows
-from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS
+from meshrl.plan.explain import explain
 
 ROW = {"question": "1+1=", "answer": "2", "info": {"level": 3}}
 BASE = """\
@@ -140,7 +141,7 @@ def test_a_split_without_effect_does_not_hide_a_missing_column(home):
         load(home, ["path: train.jsonl", "split: train", "prompt: q"])
 
 
-KNOWN = {"reward": set(REWARDS), "needs_answer": set(NEEDS_ANSWER)}
+KNOWN = {"reward": set(REWARDS)}
 FORM = "reward.terms={form: {kind: format, args: {regex: x}}}"
 MIXED = "sources: {a: {path: train.jsonl, answer: answer}, b: {path: train.jsonl}}"
 

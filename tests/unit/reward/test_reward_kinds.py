@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshrl.core.errors import ConfigError
-from meshrl.reward.kinds import CHECKS, REWARDS, make_grader
+from meshrl.reward.kinds import make_grader
 from meshrl.reward.math_answer import math_answer
 
 
@@ -52,10 +52,6 @@ def test_async_functions_and_objects_are_known_as_such():
     assert make_grader("t", "sandbox_graders:slow", {}).is_async
     assert make_grader("t", "sandbox_graders:judge", {}).is_async
     assert not make_grader("t", "sandbox_graders:behave", {}).is_async
-
-
-def test_checks_are_for_kinds_that_exist():
-    assert set(CHECKS) <= set(REWARDS)
 
 
 CALL = "the call is function(completion, answer, **keywords): "

@@ -9,7 +9,7 @@ from tiny_tokenizers import CHATML, DROPS_THINKING, SHOWS_TOOLS, THINKING, tiny_
 
 from meshrl.core.errors import DataError
 from meshrl.data.chat import load_tokenizer, stop_token_ids
-from meshrl.tools.model_check.chat_template import template_facts, template_lines
+from meshrl.tools.model_check.command import template_facts, template_lines
 
 HISTORY = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% else %}OLD{% endif %}"
 

@@ -20,8 +20,7 @@ from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.status import StatusFile
 from meshrl.tools.report.folder import criterion_of, read_run, read_settings
-from meshrl.tools.report.page import write_report
-from meshrl.tools.report.sections import interval
+from meshrl.tools.report.page import interval, write_report
 from tests.made_runs import answer, decode
 
 CUT = "rollout/truncated_fraction"

@@ -18,8 +18,8 @@ from meshrl.monitor.recorder import Spans
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.status import RankProcess, StatusFile, read_status
 from meshrl.run.lease import FolderLease, is_leased
-from meshrl.tools import status as module
-from meshrl.tools.status import describe, stop
+from meshrl.tools import runs as module
+from meshrl.tools.runs import describe, stop
 from tests.waiting import wait_until
 
 RUNNER = """

@@ -18,8 +18,7 @@ from meshrl.core.types import Prompt, Times, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.tools.schedule.inputs import measured, with_assumed
-from meshrl.tools.schedule.setup import Costs, Setup
-from meshrl.tools.schedule.step_time import steps_of
+from meshrl.tools.schedule.step_time import Costs, Setup, steps_of
 
 STEP_S, ROW_S, PREFILL_S, PREFILL_TOKEN_S = 0.002, 0.0001, 0.01, 2e-5
 TRAIN_S, TRAIN_TOKEN_S, SYNC_S, REST_S, PROMPT = 0.05, 1e-4, 0.02, 0.015, 20

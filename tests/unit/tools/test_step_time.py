@@ -9,8 +9,7 @@ import pytest
 
 from meshrl.config.loop import LoopConfig
 from meshrl.tools.schedule.advise import STALENESS, best_of_each_kind, recommended
-from meshrl.tools.schedule.setup import Answer, Costs, Setup
-from meshrl.tools.schedule.step_time import predict, steps_of
+from meshrl.tools.schedule.step_time import Answer, Costs, Setup, predict, steps_of
 
 PER_STEP, SIZE = 4, 2
 SIDES = {"decode_step_s": 0.01, "decode_row_s": 0.0005, "train_step_s": 0.1, "train_token_s": 0.001}

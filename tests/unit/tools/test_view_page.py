@@ -16,6 +16,8 @@ from meshrl.agent.flatten import flatten
 from meshrl.algo.advantages import assign_advantages
 from meshrl.cli import main
 from meshrl.config.algo import AlgoConfig
+from meshrl.core import columns
+from meshrl.core.columns import TokenColumn
 from meshrl.core.errors import ConfigError, Failure
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
@@ -162,6 +164,18 @@ def test_large_and_small_numbers_keep_their_size(chromium: Chromium, tmp_path: P
         "−2e-10truncated",
     ]
     assert "logprob −25 (p 1.39e-11)" in text_of(page, "#bar")[0]
+
+
+def test_a_further_column_is_shown_for_each_token(chromium: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    added = TokenColumn(name="surprise", dtype=np.float32, made_by="sampler", read_by=("log", "view"))
+    monkeypatch.setattr(columns, "COLUMNS", (*columns.COLUMNS, added))
+    made = conversation(prompt_of("sum", 1, "What?"), "sum@1", 0, "four 4")
+    made.turns[0].extras["surprise"] = np.arange(6, dtype=np.float32) / 8
+    write_step(tmp_path, 1, [made])
+    write_view(tmp_path)
+    (bar,) = text_of(opened(chromium, tmp_path, "1/1/0&turn=0&token=5"), "#bar")
+    for fact in ("logprob −1.26", "entropy 1.49", "surprise 0.625", "version 2"):
+        assert fact in bar, bar
 
 
 def test_the_answers_of_a_group_are_side_by_side_with_their_rewards_tools_and_turns(chromium: Chromium, run: Path):

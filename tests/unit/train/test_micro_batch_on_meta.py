@@ -17,6 +17,7 @@ from tiny_samples import random_groups
 from meshrl.algo.losses import make_policy_loss, sft_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.types import POLICY
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import Recipe, cast_parameters
@@ -38,7 +39,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> T
     lm = cast_parameters(tiny_qwen2(hidden_size=64, num_hidden_layers=request.param), torch.bfloat16).to(META)
     mesh: Any = SimpleNamespace(shape=(1, 1, 1, 1), get_rank=lambda: 0)
     recipe = Recipe(trains=True, device=META, compute_dtype=torch.bfloat16)
-    return TrainEngine(CausalModel(lm.eval()), mesh, TrainConfig(), "policy", recipe)
+    return TrainEngine(CausalModel(lm.eval()), mesh, TrainConfig(), POLICY, recipe)
 
 
 def _step(engine: TrainEngine, loss: Any, num_batches: int) -> DeviceCalls:

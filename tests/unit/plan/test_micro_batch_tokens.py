@@ -13,7 +13,8 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.train import MOST_TOKENS, TrainConfig
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.limits import FEWEST_TOKENS, micro_batch_tokens, stored_numbers
+from meshrl.model.limits import model_numbers
+from meshrl.plan.decisions import FEWEST_TOKENS, micro_batch, stored_numbers
 
 SMOL = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 
@@ -21,7 +22,7 @@ SMOL = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "n
 def tokens_of(folder, config, checkpointing, dtype="bfloat16"):
     (folder / "config.json").write_text(json.dumps(config))
     train = TrainConfig(activation_checkpointing=checkpointing)
-    return micro_batch_tokens(ModelConfig(path=str(folder), dtype=dtype), train)
+    return micro_batch(ModelConfig(path=str(folder), dtype=dtype), train, model_numbers(str(folder))).value
 
 
 def test_large_models_get_fewer_tokens_and_small_ones_the_most(tmp_path):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from meshrl.cluster.launch import deadlines_of
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.config.rollout import RolloutConfig, VllmConfig
+from meshrl.plan.decisions import deadlines_of
 
 
 @pytest.mark.parametrize(
     ("cluster", "rollout", "load_s"),
     [
-        ({}, RolloutConfig(), None),
-        ({}, None, None),
+        ({}, RolloutConfig(), 600.0),
+        ({}, None, 600.0),
         ({}, RolloutConfig(engine="vllm"), 1860.0),
         ({"timeout_s": 3600.0}, RolloutConfig(engine="sglang"), 3600.0),
         ({"deadlines": Deadlines(load=30.0)}, RolloutConfig(engine="vllm"), 30.0),
@@ -22,4 +22,4 @@ from meshrl.config.rollout import RolloutConfig, VllmConfig
 )
 def test_a_rank_may_load_for_as_long_as_its_server_may_start(cluster, rollout, load_s):
     """Otherwise the rank is lost before rollout.vllm.start_deadline_s has passed, and that key has no effect."""
-    assert deadlines_of(ClusterConfig(**cluster), rollout).get("load") == load_s
+    assert deadlines_of(ClusterConfig(**cluster), rollout)["load"] == load_s

@@ -1,0 +1,111 @@
+"""The output of `--explain`: the sizes that follow from a config, and every key with its value and origin, also the
+values that the run decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from typing import Any, cast
+
+from meshrl.config.explain import to_yaml
+from meshrl.config.load import Loaded
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.terminal import counted
+from meshrl.plan.run_plan import RunPlan, make_plan
+
+Sizes = list[tuple[str, str]]  # (what, how much): upper bounds, not predictions
+BY_RULE = "by rule"  # in place of a value that only the rank can decide
+
+
+def explain(
+    loaded: Loaded[RunConfig] | Loaded[SftRunConfig],
+    num_data_rows: int | None = None,
+    run_plan: RunPlan | None = None,
+) -> str:
+    """The sizes of a step as comments, then every key as YAML, which is a config of the same run. num_data_rows: rows
+    of the training data, None = not known. run_plan: None = what follows from the config alone."""
+    run_plan = run_plan or make_plan(loaded.config, None)
+    config = run_plan.config
+    if isinstance(config, SftRunConfig):
+        steps, rows_per_step = config.sft.num_steps, config.sft.rows_per_step
+        drawn = steps * rows_per_step
+        step = [("optimizer steps", f"{steps:,}"), ("rows per optimizer step", f"{rows_per_step:,}")]
+        run = [("rows of the run", f"{drawn:,}")]
+    else:
+        step, run, drawn = _rl_sizes(config)
+    roles = ", ".join(f"{role.name} ({'trained' if role.trains else 'not trained'})" for role in run_plan.roles)
+    rows = [*step, ("roles", roles), *_update_sizes(config), *run]
+    if num_data_rows:
+        passes = f"{drawn / num_data_rows:.2f} of {num_data_rows:,} rows, before filtering"
+        rows.append(("passes over the data", passes))
+    width = max(len(label) for label, _ in rows)
+    lines = [f"# {label:<{width}}  {how_much}" for label, how_much in rows]
+    lines += [f"# note: {notice}" for notice in loaded.notices]
+    return "\n".join(lines) + "\n\n" + _yaml(loaded, run_plan)
+
+
+def _yaml(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], run_plan: RunPlan) -> str:
+    rules, origins, planned = dict[str, tuple[Any, str]](), dict(loaded.origins), cast(Any, run_plan.config)
+    for key, each in run_plan.decisions.items():
+        if each.value is None or each.is_of_machine:
+            rules[key] = BY_RULE if each.value is None else each.value, f"here: {each.reason}"
+        else:
+            origins[key] = f"decided: {each.reason}"
+    return to_yaml(replace(loaded, config=planned, origins=origins), rules)
+
+
+def _rl_sizes(config: RunConfig) -> tuple[Sizes, Sizes, int]:
+    """The sizes of a step, those of the run, and the number of prompts that the run draws."""
+    loop, updates, sources = config.loop, config.train.updates_per_step, config.data.sources
+    prompts, samples = loop.prompts_per_step, loop.samples_per_prompt
+    rows, drawn = prompts * samples, loop.num_steps * prompts
+    policy = "on-policy: ratio 1, no clipping" if updates == 1 else "only the first of each step is on-policy"
+    samplers = config.cluster.num_rollout_ranks
+    place = counted(samplers, "separate rank") if samplers else "colocated in the train ranks"
+    if not samplers and config.rollout.tp_size == 1 and config.rollout.engine != "endpoint":
+        place += ", a full copy in each"
+    step = [
+        ("rows per step", f"{prompts} prompts x {samples} samples = {rows:,}"),
+        ("optimizer steps", f"{loop.num_steps} steps x {updates} = {loop.num_steps * updates:,} ({policy})"),
+        ("rows per optimizer step", f"{rows:,} / {updates} = {rows // updates:,}"),
+        ("samplers", f"{config.rollout.engine}, {place}"),
+    ]
+    run = [("samples of the run", f"{drawn:,} prompts x {samples} = {drawn * samples:,}")]
+    if sources:
+        total = sum(source.weight for source in sources.values())
+        shares = [f"{name} {source.weight / total:.1%}" for name, source in sources.items()]
+        run.append(("mixture of prompts", ", ".join(shares)))
+    return step, run, drawn
+
+
+def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
+    """The sizes of an optimizer step on each rank."""
+    ranks, rows = config.cluster.num_train_ranks, config.rows_per_update
+    shape = config.train.mesh_shape(ranks)
+    lines = [
+        ("train ranks", f"{ranks}, executor {config.cluster.executor}"),
+        ("mesh", " x ".join(f"{axis} {size}" for (axis, _), size in zip(config.train.mesh, shape, strict=True))),
+    ]
+    peers = shape[2] * shape[3]
+    longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
+    if longest is None:
+        return [*lines, ("longest row", "the model's context (rollout.max_context_tokens is not set)")]
+    if budget is None:
+        micro_batches = "by the size of the model (train.max_tokens_per_microbatch is not set)"
+    else:
+        budget *= config.train.mesh.ulysses
+        most = ceil(ceil(rows / (ranks // peers)) / max(1, budget // longest))
+        micro_batches = f"at most {most} per optimizer step, of {budget:,} tokens each"
+        micro_batches += f", for {peers} ranks together" if peers > 1 else ""
+    row = f"{longest:,} tokens (rollout.max_context_tokens)"
+    if isinstance(config, SftRunConfig):
+        row = f"{longest:,} tokens (sft.max_row_tokens)"
+    elif config.agent.kind == "single_turn":
+        answer = config.rollout.sampling.max_new_tokens
+        row = f"{config.data.max_prompt_tokens:,} prompt + {answer:,} answer = {longest:,} tokens"
+    return [
+        *lines,
+        ("longest row", row),
+        ("tokens per optimizer step", f"at most {rows} x {longest:,} = {rows * longest:,}"),
+        ("micro-batches per rank", micro_batches),
+    ]

@@ -1,0 +1,50 @@
+"""A run as data, made from its config, the model's config.json and the machine, before any rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.types import POLICY, REFERENCE, RoleSpec
+from meshrl.plan.decisions import Decision, Machine, ModelNumbers, decisions
+
+NO_MACHINE = Machine()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """config: with each decided value in place of null or auto; the ranks' specs are made from it. decisions: by key,
+    also those that are rules for the rank that has the device. roles: what the engines of each train rank are for."""
+
+    config: RunConfig | SftRunConfig
+    roles: tuple[RoleSpec, ...]
+    decisions: Mapping[str, Decision]
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """By key: the comment of null or auto in a config file."""
+        return {key: f"here {each.shown}" for key, each in self.decisions.items()}
+
+
+def make_plan(
+    config: RunConfig | SftRunConfig,
+    model: ModelNumbers | None,
+    machine: Machine = NO_MACHINE,
+    num_nodes: int | None = None,
+) -> RunPlan:
+    """model: None = its config.json can't be read; then what follows from it is not decided. num_nodes: machines; None
+    = cluster.nodes."""
+    nodes = config.cluster.nodes if num_nodes is None else num_nodes
+    made = {each.key: each for each in decisions(config, model, machine, nodes)}
+    values = {key: each.value for key, each in made.items() if each.value is not None}
+    roles = (POLICY, REFERENCE) if isinstance(config, RunConfig) and config.algo.kl.coef > 0 else (POLICY,)
+    return RunPlan(config=reduce(_with, values.items(), config), roles=roles, decisions=made)
+
+
+def _with(part: Any, change: tuple[str, Any]) -> Any:
+    name, _, rest = change[0].partition(".")
+    value = _with(getattr(part, name), (rest, change[1])) if rest else change[1]
+    return part.model_copy(update={name: value})
