@@ -75,7 +75,9 @@ def save_pretrained(
     written = _write(lm, mine, path / _file_name(rank, num_files), metadata) if rank < num_files else {}
     everywhere = all_gather_json(written)  # the folder is complete when this returns
     if rank == 0 and num_files > 1:
-        _write_index(path, everywhere, num_files)
+        places = {name: _file_name(i, num_files) for i, names in enumerate(everywhere) for name in sorted(names)}
+        index = {"metadata": {"total_size": sum(map(sum, map(dict.values, everywhere)))}, "weight_map": places}
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if dist.is_initialized():
         dist.barrier()
     return share
@@ -190,11 +192,3 @@ def _write(
 
 def _file_name(number: int, num_files: int) -> str:
     return SINGLE if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
-
-
-def _write_index(path: Path, written: Sequence[dict[str, int]], num_files: int) -> None:
-    index = {
-        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in written)},
-        "weight_map": {name: _file_name(i, num_files) for i, names in enumerate(written) for name in sorted(names)},
-    }
-    (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -115,7 +115,9 @@ class SglangDialect(Dialect):
             await self.resume()
             return []
         if step in ("reconcile", "begin"):
-            await self._open_session()
+            await self._close_session()
+            await self.http.post("/begin_weight_update", {})
+            self._in_session = True
         try:
             return await self._run_in_workers(step, arguments)
         finally:
@@ -154,11 +156,6 @@ class SglangDialect(Dialect):
         served = (await self.http.get("/model_info"))["weight_version"]
         if served != label:
             raise SyncError(f"{self.http.name}: the weights were labelled {label!r}, and SGLang has {served!r}")
-
-    async def _open_session(self) -> None:
-        await self._close_session()
-        await self.http.post("/begin_weight_update", {})
-        self._in_session = True
 
     async def _close_session(self) -> None:
         if self._in_session:

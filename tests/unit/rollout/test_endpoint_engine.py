@@ -24,8 +24,7 @@ from meshrl.core.errors import (
     StaleWeightsError,
     UnloadedParamsError,
 )
-from meshrl.rollout.completions import only_model
-from meshrl.rollout.folder_weights import FolderWeights
+from meshrl.rollout.completions import FolderWeights, only_model
 from meshrl.rollout.server.weights import ServerWeights
 from meshrl.sync.layout import make_layout
 from meshrl.sync.receiver import describe

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_sync import held_of
 
 from meshrl.core.errors import SyncError
-from meshrl.rollout.folder_weights import FolderWeights
+from meshrl.rollout.completions import FolderWeights
 from meshrl.rollout.server.weights import ServerWeights
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, SyncHeader, make_layout
