@@ -373,30 +373,26 @@ async def answered(call, sent):
     await done.wait()
 
 
-def test_answers_are_sent_before_the_next_step(old, new, monkeypatch):
+async def test_answers_are_sent_before_the_next_step(old, new, monkeypatch):
     """A step may take long, above all the first one after a sync, which computes the contexts of all running requests
     again. Answers that exist do not wait for it, and no step comes between a commit and its acknowledgement."""
     engine, steps = tiny_engine(old), []
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: steps.append(step()) or steps[-1])
     seen = {}
+    await engine.reconcile(layout_of(new))
+    long = asyncio.ensure_future(engine.generate(ask("long", CONTEXT, max_new_tokens=200)))
+    short = engine.generate(ask("short", CONTEXT[:5], max_new_tokens=3))
+    await answered(short, lambda: seen.update(short=len(steps)))
+    commit = engine.commit
 
-    async def main():
-        await engine.reconcile(layout_of(new))
-        long = asyncio.ensure_future(engine.generate(ask("long", CONTEXT, max_new_tokens=200)))
-        short = engine.generate(ask("short", CONTEXT[:5], max_new_tokens=3))
-        await answered(short, lambda: seen.update(short=len(steps)))
-        commit = engine.commit
+    async def committed():
+        seen["before"] = len(steps)
+        return await commit()
 
-        async def committed():
-            seen["before"] = len(steps)
-            return await commit()
-
-        monkeypatch.setattr(engine, "commit", committed)
-        await answered(asyncio.ensure_future(sync(new, engine, 1)), lambda: seen.update(sync=len(steps)))
-        await engine.abort()
-        await long
-
-    asyncio.run(main())
+    monkeypatch.setattr(engine, "commit", committed)
+    await answered(asyncio.ensure_future(sync(new, engine, 1)), lambda: seen.update(sync=len(steps)))
+    await engine.abort()
+    await long
     assert [len(turns) for turns in steps[: seen["short"]]] == [0, 0, 1]
     assert seen["sync"] == seen["before"]
