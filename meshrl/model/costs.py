@@ -32,6 +32,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.facts import as_config_error
 from meshrl.model.limits import text_config
 from meshrl.model.lora import EXPERTS_SUFFIX, add_adapters
+from meshrl.model.parts import text_attention
 from meshrl.model.recipe import DTYPES, cast_parameters
 from meshrl.model.state_layers import StateLayer
 from meshrl.model.tensor_parallel import cut_model
@@ -203,9 +204,9 @@ def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> 
 
     attention.register()
     text, compute, masters = text_config(cfg.path), DTYPES[cfg.dtype], DTYPES[train.master_dtype]
-    name = "eager" if text.model_type in attention.OWN_CODE else attention.NAME
+    built = {"attn_implementation": text_attention(text.model_type), "dtype": compute, "trust_remote_code": False}
     with as_config_error(cfg.path, ImportError), torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(text, attn_implementation=name, dtype=compute, trust_remote_code=False)
+        lm = AutoModelForCausalLM.from_config(text, **built)
     model = CausalModel(lm)
     _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
     num_shards *= num_ulysses

@@ -33,7 +33,7 @@ from meshrl.model.folder import (
 )
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.limits import import_plugins
-from meshrl.model.parts import Parts, parts_of
+from meshrl.model.parts import Parts, parts_of, text_attention
 from meshrl.model.state_layers import ATTENTION_KINDS, layer_kinds, require_known_layers
 from meshrl.model.stream import LoadedWeights, StoredWeights, match_names
 
@@ -69,8 +69,7 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
         stored, faults = check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _require_attention_interface(config, path)
-        own_code = config.model_type in attention.OWN_CODE
-        name = "eager" if own_code else attention.NAMES[implementation]
+        name = text_attention(config.model_type, implementation)
         lm = _skeleton(config, folder, name)
         require_known_layers(lm, path)
         quantized = getattr(config, "quantization_config", None) is not None
@@ -88,7 +87,7 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
             lm, weights = meta_copy(full), LoadedWeights(full)
         else:
             weights = StoredWeights(matched, names)
-        if own_code:
+        if config.model_type in attention.OWN_CODE:
             from meshrl.model.own_attention import use_context_attention
 
             use_context_attention(lm, implementation)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import ConfigError
+from meshrl.model.attention import NAMES, OWN_CODE
 
 TEXT, HEAD = "text", "head"
 
@@ -31,6 +32,11 @@ class ModelPart:
 
 
 Parts = Mapping[str, ModelPart]
+
+
+def text_attention(model_type: str, implementation: str = "auto") -> str:
+    """The name with which Transformers builds the text for a value of model.attn_implementation."""
+    return "eager" if model_type in OWN_CODE else NAMES[implementation]  # own_attention.py replaces eager layers
 
 
 def parts_of(lm: Any) -> dict[str, ModelPart]:

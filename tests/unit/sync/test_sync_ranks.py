@@ -204,7 +204,7 @@ async def test_receivers_without_the_token_or_of_an_earlier_sync_get_nothing():
 
 
 async def test_a_sender_that_can_not_be_reached_is_named():
-    with one_link(LAYOUT) as (sender, ours, theirs):
+    with one_link(LAYOUT) as (_, ours, theirs):
         address = ours.prepare("first")
         ours.close()
         with pytest.raises(SyncError, match=rf"at 127\.0\.0\.1:{address.port} can't be reached"):
