@@ -206,6 +206,12 @@ FAULTS = [
         _CAUSAL_MODEL + "test_the_logprob_of_a_token_comes_from_the_position_before_it",
     ),
     Fault(
+        "the longest list of modules is taken for the blocks",
+        "meshrl/model/parts.py::parts_of",
+        "next((each for each in lists if len(each) == text.num_hidden_layers), None) => max(lists, key=len)",
+        "tests/unit/model/test_parts.py::test_a_list_of_more_modules_than_the_model_has_layers_is_not_taken_for_its_blocks",
+    ),
+    Fault(
         "positions count through the entire pack",
         "meshrl/train/packing.py::pack",
         "positions(np.array([p.start for p in pieces]), np.array(lengths)) => np.arange(cu[-1])",
