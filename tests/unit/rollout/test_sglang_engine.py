@@ -12,7 +12,7 @@ from sglang_servers import DROPPING_LOADER, HEADERS, KEY, MAX_CONTEXT_TOKENS, po
 from tiny_engines import ask, deliveries, layout_of, sync
 from vllm_servers import tiny_vllm_lm
 
-from meshrl.core.errors import CapabilityError, EngineFailure, RequestError, StaleWeightsError, SyncError
+from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError, SyncError
 from meshrl.rollout.server.http import fetch
 from meshrl.rollout.sglang import dialect
 from meshrl.sync.layout import SyncHeader
@@ -160,16 +160,6 @@ async def test_memory_is_released_and_restored_by_parts(sglang_server, lm):
         assert ack.read_back is True
         await engine.restore({"kv_cache"})
         assert set((await engine.generate(ask("c", CONTEXT))).versions) == {1}
-
-
-async def test_weights_that_another_program_sent_are_detected(sglang_server, lm):
-    """Another client's label is no version of this engine."""
-    async with connected(sglang_server) as engine:
-        await ready(engine, lm)
-        body = {"new_version": "theirs", "abort_all_requests": False}
-        assert post(sglang_server, "/update_weight_version", body).status_code == 200
-        with pytest.raises(EngineFailure, match="theirs"):
-            await engine.generate(ask("a", CONTEXT))
 
 
 async def test_state_that_a_dead_client_has_left_is_cleared(sglang_server, lm):
