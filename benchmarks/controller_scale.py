@@ -74,7 +74,7 @@ from meshrl.monitor.metrics import divide, merge
 from meshrl.monitor.recorder import Spans
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.token_log import TrainerValues
-from meshrl.run.start import garbage_of_the_run
+from meshrl.run.assemble import garbage_of_the_run
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.packing import pack
 
@@ -253,7 +253,14 @@ def job_of(cfg: RunConfig, executor: StandInExecutor, tokenizer: Any) -> Job:
         train_prompts=PromptSource(prompts, seed=0),
     )
     run = SimpleNamespace(spans=Spans(), ends_early=False, note=print, progress=lambda text: None)
-    parts: dict[str, Any] = {"run": run, "task": task, "scorer": Rewards(), "layout": None, "rollout_log": None}
+    parts: dict[str, Any] = {
+        "run": run,
+        "keeper": None,
+        "task": task,
+        "scorer": Rewards(),
+        "layout": None,
+        "rollout_log": None,
+    }
     job = Job(cfg=cfg, trainer=TrainGroup(executor), rollouts=RolloutGroup(executor), **parts)
     job.trainer.version = 0
     return job

@@ -361,10 +361,8 @@ FAMILIES: dict[
 }
 
 
-SAMPLE = (  # one of each mechanism; the other families are slow tests
-    *("llama", "gemma2", "gemma3_text", "cohere", "granite", "phi3", "gpt2", "opt", "mixtral", "deepseek_v3"),
-    *("stablelm", "diffllama", "bert", "bart", "qwen3_next", "lfm2", "mamba2", "minimax"),
-)
+# one of each mechanism; the other families are slow tests
+SAMPLE = ("gemma2", "gpt2", "deepseek_v3", "diffllama", "lfm2", "mamba2", "bart")
 
 PAGE = """\
 # Models

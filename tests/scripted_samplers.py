@@ -94,6 +94,7 @@ def job_of(
     run: Any = SimpleNamespace(spans=Spans(), ends_early=False, progress=lambda text: None)
     parts: dict[str, Any] = {"cfg": cfg, "run": run, "task": task, "rollouts": samplers, "scorer": samplers}
     parts |= {"trainer": SimpleNamespace(version=step), "layout": None, "rollout_log": None, "step": step}
+    parts["keeper"] = SimpleNamespace(restarts=0)
     return Job(**parts)
 
 

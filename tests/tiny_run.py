@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,15 @@ def write_run(folder: Path) -> Path:
     return folder / "config.yaml"
 
 
-def train(config: Path, name: str, *overrides: str) -> Path:
+def train(config: Path, name: str, *overrides: str, on_step: Callable[[int, Any], None] | None = None) -> Path:
     """Run `meshrl train` in this process. Returns the run's folder."""
     from meshrl.config.load import load_run_config
     from meshrl.run import start
+    from meshrl.run.inputs import Objects
     from meshrl.tools.report.page import write_report
 
     loaded = load_run_config(config, [*overrides, f"run.name={name}"])
-    return start.train(loaded, write_report)
+    return start.train(loaded, write_report, Objects(on_step=on_step))
 
 
 def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "GB/s", "bytes")) -> list[dict[str, float]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,9 +58,22 @@ class AgentContext:
     min_version: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOfAgent:
+    """What an agent gets of its run. folder: the run's. note: prints a line for the user."""
+
+    folder: Path
+    note: Callable[[str], None]
+
+
 class Agent(Protocol):
     """Turns a prompt into a trajectory. One instance serves all prompts concurrently, so `run` must keep its
-    state in local variables."""
+    state in local variables.
+
+    An agent may also have the method `opened(run: RunOfAgent)`, which returns an asynchronous context manager, such as
+    a function with contextlib.asynccontextmanager. It is entered before the ranks start and left after they have ended,
+    also when the run fails, so that an agent may start and end a server of its own.
+    """
 
     tools: list[dict[str, Any]]  # schemas for the rendered prompt; empty without tools
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
-from meshrl.agent.loop import AGENTS, Agent, AgentContext
+from meshrl.agent.loop import AGENTS, Agent, AgentContext, RunOfAgent
 from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import look_up
@@ -70,7 +71,23 @@ def as_agent(candidate: Any, name: str) -> Agent:
             f"{name}: its `tools` are {shown(agent.tools)}; they must be a list of JSON schemas, such as "
             "Tool.schema of meshrl.agent.tools, and empty for an agent without tools"
         )
+    if hasattr(agent, "opened"):
+        require_parameters(f"{name}.opened", agent.opened, "run")
     return agent
+
+
+def opened(agent: Agent, run: RunOfAgent, kind: str) -> AbstractAsyncContextManager[object]:
+    """The lifetime of an agent in a run; nothing for one without the method `opened`. kind: for errors.
+
+    Raises: ConfigError when the method returns something else than an asynchronous context manager."""
+    method = getattr(agent, "opened", None)
+    context = nullcontext() if method is None else method(run)
+    if not isinstance(context, AbstractAsyncContextManager):
+        raise ConfigError(
+            f"agent {kind}: its method `opened` returned {shown(context)}; it must return an asynchronous context "
+            "manager, such as a function with contextlib.asynccontextmanager"
+        )
+    return context
 
 
 def require_parameters(name: str, function: Callable[..., Any], *parameters: str) -> None:

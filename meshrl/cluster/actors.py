@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from meshrl.algo.mismatch import row_mismatch
-from meshrl.cluster.executor import WorkerSpec, phase
+from meshrl.cluster.executor import WorkerSpec, ignored, phase
 from meshrl.cluster.rank_sync import RankSync
 from meshrl.cluster.rows import RowsMessage
 from meshrl.cluster.shared_device import SharedDevice
@@ -95,10 +95,11 @@ class RankBoxes:
 
 
 class RankWorker:
-    """Construct it with a spec, then call `start()`."""
+    """Construct it with a spec, then call `start()`. on_batches: called after each micro-batch of a command, with the
+    number of those that have ended."""
 
-    def __init__(self, spec: WorkerSpec):
-        self.spec = spec
+    def __init__(self, spec: WorkerSpec, on_batches: Callable[[int], None] = ignored):
+        self.spec, self._on_batches = spec, on_batches
         self.device = torch.device("cpu")
         self.engines: dict[str, TrainEngine] = {}  # by role; with LoRA, the reference is the policy without adapters
         self.sampler: RolloutEngine | None = None
@@ -108,7 +109,6 @@ class RankWorker:
         self.recorder: Any = None  # the server of its flight recorder, in a rank that trains on an accelerator
         self._flops = 0.0  # of this rank's share of the training since `memory`
         self._num_batches = 0
-        self.on_batches: Callable[[int], None] = lambda count: None  # called after each micro-batch
 
     @phase("load")
     def start(self) -> list[RankProcess]:
@@ -249,7 +249,7 @@ class RankWorker:
 
     def _batch_ended(self) -> None:
         self._num_batches += 1
-        self.on_batches(self._num_batches)
+        self._on_batches(self._num_batches)
 
     def _batches(self, message: RowsMessage, rows: Rows) -> list[Batch]:
         self._num_batches = 0

@@ -115,6 +115,10 @@ class WorkerSpec:
         return self.rank % self.num_local_ranks
 
 
+def ignored(*event: object) -> None:
+    """What happens to an event that no code waits for."""
+
+
 class Executor(Protocol):
     """Runs RankWorkers. `call(rank, RankWorker.method, ...)` awaits the method's result in that rank.
 
@@ -129,18 +133,21 @@ class Executor(Protocol):
     `restart` has replaced them. If a rank that only samples is lost, the others continue. An exception in any rank ends
     every rank, and every call raises it.
 
-    on_lost is called with each failure as soon as it is detected, even while the controller waits for something else.
-    on_batches is called while rank 0 computes micro-batches, with the number of those of its command that have ended.
     can_restart_trainers: whether `restart` can replace train ranks.
     """
 
     specs: Sequence[WorkerSpec]
-    on_lost: Callable[[RankFailure], None]
-    on_batches: Callable[[int], None]
     can_restart_trainers: bool
 
-    async def start(self) -> None:
-        """Start all ranks: their processes (phase start), then `RankWorker.start` in each (phase load)."""
+    async def start(
+        self, on_lost: Callable[[RankFailure], None] = ignored, on_batches: Callable[[int], None] = ignored
+    ) -> None:
+        """Start all ranks: their processes (phase start), then `RankWorker.start` in each (phase load).
+
+        on_lost is called with each later failure as soon as it is detected, even while the controller waits for
+        something else. on_batches is called while rank 0 computes micro-batches, with the number of those of its
+        command that have ended.
+        """
         ...
 
     @overload

@@ -16,13 +16,14 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 import numpy as np
 
 from meshrl.cluster.actors import RankWorker, UpdateReport
-from meshrl.cluster.executor import Executor
+from meshrl.cluster.executor import Executor, ignored
 from meshrl.cluster.replacement import Replacement
 from meshrl.cluster.routes import Routes
 from meshrl.cluster.rows import PlannedRows, RowsMessage
 from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
+from meshrl.core.terminal import print_message
 from meshrl.core.types import POLICY, Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import coordinates
 from meshrl.plan.decisions import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES
@@ -34,6 +35,7 @@ from meshrl.train.engine import StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
+InFlight = Literal["keep", "abort", "restart"]
 _DIGEST_PART = 64  # 1/64 of the bytes of the transfers is reserved for their digests
 
 
@@ -44,13 +46,11 @@ class TrainGroup:
     command_lock: held during a command, and during all commands of a sync: a command between two of them could run
     between different collectives in different ranks. version: the version of the last committed sync. is_synced: the
     policy's weights are those of `version`. num_optim_steps: the number of optimizer steps of the policy that were
-    requested so far. show: called with how far the ranks are with the micro-batches of a command.
+    requested so far. progress: called with how far the ranks are with the micro-batches of a command.
     """
 
-    def __init__(self, executor: Executor):
-        self.executor = executor
-        executor.on_batches = self._show_batches
-        self.show: Callable[[str], None] = lambda text: None
+    def __init__(self, executor: Executor, progress: Callable[[str], None] = ignored):
+        self.executor, self._progress = executor, progress
         self._num_batches = 0  # of each rank in the running command
         self.command_lock = asyncio.Lock()
         self.num_ranks = executor.specs[0].num_train_ranks
@@ -179,9 +179,9 @@ class TrainGroup:
         answers = await self._all(call)
         return [answer for answer, own in zip(answers, self.coordinates, strict=True) if own.is_first_peer]
 
-    def _show_batches(self, count: int) -> None:
+    def show_batches(self, count: int) -> None:
         if self._num_batches > 1:
-            self.show(f"{count} of {self._num_batches} micro-batches")
+            self._progress(f"{count} of {self._num_batches} micro-batches")
 
     async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
         async with self.command_lock:
@@ -202,11 +202,16 @@ class RolloutGroup:
     shares_devices: whether trainer and samplers use devices in turns. Both are known after `reconcile`.
     """
 
-    def __init__(self, executor: Executor, max_restarts: int = 0):
-        self.executor = executor
+    def __init__(
+        self,
+        executor: Executor,
+        max_restarts: int = 0,
+        note: Callable[[str], None] = print_message,
+        in_flight: InFlight = "keep",
+    ):
+        self.executor, self.in_flight = executor, in_flight
         self.routes = Routes([spec.rank for spec in executor.specs if spec.samples])
-        self.replacement = Replacement(executor, max_restarts)
-        self.in_flight: Literal["keep", "abort", "restart"] = "keep"
+        self.replacement = Replacement(executor, max_restarts, note)
         self.num_redone = self.num_failed_syncs = 0
         self.releases_memory = self.shares_devices = False
         self._may_generate = asyncio.Event()  # cleared during a sync that aborts turns

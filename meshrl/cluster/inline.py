@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.executor import WorkerSpec, ignored
 from meshrl.core.device import generators_restored
 from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.monitor.status import RankProcess
@@ -27,15 +27,17 @@ class InlineExecutor:
 
     def __init__(self, specs: Sequence[WorkerSpec]):
         self.specs = specs  # of one rank: the config's check refuses several
-        self.on_lost: Callable[[RankFailure], None] = lambda failure: None  # never: this process is the rank
         self.can_restart_trainers = False
-        self.on_batches: Callable[[int], None] = lambda count: None
-        self.worker = RankWorker(specs[0])
-        self.worker.on_batches = lambda count: self.on_batches(count)
+        self._on_batches: Callable[[int], None] = ignored
+        self.worker = RankWorker(specs[0], lambda count: self._on_batches(count))
         self._generators = ExitStack()  # restores the caller's generators, which the rank seeds
         self._home: LeasedFolder | None = None  # of the process group's store; None before `start` and after `close`
 
-    async def start(self) -> None:
+    async def start(
+        self, on_lost: Callable[[RankFailure], None] = ignored, on_batches: Callable[[int], None] = ignored
+    ) -> None:
+        """on_lost is never called: this process is the rank."""
+        self._on_batches = on_batches
         if self.specs[0].trains and dist.is_initialized():
             raise ConfigError(
                 "cluster.executor inline needs the process group of this process, and there is one already: of another "
@@ -77,6 +79,6 @@ class InlineExecutor:
         self._generators.close()
         await self.worker.stop()
         home.close()
-        self.worker = RankWorker(self.specs[0])
+        self.worker = RankWorker(self.specs[0], ignored)
         forget_meshes()
         gc.collect()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.executor import Executor, WorkerSpec
+from meshrl.cluster.executor import Executor, WorkerSpec, ignored
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.cluster.processes import ProcessExecutor
@@ -25,6 +25,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_count, device_type, keep_freed_memory, may_have_own_device, num_cores
 from meshrl.core.errors import ConfigError, RankFailure
+from meshrl.core.terminal import print_message
 from meshrl.model.limits import model_numbers
 from meshrl.plan.decisions import Machine
 from meshrl.plan.run_plan import make_plan
@@ -41,10 +42,13 @@ class Groups:
 
     def __init__(self, trainer: TrainGroup | None, rollouts: RolloutGroup | None, executor: Executor):
         self.trainer, self.rollouts, self.executor = trainer, rollouts, executor
+        self._is_ending = False
         self._failure: asyncio.Future[RankFailure] = asyncio.get_running_loop().create_future()
 
     def lost(self, failure: RankFailure) -> None:
         """Replace a lost sampler, or end `until_failure`."""
+        if self._is_ending:
+            return
         if self.rollouts is not None and self.rollouts.replacement.is_possible(failure):
             self.rollouts.replacement.start(failure).add_done_callback(self._replacement_ended)
         elif not self._failure.done():
@@ -83,6 +87,15 @@ class Groups:
             raise interruption
         return result
 
+    async def end(self) -> None:
+        """Stop all ranks. A sampler that ends from now on is no failure. Raises: the error of a train rank."""
+        self._is_ending = True
+        specs = self.executor.specs
+        ends = (self.executor.call(spec.rank, RankWorker.stop) for spec in specs)
+        for end in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(end, BaseException) and not (isinstance(end, RankFailure) and not specs[end.rank].trains):
+                raise end
+
     def can_restart_after(self, failure: RankFailure) -> bool:
         """Whether `restart_trainers` may help. An exception would be raised again."""
         lost_trainers = failure.kind != "raised" and self.executor.specs[failure.rank].trains
@@ -114,9 +127,12 @@ async def launched(
     num_rollout_ranks: int,
     model: ModelConfig | None = None,
     logs: Path | None = None,
+    note: Callable[[str], None] = print_message,
+    progress: Callable[[str], None] = ignored,
 ) -> AsyncIterator[Groups]:
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. model: in place of
-    the config's. logs: an absolute path, see WorkerSpec. Under torchrun all processes of the run share run.folder
+    the config's. logs: an absolute path, see WorkerSpec. note: gets a line for each rank that is replaced. progress:
+    of the train ranks, see TrainGroup. Under torchrun all processes of the run share run.folder
     (process/run_token.py).
 
     Raises: RankFailure when a rank does not start, or fails while it ends.
@@ -160,19 +176,16 @@ async def launched(
     else:  # one process for each rank: a child of this process, or started by torchrun on every machine
         executor = TorchrunExecutor(specs, Path(cfg.run.folder)) if is_launched() else ProcessExecutor(specs)
     try:
-        await executor.start()
-        groups = Groups(
-            TrainGroup(executor) if num_train_ranks else None,
-            RolloutGroup(executor, cluster.max_restarts) if any(spec.samples for spec in specs) else None,
-            executor,
-        )
-        executor.on_lost = groups.lost
+        trainer = TrainGroup(executor, progress) if num_train_ranks else None
+        rollouts = None
+        if any(spec.samples for spec in specs):
+            of_loop = cfg.loop if isinstance(cfg, RunConfig) and cfg.loop.kind == "fully_async" else None
+            in_flight = of_loop.in_flight if of_loop is not None else "keep"
+            rollouts = RolloutGroup(executor, cluster.max_restarts, note, in_flight)
+        groups = Groups(trainer, rollouts, executor)
+        await executor.start(groups.lost, ignored if trainer is None else trainer.show_batches)
         yield groups
-        executor.on_lost = lambda failure: None  # a sampler that ends from now on is no failure
-        ends = (executor.call(spec.rank, RankWorker.stop) for spec in specs)
-        for end in await asyncio.gather(*ends, return_exceptions=True):
-            if isinstance(end, BaseException) and not (isinstance(end, RankFailure) and not specs[end.rank].trains):
-                raise end
+        await groups.end()
     finally:
         await executor.close()
 

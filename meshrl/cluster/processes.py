@@ -27,7 +27,7 @@ from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any, Literal
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.executor import WorkerSpec, phase, phase_of
+from meshrl.cluster.executor import WorkerSpec, ignored, phase, phase_of
 from meshrl.cluster.node_agent import RemoteProcess
 from meshrl.cluster.rank_program import RANK, common_environment
 from meshrl.core.device import device_type
@@ -104,17 +104,20 @@ class ProcessExecutor:
         self._closing = False
         self._store: Any = None  # of the train ranks' process group; it exists as long as this object
         self._rendezvous: str | tuple[str, int] = ""
-        self.on_lost: Callable[[RankFailure], None] = lambda failure: None
-        self.on_batches: Callable[[int], None] = lambda count: None
+        self._on_lost: Callable[[RankFailure], None] = ignored
+        self._on_batches: Callable[[int], None] = ignored
         self.can_restart_trainers = True
         self._loop: asyncio.AbstractEventLoop  # set by `start`
         self.interface = interface_of(LOOPBACK) or "lo"  # for collectives; a laptop may have no other
         self.address = ""  # at which other machines reach the ranks of this machine
 
-    async def start(self) -> None:
+    async def start(
+        self, on_lost: Callable[[RankFailure], None] = ignored, on_batches: Callable[[int], None] = ignored
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._new_store()
-        await self._start_ranks(range(len(self.specs)))
+        await self._start_ranks(range(len(self.specs)))  # raises the loss of a rank that starts
+        self._on_lost, self._on_batches = on_lost, on_batches
 
     def failure_of(self, rank: int) -> RankFailure | None:
         return self._ranks[rank].lost or self._ranks[rank].replaces
@@ -239,7 +242,7 @@ class ProcessExecutor:
                 if counted == "tokens":
                     rank.computed_tokens = number
                 elif rank.index == 0:
-                    self.on_batches(number)
+                    self._on_batches(number)
                 continue
             call = rank.pending.pop(call_id)
             if call.future.done():
@@ -313,7 +316,7 @@ class ProcessExecutor:
             self._failure, lost = failure, [*self._ranks.values()]
         for rank in lost:
             _mark_lost(rank, failure)
-        self.on_lost(failure)
+        self._on_lost(failure)
 
     def _partners(self, rank: RankConnection) -> list[RankConnection]:
         """The ranks that can make this one wait or fail: train ranks each other, by collectives; samplers none."""

@@ -14,9 +14,9 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.executor import WorkerSpec, ignored
 from meshrl.cluster.node_agent import AgentConnection, Hello, NodeAgent, RemoteProcess
 from meshrl.cluster.processes import ProcessExecutor, RankConnection
 from meshrl.cluster.rank_program import RANK, common_environment
@@ -59,7 +59,9 @@ class RemoteExecutor(ProcessExecutor, ABC):
         """Start another node agent for a lost one. Raises: RankFailure if the launcher can't do it."""
         raise RankFailure(rank, "start", f"{lost.lost}, on {lost.node}")
 
-    async def start(self) -> None:
+    async def start(
+        self, on_lost: Callable[[RankFailure], None] = ignored, on_batches: Callable[[int], None] = ignored
+    ) -> None:
         """Find the machines, start a node agent for each rank, then the ranks."""
         loop = asyncio.get_running_loop()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -72,7 +74,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
             self._host, self.token, lambda *agent: loop.call_soon_threadsafe(self._connected, *agent)
         )
         await self.await_agents(sorted(await self.start_agents(self._listener.address)))
-        await super().start()
+        await super().start(on_lost, on_batches)
 
     def _new_store(self) -> None:
         self._store = listening_store(self._host)

@@ -23,9 +23,8 @@ class Replacement:
     sync. layout: of the syncs.
     """
 
-    def __init__(self, executor: Executor, max_restarts: int):
-        self.executor, self.max_restarts, self.num_restarts = executor, max_restarts, 0
-        self.note: Callable[[str], None] = print_message
+    def __init__(self, executor: Executor, max_restarts: int, note: Callable[[str], None] = print_message):
+        self.executor, self.max_restarts, self.note, self.num_restarts = executor, max_restarts, note, 0
         self.lock, self.needs_sync = asyncio.Lock(), asyncio.Event()
         self.layout: Layout | None = None
         self._synced = asyncio.Event()  # set by each sync; a task that waits for the next one clears it first

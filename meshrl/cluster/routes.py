@@ -6,23 +6,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from meshrl.cluster.executor import ignored
+
 
 class Routes:
     """The routes of requests to samplers. ranks: the samplers.
 
-    num_running: requests that have no answer yet. on_turn_end: called when a request has ended. on_session_start:
-    called at the first request of a session.
+    num_running: requests that have no answer yet.
     """
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks, self.num_running = ranks, 0
-        self.on_turn_end: Callable[[], None] = lambda: None
-        self.on_session_start: Callable[[str], None] = lambda session: None
+        self._on_turn_end: Callable[[], None] = ignored
+        self._on_session_start: Callable[[str], object] = ignored
         self._of_session: dict[str, int] = {}
         self._num_sessions = dict.fromkeys(ranks, 0)
         self._running = dict.fromkeys(ranks, 0)
         self._busy_since: dict[int, float] = {}
         self._busy_s = 0.0
+
+    def call(self, on_turn_end: Callable[[], None], on_session_start: Callable[[str], object]) -> None:
+        """From now on, call on_turn_end when a request has ended, and on_session_start at the first request of a
+        session."""
+        self._on_turn_end, self._on_session_start = on_turn_end, on_session_start
 
     def _rank_of(self, session: str) -> int:
         """The sampler with the fewest open sessions, else the first of them. A session stays at its sampler, which
@@ -36,7 +42,7 @@ class Routes:
         if session not in self._of_session:
             rank = self._of_session[session] = min(self.ranks, key=self._num_sessions.__getitem__)
             self._num_sessions[rank] += 1
-            self.on_session_start(session)
+            self._on_session_start(session)
         return self._of_session[session]
 
     def end_session(self, session: str) -> None:
@@ -59,7 +65,7 @@ class Routes:
             self.num_running -= 1
             if not self._running[rank]:
                 self._busy_s += time.perf_counter() - self._busy_since.pop(rank)
-            self.on_turn_end()
+            self._on_turn_end()
 
     def take_busy_s(self) -> float:
         """Seconds in which a rank had a request, summed over the ranks, since the last call."""

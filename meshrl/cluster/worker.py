@@ -25,8 +25,8 @@ _REPORT_S = 0.5
 
 
 class _Server:
-    def __init__(self, sock: socket.socket, worker: Any):
-        self.sock, self.worker = sock, worker
+    def __init__(self, sock: socket.socket, make_worker: Callable[[Callable[[int], None]], Any]):
+        self.sock, self.worker = sock, make_worker(self.report_batches)
         self.loop = asyncio.get_running_loop()
         self.done = self.loop.create_future()
         self.answers: list[tuple[int | None, bool, Any]] = []
@@ -98,10 +98,9 @@ def _portable(error: Exception) -> tuple[Exception | None, str]:
 async def _serve(sock: socket.socket, spec: Any) -> None:
     from meshrl.cluster.actors import RankWorker
 
-    server = _Server(sock, RankWorker(spec))
+    server = _Server(sock, partial(RankWorker, spec))
     server.loop.set_exception_handler(_end_if_broken)
     server.loop.add_reader(sock.fileno(), server.readable)
-    server.worker.on_batches = server.report_batches
     server.report_progress()
     await server.done
 

@@ -49,8 +49,7 @@ class GroupBuffer:
         self._group_ended, self._is_open = asyncio.Event(), True
 
     async def __aenter__(self) -> GroupBuffer:
-        self._job.rollouts.routes.on_turn_end = self.fill
-        self._job.rollouts.routes.on_session_start = self._unsent.discard
+        self._job.rollouts.routes.call(on_turn_end=self.fill, on_session_start=self._unsent.discard)
         return self
 
     async def __aexit__(

@@ -13,16 +13,16 @@ from meshrl.loops.train_step import train_step
 async def colocated(job: Job) -> None:
     """Run until the job is over, from its current step. Evaluates before the first step and after the last, if there
     are held-out prompts."""
-    run, loop = job.run, job.cfg.loop
+    keeper, loop = job.keeper, job.cfg.loop
     start = await first_sync(job)
     while True:
         await evaluate_if_due(job)
-        await run.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
+        await keeper.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
         if job.is_over:
             return
         batch = await next_batch(job)
         metrics, start = start + batch.metrics, []
-        with run.updating(job):
+        with keeper.updating(job):
             metrics += await train_step(job, batch.trained, batch.replaced)
             metrics += await sync(job)
             await finish_step(job, batch.answers, metrics, batch.cursor)

@@ -187,7 +187,7 @@ async def evaluate_if_due(job: Job) -> None:
     due = job.step == job.first_eval or job.is_over or (every and job.step % every == 0)
     run = job.run
     if done and job.cfg.loop.save_best:
-        await run.keep_best(*job.evals[-1])  # the run may have ended before the model was written
+        await job.keeper.keep_best(*job.evals[-1])  # the run may have ended before the model was written
     if done or not due or not job.task.eval_prompts:
         return
     ended, total = itertools.count(1), len(job.task.eval_prompts)
@@ -199,7 +199,7 @@ async def evaluate_if_due(job: Job) -> None:
         of_the_run = job.cfg, job.task, job.rollouts, job.scorer, job.trainer.version
         trajectories, metrics = await evaluate_prompts(*of_the_run, scored)
     job.rollout_log.write(job.step, trajectories, name="eval")
-    values = run.report(job.step, metrics + run.spans.take("eval"))
+    values = run.report(job.step, metrics + run.spans.take("eval"), job.evaluation)
     job.evals.append((job.step, values["eval/mean_at_k"]))
     k, failed = job.cfg.loop.eval_samples, values["eval/num_failed"]
     lowest = f"; {failed:g} attempts failed and have the lowest score" if failed else ""
@@ -209,4 +209,4 @@ async def evaluate_if_due(job: Job) -> None:
         + lowest
     )
     if job.cfg.loop.save_best:
-        await run.keep_best(job.step, values["eval/mean_at_k"])
+        await job.keeper.keep_best(job.step, values["eval/mean_at_k"])

@@ -78,7 +78,7 @@ async def finish_step(
         metrics.append(Metric(name="run/rollout_idle", sum=max(0.0, wall - busy), weight=wall, unit="fraction"))
     if (note := unknown_device(job.step, metrics)) is not None:
         job.run.note(note)
-    metrics.append(Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"))
+    metrics.append(Metric(name="train/restarts", sum=float(job.keeper.restarts), reduce="max", unit="restarts"))
     metrics += [*job.run.writes.take(), *job.run.spans.take()]
     if job.proof.threshold is not None:
         metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))

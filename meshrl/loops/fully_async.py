@@ -14,20 +14,19 @@ from meshrl.loops.train_step import train_step
 async def fully_async(job: Job) -> None:
     """Run until the job is over, from its current step. No sync comes before the requests of an evaluation have ended,
     because the loop waits for it."""
-    run, loop = job.run, job.cfg.loop
-    job.rollouts.in_flight = loop.in_flight
+    run, keeper, loop = job.run, job.keeper, job.cfg.loop
     metrics = await first_sync(job)
     async with GroupBuffer(job) as buffer:
         while True:
             await evaluate_if_due(job)
-            await run.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
+            await keeper.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
             if job.is_over:
                 await probe_result(job)
                 return
             with run.spans("wait"):
                 batch = await buffer.take()
             metrics += batch.metrics
-            with run.updating(job):
+            with keeper.updating(job):
                 metrics += await train_step(job, batch.trained, batch.replaced)
                 metrics += await sync(job) + buffer.metrics()
                 await finish_step(job, batch.answers, metrics, buffer.cursor())

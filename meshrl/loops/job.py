@@ -1,10 +1,11 @@
-"""Job: the state of a reinforcement-learning loop; RunServices: the functions that a loop gets from its run."""
+"""Job: the state of a reinforcement-learning loop; LoopOutputs and LoopKeeper: what a
+loop gets from its run."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,17 +52,16 @@ class Resumable(Protocol):
         """
 
 
-class RunServices(Protocol):
-    """The functions that a loop gets from its run.
+class LoopOutputs(Protocol):
+    """What a loop shows and writes.
 
-    restarts: how often the train ranks were started again after a failure. ends_early: the run ends after the current
-    step, as if it were the last step of its config. writes: counts the failed writes to outputs that end no run.
+    ends_early: the run ends after the current step, as if it were the last step of its config. writes: counts the
+    failed writes to outputs that end no run.
     """
 
     folder: Path
     spans: Spans
     writes: FailedWrites
-    restarts: int
     ends_early: bool
 
     @property
@@ -71,9 +71,17 @@ class RunServices(Protocol):
     def progress(self, text: str) -> None:
         """Show how far the current phase is, such as 12 of 64 answers."""
 
-    def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
+    def report(
+        self, step: int, metrics: Sequence[Metric], evaluation: Mapping[str, str] | None = None
+    ) -> dict[str, float]:
         """Compute the values of a step's metrics, once, and pass them to every sink. Returns the values. step: counted
-        from 1; for an evaluation the finished steps, 0 before the first one."""
+        from 1; for an evaluation, of which this is the identity, the finished steps, 0 before the first one."""
+
+
+class LoopKeeper(Protocol):
+    """What a loop saves. restarts: how often the train ranks were started again after a failure."""
+
+    restarts: int
 
     def updating(self, job: Resumable) -> AbstractContextManager[None]:
         """Context of a step's update: no signal ends the run while weights, data and metrics are of different steps."""
@@ -101,7 +109,8 @@ class Job:
     first_eval steps."""
 
     cfg: RunConfig
-    run: RunServices
+    run: LoopOutputs
+    keeper: LoopKeeper
     task: Task
     trainer: TrainGroup
     rollouts: RolloutGroup

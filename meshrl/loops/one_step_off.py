@@ -19,13 +19,13 @@ from meshrl.loops.train_step import train_step
 
 async def one_step_off(job: Job) -> None:
     """Run until the job is over, from its current step. Evaluates and saves between a sync and the next batch."""
-    run, loop = job.run, job.cfg.loop
+    run, keeper, loop = job.run, job.keeper, job.cfg.loop
     metrics = await first_sync(job)
     ahead: asyncio.Task[ScoredBatch] | None = None
     try:
         while True:
             await evaluate_if_due(job)
-            await run.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
+            await keeper.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
             if job.is_over:
                 await probe_result(job)
                 return
@@ -34,7 +34,7 @@ async def one_step_off(job: Job) -> None:
             ahead = None
             if loop.staleness and job.step + 1 < loop.num_steps:
                 ahead = asyncio.create_task(next_batch(job))
-            with run.updating(job):
+            with keeper.updating(job):
                 metrics += batch.metrics + await train_step(job, batch.trained, batch.replaced)
                 await finish_step(job, batch.answers, metrics, batch.cursor)
             metrics = []

@@ -14,7 +14,7 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
 from meshrl.data.order import SftSource
-from meshrl.loops.job import RunServices
+from meshrl.loops.job import LoopKeeper, LoopOutputs
 from meshrl.loops.shared_step import optimizer_step, throughput, unknown_device
 from meshrl.monitor.metrics import memory_metrics
 from meshrl.train.optim import learning_rate
@@ -26,7 +26,8 @@ class SftJob:
     nats per trained token."""
 
     cfg: SftRunConfig
-    run: RunServices
+    run: LoopOutputs
+    keeper: LoopKeeper
     trainer: TrainGroup
     source: SftSource
     cursor: dict[str, Any] = field(default_factory=dict)
@@ -55,12 +56,12 @@ async def sft(job: SftJob) -> None:
     denominator = AlgoConfig(aggregation="token_mean")
     start = time.perf_counter()
     while True:
-        await job.run.save_if_due(job, cfg.sft.save_every_steps, with_model=job.is_over)
+        await job.keeper.save_if_due(job, cfg.sft.save_every_steps, with_model=job.is_over)
         if job.is_over:
             return
         samples = job.source.next(cfg.sft.rows_per_step)
         assign_loss_weights(samples, denominator, max_new_tokens=0)
-        with job.run.updating(job):
+        with job.keeper.updating(job):
             with spans("train"):
                 result = await trainer.forward_backward(trainer.plan_rows(samples), "policy", loss)
                 lr = learning_rate(job.step, cfg.sft.num_steps, cfg.peak_lr, cfg.train.scheduler)
@@ -71,7 +72,7 @@ async def sft(job: SftJob) -> None:
                 *of_the_step,
                 Metric(name="train/num_tokens", sum=float(num_tokens), reduce="sum", unit="tokens"),
                 Metric(name="train/tokens_per_s", sum=num_tokens, weight=spans.seconds("train"), unit="tokens/s"),
-                Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"),
+                Metric(name="train/restarts", sum=float(job.keeper.restarts), reduce="max", unit="restarts"),
                 *memory_metrics(),
                 *job.run.writes.take(),
                 *spans.take(),

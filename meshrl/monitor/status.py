@@ -81,7 +81,7 @@ class StatusFile:
         self._path, self._writes = folder / STATUS_FILE, writes or FailedWrites()
         self._before = self._path.read_bytes() if self._path.is_file() else None
         self._changed, self._lock, self._is_open = threading.Event(), threading.Lock(), True
-        self.ranks: Callable[[], Sequence[RankProcess]] = tuple  # set when they have started
+        self._ranks: Callable[[], Sequence[RankProcess]] = tuple
         self.status = Status(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -92,6 +92,10 @@ class StatusFile:
         )
         self._write()
         threading.Thread(target=self._write_changes, daemon=True).start()
+
+    def show_processes(self, ranks: Callable[[], Sequence[RankProcess]]) -> None:
+        """The ranks have started: from now on the file has their processes."""
+        self._ranks = ranks
 
     def entered(self, phase: str) -> None:
         """Record that the run has entered this phase."""
@@ -124,7 +128,7 @@ class StatusFile:
 
     def _write(self) -> None:
         with self._writes.attempt(STATUS_FILE):
-            write_text(self._path, to_line(asdict(replace(self.status, ranks=self.ranks()))))
+            write_text(self._path, to_line(asdict(replace(self.status, ranks=self._ranks()))))
 
     def _write_changes(self) -> None:
         while self._changed.wait():

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.agent.loop import Task
-from meshrl.cluster.launch import launched
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
@@ -25,13 +24,13 @@ from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, evaluation_ide
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.metrics import NamedValues, divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
-from meshrl.monitor.sinks import report
-from meshrl.run.folder import LOGS, config_of, with_date
-from meshrl.run.inputs import Objects
-from meshrl.run.live import LiveRun, WriteReport, live_run
+from meshrl.run.assemble import sampling
+from meshrl.run.folder import config_of, with_date
+from meshrl.run.inputs import Objects, WriteReport
+from meshrl.run.outputs import RunOutputs, live_run
 from meshrl.run.signals import Stop
 from meshrl.run.subject import Subject
-from meshrl.run.task import load_task, note_on_special, reward_workers
+from meshrl.run.task import load_task, note_on_special
 
 Convert = Callable[[Path, Path], object]
 """convert(checkpoint, folder) writes the model of a training state."""
@@ -66,42 +65,36 @@ async def run_evaluation(
     origins = dict.fromkeys(("run.folder", "run.name", "run.resume", "monitor.sinks"), "meshrl eval")
     loaded = replace(loaded, config=cfg.model_copy(update=sections), origins=loaded.origins | origins)
     with live_run(loaded, "eval", num_answers, stop, write_report, objects) as run:
-        run.note(f"evaluates {subject.text if subject.model is not None else cfg.model.path}")
-        run.note(f"eval {folder}: {len(task.eval_prompts)} held-out prompts, {evaluation_text(cfg)}")
+        outputs = run.out
+        outputs.note(f"evaluates {subject.text if subject.model is not None else cfg.model.path}")
+        outputs.note(f"eval {folder}: {len(task.eval_prompts)} held-out prompts, {evaluation_text(cfg)}")
         for note in filter(None, (note_on_special(task), task.tool_note and f"note: {task.tool_note}")):
-            run.note(note)
-        answers = _Answers(run, cfg, task, subject)
-        run.summary = answers.summary
+            outputs.note(note)
+        answers = _Answers(outputs, cfg, task, subject)
         model = cfg.model
         try:
             if subject.state is not None:  # its model is written into the folder, and removed at the end
                 convert(subject.state, folder / "model")
                 model = cfg.model.model_copy(update={"path": str(folder / "model")})
-            async with (
-                reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
-                launched(cfg, 0, cfg.sampling_ranks[1], model, run.folder.absolute() / LOGS) as groups,
-            ):
+            async with sampling(run, task, 0, cfg.sampling_ranks[1], model) as (scorer, trial, groups):
                 assert groups.rollouts is not None
-                groups.rollouts.replacement.note = run.note
-                run.status.ranks = groups.executor.processes
                 await groups.rollouts.trust_loaded_weights()
                 await trial
-                run.evaluation = evaluation_identity(cfg, task, scorer)
-                run.note(f"ready after {run.seconds:.1f} s")
-                with run.spans("eval"):
+                identity = evaluation_identity(cfg, task, scorer)
+                outputs.note(f"ready after {outputs.seconds:.1f} s")
+                with outputs.spans("eval"):
                     trajectories, metrics = await evaluate_prompts(
                         cfg, task, groups.rollouts, scorer, min_version=0, scored=answers.add
                     )
         except BaseException:
-            run.note(f"ended early: {len(answers.trajectories)} of {num_answers} answers are scored; see {folder}")
+            outputs.note(f"ended early: {len(answers.trajectories)} of {num_answers} answers are scored; see {folder}")
             raise
         finally:
             shutil.rmtree(folder / "model", ignore_errors=True)
             answers.write_tokens()
-        values, error = report(run.sinks[:1], subject.step, [*metrics, *run.spans.take("eval")])
-        if error is not None:
-            raise error
-    run.note(f"done: {num_answers} answers in {run.seconds:.0f} s; see {folder}")
+            outputs.result.update(answers.summary())
+        values = outputs.report_end(subject.step, [*metrics, *outputs.spans.take("eval")], identity)
+    outputs.note(f"done: {num_answers} answers in {outputs.seconds:.0f} s; see {folder}")
     named = units(merge(metrics))
     for name, unit in named.items() if not objects.quiet else ():
         meaning = meaning_of(name)
@@ -116,10 +109,10 @@ async def run_evaluation(
 class _Answers:
     """The scored answers so far: a line in the file and in the summary for each, and the progress."""
 
-    def __init__(self, run: LiveRun, cfg: RunConfig, task: Task, subject: Subject):
+    def __init__(self, outputs: RunOutputs, cfg: RunConfig, task: Task, subject: Subject):
         self.trajectories: list[Trajectory] = []
-        self._run, self._cfg, self._subject = run, cfg, subject
-        self._log = RolloutLog(run.folder, partial(text_of, task.tokenizer, special=True), run.writes)
+        self._outputs, self._cfg, self._subject = outputs, cfg, subject
+        self._log = RolloutLog(outputs.folder, partial(text_of, task.tokenizer, special=True), outputs.writes)
         self._rewards = self._tokens = 0.0
 
     def add(self, group: list[Trajectory]) -> None:
@@ -129,7 +122,7 @@ class _Answers:
         self._tokens += sum(len(turn.output_ids) for t in group for turn in t.turns)
         count = len(self.trajectories)
         means = {"reward/mean": self._rewards / count, "rollout/length_mean_tokens": self._tokens / count}
-        self._run.show_progress(count, means)
+        self._outputs.show_answers(count, means)
 
     def write_tokens(self) -> None:
         """Write the values of all tokens so far."""

@@ -38,6 +38,7 @@ from meshrl.train.checkpoint_files import (
 _METRICS, _BEST, _EARLIER = "metrics.jsonl", "best.json", "earlier_"
 _RESULT = "result.json"  # written when a run ends
 LOGS = "logs"  # of servers that ranks have started
+OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 _OF_A_RUN = (
     *(_METRICS, f"checkpoints/{_BEST}", _RESULT, "report.html", "view.html", "stacks.txt"),
     *(NOTES_FILE, TRACES, LOGS, "tensorboard", "wandb"),

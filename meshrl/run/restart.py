@@ -4,15 +4,16 @@ ranks that only sample, reward workers and the loaded task are kept. A run that 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Awaitable, Callable
 
 from meshrl.cluster.launch import Groups
 from meshrl.core.errors import CheckpointError, RankFailure, SyncError
 from meshrl.loops.job import Resumable
-from meshrl.run.checkpoints import Checkpoints
 from meshrl.run.folder import Start, changed_keys, newest_start
-from meshrl.run.live import LiveRun
+from meshrl.run.keeper import Keeper
+from meshrl.run.outputs import LiveRun
 from meshrl.run.signals import GRACE_S
 from meshrl.sync.layout import Layout
 
@@ -20,7 +21,12 @@ _IDLE_S = 60.0  # after an error, for the running command of the ranks; some of 
 
 
 async def run_to_end(
-    run: LiveRun, job: Resumable, groups: Groups, layout: Layout | None, loop: Callable[[], Awaitable[None]]
+    run: LiveRun,
+    keeper: Keeper,
+    job: Resumable,
+    groups: Groups,
+    layout: Layout | None,
+    loop: Callable[[], Awaitable[None]],
 ) -> None:
     """Run the loop of `job` from run.start to its end. After a loss of train ranks, new ones continue from the last
     checkpoint; a run without one begins again, unless it saves none. A run that is ended by a signal or by an error
@@ -43,69 +49,68 @@ async def run_to_end(
         if start is not None:
             await _restore(run, job, start, first is not None or cfg.run.resume == "auto")
         if first is not None:
-            run.note(f"the train ranks were restarted in {time.monotonic() - lost_at:.1f} s")
-        first, run.stop.trainer_is_valid, has_begun = None, True, True
+            run.out.note(f"the train ranks were restarted in {time.monotonic() - lost_at:.1f} s")
+        run.stop.mark_trainer(True)
+        first, has_begun = None, True
         try:
             await loop()
         except SyncError:
             await asyncio.sleep(5.0)  # if a lost train rank is the cause, its failure ends this wait
             raise
 
-    async with Checkpoints(run.folder, job.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
-        job.trainer.show = run.progress
-        run.stop.can_fall_back = lambda: run.checkpoints.newest_on_disk() > 0
-        try:
-            while True:
-                run.stop.trainer_is_valid = start is None  # else False until the trainer has loaded the checkpoint
-                try:
-                    return await groups.until_failure(run_from_start())
-                except RankFailure as failure:
-                    if run.stop.signal is not None:  # the run would have ended after this step
-                        run.stop.trainer_is_valid = False
-                        raise asyncio.CancelledError from failure
-                    if first is None:
-                        first, lost_at = failure, time.monotonic()
-                    else:
-                        first.add_note(f"while new train ranks started: {str(failure).splitlines()[0]}")
-                    start = await _next_start(run, groups, first, failure, origin)
-        except asyncio.CancelledError:
-            await _save_at_the_end(run, job, "interrupted", GRACE_S if run.stop.is_urgent else None)
-            raise
-        except Exception as error:
-            if has_begun and not isinstance(error, RankFailure):
-                try:
-                    with run.stop.delayed():  # the run ends with its error
-                        await _save_at_the_end(run, job, f"ended by {type(error).__name__}", _IDLE_S)
-                except Exception as failed:
-                    if str(failed) != str(error):
-                        error.add_note(f"the state after step {job.step} could not be saved: {failed}")
-            raise
+    try:
+        while True:
+            run.stop.mark_trainer(start is None)  # else False until the trainer has loaded the checkpoint
+            try:
+                return await groups.until_failure(run_from_start())
+            except RankFailure as failure:
+                if run.stop.signal is not None:  # the run would have ended after this step
+                    run.stop.mark_trainer(False)
+                    raise asyncio.CancelledError from failure
+                if first is None:
+                    first, lost_at = failure, time.monotonic()
+                else:
+                    first.add_note(f"while new train ranks started: {str(failure).splitlines()[0]}")
+                start = await _next_start(run, keeper, groups, first, failure, origin)
+    except asyncio.CancelledError:
+        must_be_soon = run.stop.signal == signal.SIGINT and keeper.checkpoints.newest_on_disk() > 0
+        await _save_at_the_end(run, keeper, job, "interrupted", GRACE_S if must_be_soon else None)
+        raise
+    except Exception as error:
+        if has_begun and not isinstance(error, RankFailure):
+            try:
+                with run.stop.delayed():  # the run ends with its error
+                    await _save_at_the_end(run, keeper, job, f"ended by {type(error).__name__}", _IDLE_S)
+            except Exception as failed:
+                if str(failed) != str(error):
+                    error.add_note(f"the state after step {job.step} could not be saved: {failed}")
+        raise
 
 
-async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float | None) -> None:
+async def _save_at_the_end(run: LiveRun, keeper: Keeper, job: Resumable, how: str, wait_s: float | None) -> None:
     """Save the last finished step of a run that ends early, or report the last checkpoint. how: it ended. wait_s: for
     the running command of the ranks; None = without limit."""
     saves = run.objects.saves
-    if run.stop.trainer_is_valid and (not saves or job.step in (0, run.checkpoints.newest_on_disk())):
+    if run.stop.trainer_is_valid and (not saves or job.step in (0, keeper.checkpoints.newest_on_disk())):
         saved = ", which is saved" if saves and job.step else "; there is nothing to save"
-        run.note(f"{how} after step {job.step}{saved}")
+        run.out.note(f"{how} after step {job.step}{saved}")
         return
     if run.stop.trainer_is_valid:
-        run.note(f"{how}; ending with a checkpoint of step {job.step}")
+        run.out.note(f"{how}; ending with a checkpoint of step {job.step}")
         try:
             async with asyncio.timeout(wait_s):
-                await run.checkpoints.trainer.state_bytes()  # any command: it waits for the end of the running one
+                await job.trainer.state_bytes()  # any command: it waits for the end of the running one
         except (TimeoutError, RankFailure):
             pass
         else:
-            if not run.checkpoints.is_writing:  # it may have failed, and its error was raised
-                await run.checkpoints.abandon()
-            await run.save(job)
+            if not keeper.checkpoints.is_writing:  # it may have failed, and its error was raised
+                await keeper.checkpoints.abandon()
+            await keeper.save(job)
             return
-    await run.checkpoints.abandon(1.0)  # for a checkpoint that is almost complete
-    last = run.checkpoints.newest_on_disk()
+    await keeper.checkpoints.abandon(1.0)  # for a checkpoint that is almost complete
+    last = keeper.checkpoints.newest_on_disk()
     ends_with = f"its last checkpoint, after step {last}" if last else "no checkpoint"
-    run.note(f"{how} in the middle of a step, which is not saved; the run ends with {ends_with}")
+    run.out.note(f"{how} in the middle of a step, which is not saved; the run ends with {ends_with}")
 
 
 async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bool) -> None:
@@ -120,34 +125,36 @@ async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bo
         try:
             await job.restore(chosen.step, chosen.saved, chosen.folder)
             if chosen.folder is not None:
-                run.note(f"continues from {chosen.folder}, after step {chosen.step}")
+                run.out.note(f"continues from {chosen.folder}, after step {chosen.step}")
                 for line in changed_keys(chosen.saved["config"], run.loaded.config.model_dump(mode="json")):
-                    run.note(f"  {line}")
-            return run.continue_from(chosen)
+                    run.out.note(f"  {line}")
+            return run.out.continue_from(chosen)
         except CheckpointError as damage:
             first = first or damage
             if not (may_fall_back and chosen.is_of(run.folder)):
                 break
-            run.note(f"checkpoint passed over: {damage}")
-            chosen = newest_start(run.folder, run.kind, run.num_steps, run.note, before=chosen.step)
+            run.out.note(f"checkpoint passed over: {damage}")
+            chosen = newest_start(run.folder, run.kind, run.num_steps, run.out.note, before=chosen.step)
     assert first is not None
     raise first
 
 
-async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure: RankFailure, origin: Start) -> Start:
+async def _next_start(
+    run: LiveRun, keeper: Keeper, groups: Groups, first: RankFailure, failure: RankFailure, origin: Start
+) -> Start:
     """The state from which new train ranks continue; the restart is counted and noted. Raises: `first`, with the reason
     why the run can't continue."""
     if not groups.can_restart_after(failure):
         raise first
-    if run.restarts >= run.loaded.config.cluster.max_restarts:
+    if keeper.restarts >= run.loaded.config.cluster.max_restarts:
         first.add_note(
-            f"the train ranks are not restarted again: restarts so far {run.restarts}, cluster.max_restarts "
+            f"the train ranks are not restarted again: restarts so far {keeper.restarts}, cluster.max_restarts "
             f"{run.loaded.config.cluster.max_restarts}. Raise it, or continue the run with run.resume=auto"
         )
         raise first
-    await run.checkpoints.abandon()
+    await keeper.checkpoints.abandon()
     try:
-        start = newest_start(run.folder, run.kind, run.num_steps, run.note) or origin
+        start = newest_start(run.folder, run.kind, run.num_steps, run.out.note) or origin
     except CheckpointError as damage:
         first.add_note(f"the train ranks can't be restarted: {damage}")
         raise first from None
@@ -157,9 +164,9 @@ async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure:
             "this key to save the state at each evaluation and every ten minutes, or set a number of steps"
         )
         raise first
-    run.restarts += 1
-    count = f"restart {run.restarts} of {run.loaded.config.cluster.max_restarts}"
-    run.note(f"{str(failure).splitlines()[0]}; starting the train ranks again after step {start.step}, {count}")
-    if (stacks := run.keep_stacks(failure)) is not None:
-        run.note(f"the stacks of all ranks at the failure: {stacks}")
+    keeper.restarts += 1
+    count = f"restart {keeper.restarts} of {run.loaded.config.cluster.max_restarts}"
+    run.out.note(f"{str(failure).splitlines()[0]}; starting the train ranks again after step {start.step}, {count}")
+    if (stacks := run.out.keep_stacks(failure)) is not None:
+        run.out.note(f"the stacks of all ranks at the failure: {stacks}")
     return start

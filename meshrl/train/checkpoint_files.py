@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step_000012/state/
         policy_rank_00000.safetensors ...   tensors of a trained role, each rank its shards (train/checkpoint.py)
-        controller.json              the state of run and loop (run/live.py)
+        controller.json              the state of run and loop (run/keeper.py)
         manifest.json                size and hash of every other file, and its own hash
 
 A folder named `state` is always complete: it is written as `state.aside`, each file is flushed to disk and read back,

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from open_ports import listed, listening
 from safetensors.torch import load_file
 from tiny_run import steps_of, train, write_run
 from torchrun_runs import processes_of_run, train_by_torchrun
@@ -70,7 +71,20 @@ def shown() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def run(config: Path, shown: dict[str, list[str]]) -> Run:
+def listened() -> dict[str, set[tuple[str, str]]]:
+    """What the processes of these runs listened on after their first step: (kind of process, where)."""
+    return {}
+
+
+def _listening() -> dict[psutil.Process, set[tuple[str, str]]]:
+    """Of this process, which is the controller, and of those below it."""
+    this = psutil.Process()
+    found = {each: set(listening(each, "processes")) for each in this.children(recursive=True)}
+    return found | {this: {("controller", where) for _, where in listening(this, "inline")}}
+
+
+@pytest.fixture(scope="module")
+def run(config: Path, shown: dict[str, list[str]], listened: dict[str, set[tuple[str, str]]]) -> Run:
     """The run folder of a layout; each layout runs once."""
     made: dict[str, Path] = {}
     numbers = itertools.count()  # a failed run leaves its folder, and the next test tries again
@@ -83,9 +97,15 @@ def run(config: Path, shown: dict[str, list[str]]) -> Run:
             if layout in NODES:
                 made[layout] = train_by_torchrun(config, name, *LAYOUTS[layout], nodes=NODES[layout], ranks=2)
             else:
-                texts = shown[layout] = []
+                texts, found, before = [], set[tuple[str, str]](), _listening()
+                shown[layout], listened[layout] = texts, found
+
+                def look(step: int, metrics: Any) -> None:
+                    for process, places in _listening().items() if step == 1 else ():
+                        found.update(places - before.get(process, set()))
+
                 with mock.patch.object(TerminalSink, "progress", lambda sink, text: texts.append(text)):
-                    made[layout] = train(config, name, *LAYOUTS[layout])
+                    made[layout] = train(config, name, *LAYOUTS[layout], on_step=look)
             assert processes_of_run(name) == []
         return made[layout]
 
@@ -162,6 +182,14 @@ def test_every_run_shows_how_far_a_phase_is(run: Run, shown: dict[str, list[str]
     assert batches[0][0] == 1 < batches[0][1]
     if layout == "inline":
         assert batches == [(count, total) for _, total in batches[:: batches[0][1]] for count in range(1, total + 1)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("executor", "layout"), [("inline", "inline"), ("processes", "split")])
+def test_what_listens_is_what_the_page_about_security_lists(run: Run, listened, executor: str, layout: str):
+    """tests/e2e/test_open_ports.py looks at all executors, and at files."""
+    run(layout)
+    assert listened[layout] == listed(executor)
 
 
 def _model(folder: Path) -> Path:

@@ -41,6 +41,7 @@ def _graphs_after_each_pack(rank: int, world: int) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_blocks_of_a_kind_and_packs_of_any_length_share_their_graphs(pool: Any):
     """Norm, then projections before attention, then those after it, then the rest of the block."""
     assert pool.run(_graphs_after_each_pack, 1) == [[4] * 4]

@@ -96,14 +96,14 @@ MODELS: dict[str, dict[str, Any]] = {  # what each has that others lack
 }
 
 
+@pytest.mark.parametrize("axes", ["shard 2 x tp 2", "ulysses 2 x tp 2"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-def test_the_gradient_of_a_family_does_not_depend_on_the_mesh(pool: Any, model: dict[str, Any]):
+def test_the_gradient_of_a_family_does_not_depend_on_the_mesh(pool: Any, model: dict[str, Any], axes: str):
     samples = weigh(random_samples(1, [12, 3, 20, -6, 7])) + random_groups(6, [9], [1, 12, 5])
     loss = make_policy_loss(LOSS)
-    want = unsharded(tiny_lm(**model), samples, loss)
-    for train in (mesh(dp_shard=2, tp=2), mesh(ulysses=2, tp=2)):
-        partition = random_partition(np.random.default_rng(0), len(samples), data_ranks(train), 2)
-        check(pool.run(partitioned, 4, tiny_lm, model, samples, partition, loss, train), want, torch.float32)
+    want, train = unsharded(tiny_lm(**model), samples, loss), MESHES[axes]
+    partition = random_partition(np.random.default_rng(0), len(samples), data_ranks(train), 2)
+    check(pool.run(partitioned, 4, tiny_lm, model, samples, partition, loss, train), want, torch.float32)
 
 
 def test_adapters_have_the_same_gradient_on_a_mesh(pool: Any):

@@ -34,15 +34,14 @@ def test_steps_of_a_config_are_profiled(config, capfd, kind):
         given = json.loads(config.read_text())
         sft = {"path": "chat.jsonl", "num_steps": 50, "rows_per_step": 2, "max_row_tokens": 64}
         path.write_text(json.dumps({name: given[name] for name in ("model", "train", "run")} | {"sft": sft}))
-    executor = "processes" if kind == "train" else "inline"
-    command = ["diagnose", "--trace", "fsdp", str(path), f"cluster.executor={executor}", "--steps", "2"]
+    command = ["diagnose", "--trace", "fsdp", str(path), "cluster.executor=inline", "--steps", "2"]
     assert main([*command, *(["run.name=mine"] if kind == "train" else [])]) == 0
     out, err = capfd.readouterr()
     folder = only_run(config, before)
     assert folder.name == "mine" if kind == "train" else folder.name.startswith("sft-diagnose-")
     # A profiler of an earlier test in this process has set the level of its messages.
     first = f"{path}: runs 4 steps; torch.profiler records the last 2 of them"
-    lines = [line for line in err.splitlines() if executor == "processes" or not line.startswith("USDT:")]
+    lines = [line for line in err.splitlines() if not line.startswith("USDT:")]
     assert lines == [first, *(f"step {step} of 4" for step in range(1, 5))]
     assert f"{folder}/traces: steps 3 to 4" in out and "profiler: a step takes" in out
     assert "1. " in out[out.index("The three largest costs") :]

@@ -36,6 +36,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
+@pytest.mark.slow
 def test_gsm8k_training_runs_from_random_weights_to_a_model_with_reward_curve_and_evaluation(
     work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

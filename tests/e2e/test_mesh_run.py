@@ -29,8 +29,9 @@ CASES = {
 }
 
 
+@pytest.mark.slow  # tests/dist/test_mesh_state.py moves states between meshes and to samplers
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ulysses", "compiled"))])
+@pytest.mark.parametrize("name", CASES)
 def test_peers_count_once_and_another_mesh_continues_the_run(config: Path, of_one_rank: Path, name: str):
     run = train(config, name, *OVERRIDES, *CASES[name])
     steps = [*steps_of(run), *steps_of(train(config, name, *OVERRIDES, "loop.num_steps=3", "run.resume=auto"))[2:]]

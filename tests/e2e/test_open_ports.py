@@ -6,7 +6,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import re
 import shutil
 import socket
 import stat
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from open_ports import listed, listening, table
 from run_contents import assert_equal_tensors, sampled_turns, weights
 from tiny_run import steps_of, train, write_run
 from torchrun_runs import PYTHONPATH
@@ -28,12 +28,12 @@ from torchrun_runs import PYTHONPATH
 from meshrl.process.private_caches import CACHES
 
 pytestmark = [
+    pytest.mark.slow,  # tests/contract/test_executors.py looks at the runs of two executors
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm"),
 ]
 
 TESTS = Path(__file__).parents[1]
-PAGE = TESTS.parent / "docs" / "security.md"
 SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
 LAYOUTS = {
     "inline": ("cluster.executor=inline",),
@@ -42,7 +42,6 @@ LAYOUTS = {
     "torchrun": ("cluster.num_train_ranks=2",),
     "ray": (*SPLIT, "cluster.executor=ray", "cluster.address=local"),
 }
-SLOW = ("processes, broadcast", "ray")
 ON_ACCELERATORS = {"processes, colocated on GPUs"}  # its all-gather needs a device for each rank
 
 
@@ -108,7 +107,7 @@ def _run(layout: str, folder: Path) -> Observed:
                 (gate / "follow").touch()
             _wait_for(gate / "reached", run, output)
             processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
-            seen.listening = {place for process in processes for place in _listening(process, layout)}
+            seen.listening = {place for process in processes for place in listening(process, layout)}
             seen.files = set(_files(processes, temporary))
             seen.tokens = [path.name for path in seen.folder.glob(".meshrl-token-*")]
             (gate / "open").touch()
@@ -158,36 +157,6 @@ def _attack(gate: Path, seen: Observed) -> dict[str, Any]:
     return dict(json.loads(outsider.stdout))
 
 
-def _kind(process: psutil.Process, layout: str) -> str:
-    """The table's name of a process."""
-    command = " ".join(process.cmdline())
-    if "meshrl.cluster.worker" in command:
-        return "rank"
-    if "torch.distributed.run" in command:
-        return "torchrun"
-    if "ray::NodeAgent" in command:
-        return "node agent"
-    if "gated_run.py" in command:
-        return "controller" if process.environ().get("RANK", "0") == "0" else "node agent"
-    return "Ray" if layout == "ray" and "meshrl.process" not in command else command[:100]
-
-
-def _listening(process: psutil.Process, layout: str) -> Iterator[tuple[str, str]]:
-    try:
-        kind = _kind(process, layout)
-        for each in process.net_connections(kind="all"):
-            if each.family == socket.AF_UNIX:
-                if each.laddr:  # a socket pair has no name
-                    yield kind, "Unix socket"
-            elif each.status == psutil.CONN_LISTEN:
-                address = each.laddr.ip.removeprefix("::ffff:")
-                everywhere = {"0.0.0.0": "all interfaces", "::": "all interfaces"}
-                is_loopback = address == "::1" or address.startswith("127.")
-                yield kind, "127.0.0.1" if is_loopback else everywhere.get(address, "the machine's address")
-    except psutil.NoSuchProcess:  # such as a child of Ray's that collects facts of the machine
-        return
-
-
 def _files(processes: list[psutil.Process], temporary: Path) -> Iterator[tuple[str, str, str]]:
     """Named files of the processes in /dev/shm, and all entries of their temporary folder."""
     mapped = set()
@@ -202,37 +171,27 @@ def _files(processes: list[psutil.Process], temporary: Path) -> Iterator[tuple[s
             yield place, path.name, f"{stat.S_IMODE(path.stat().st_mode):o}"
 
 
-def _table(first_column: str) -> list[list[str]]:
-    """The rows of the page's table whose first column has this name."""
-    text = PAGE.read_text(encoding="utf-8")
-    found = re.search(rf"^\| {first_column} \|.*\n\| ---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
-    assert found is not None
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
-
-
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_listens_is_what_the_page_about_security_lists(observe: Observe, layout: str):
-    listed = {(process, where) for executor, process, where, _ in _table("executor") if executor == layout}
-    assert observe(layout).listening == listed
+    assert observe(layout).listening == listed(layout)
 
 
 def test_each_row_of_the_page_is_of_an_executor_that_is_run_here():
-    assert {row[0] for row in _table("executor")} - ON_ACCELERATORS == set(LAYOUTS)
+    assert {row[0] for row in table("executor")} - ON_ACCELERATORS == set(LAYOUTS)
 
 
 def _unlisted(files: set[tuple[str, str, str]]) -> set[tuple[str, str, str]]:
-    rows = _table("place")
+    rows = table("place")
     return {f for f in files if not any((f[0], f[2]) == (r[0], r[2]) and fnmatch.fnmatch(f[1], r[1]) for r in rows)}
 
 
 def test_files_in_shared_places_have_the_modes_that_the_page_lists(observe: Observe):
-    files = {file for layout in LAYOUTS if layout not in SLOW for file in observe(layout).files}
+    files = {file for layout in LAYOUTS if layout != "ray" for file in observe(layout).files}
     assert _unlisted(files) == set()
-    for place, name, mode, _ in _table("place"):
+    for place, name, mode, _ in table("place"):
         assert name == "ray" or any((f[0], f[2]) == (place, mode) and fnmatch.fnmatch(f[1], name) for f in files), name
 
 
-@pytest.mark.slow
 def test_rays_files_are_those_that_the_page_lists(observe: Observe):
     files = observe("ray").files
     assert _unlisted(files) == set() and ("temporary folder", "ray", "777") in files

@@ -53,6 +53,7 @@ def test_it_chooses_the_cpu_and_states_how_to_use_gpus(
     assert "uses the CPU" in line and "MESHRL_DEVICE=cuda make quickstart" in line
 
 
+@pytest.mark.slow  # .ci/run has `make quickstart`
 @pytest.mark.timeout(300)
 def test_every_part_runs_and_writes_its_results(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

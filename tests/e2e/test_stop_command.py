@@ -24,6 +24,8 @@ from meshrl.monitor.status import read_status
 from meshrl.train.checkpoint_files import states
 from tests.waiting import wait_until
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # tests/unit/tools/test_run_status.py has quick ones
+
 
 def _start(folder: Path, **options: Any) -> subprocess.Popen[bytes]:
     """`meshrl train` of a run named long, in the folder of its config. options: of Popen."""
@@ -48,7 +50,6 @@ def _saved_step(folder: Path) -> int:
     return step
 
 
-@pytest.mark.timeout(600)
 def test_status_prints_the_state_of_a_run_and_stop_ends_it_with_a_checkpoint(tmp_path: Path, capsys):
     """All its processes end."""
     write_run(tmp_path)
@@ -74,7 +75,6 @@ def test_status_prints_the_state_of_a_run_and_stop_ends_it_with_a_checkpoint(tmp
     assert "the run is not running" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(600)
 def test_a_stopped_run_is_not_started_again_by_torchrun_or_slurm_but_by_its_user(tmp_path: Path, capsys):
     """A failed one would be: torchrun takes each exit code except 0 for a failure."""
     config, folder = write_run(tmp_path), tmp_path / "runs" / "long"
@@ -99,8 +99,6 @@ def test_a_stopped_run_is_not_started_again_by_torchrun_or_slurm_but_by_its_user
     assert len(steps_of(folder)) == step + 1 and not (folder / "stopped").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_that_loses_its_terminal_ends_with_a_checkpoint(tmp_path: Path):
     """The kernel and the shell send SIGHUP to all its processes, and each print to the terminal fails; stderr is a file
     here."""
@@ -139,8 +137,6 @@ def test_a_run_that_loses_its_terminal_ends_with_a_checkpoint(tmp_path: Path):
     assert not psutil.wait_procs(children, timeout=20)[1]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_sigterm_to_torchrun_in_an_update_ends_the_run_with_a_checkpoint(tmp_path: Path):
     """The run then continues from there. torchrun sends the signal to the processes of all ranks."""
     config, folder, wait = write_run(tmp_path), tmp_path / "runs" / "long", tmp_path / "wait"

@@ -89,9 +89,8 @@ SYNC_FAILURES = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if "colocated" in name else pytest.mark.slow) for name in SYNC_FAILURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SYNC_FAILURES)
 def test_a_sync_that_fails_on_one_rank_is_repeated(layout, config, planted, capfd):
     """Without a lost rank, for example after a damaged transfer: the trainer still has the weights, so all are sent
     again, also where the ranks that train sample too."""

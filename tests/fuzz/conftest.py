@@ -4,7 +4,7 @@ import logging as logging_of_python
 from pathlib import Path
 
 import pytest
-from tiny_run import train, write_run
+from tiny_run import write_run
 
 
 @pytest.fixture(scope="session")
@@ -14,12 +14,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     write_run(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def finished(tiny: Path) -> Path:
-    """The folder of a run of one step, in this process; its model is in `tiny`."""
-    return train(tiny / "config.yaml", "one", "cluster.executor=inline", "loop.num_steps=1")
 
 
 @pytest.fixture(autouse=True, scope="session")

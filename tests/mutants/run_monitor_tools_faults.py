@@ -104,37 +104,37 @@ FAULTS = [
     ),
     Fault(
         "a resumed run keeps the result of its earlier part",
-        "meshrl/run/live.py::LiveRun.continue_from",
+        "meshrl/run/outputs.py::RunOutputs.continue_from",
         '("result.json", STOP_FILE) => (STOP_FILE,)',
         "tests/unit/run/test_run_record.py::test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype",
     ),
     Fault(
         "a resume truncates files before its checks are done",
-        "meshrl/run/live.py::live_run",
-        "if start is None: run.continue_from(None) => run.continue_from(start)",
+        "meshrl/run/outputs.py::live_run",
+        "if start is None: out.continue_from(None) => run.continue_from(start)",
         "tests/e2e/test_resume.py::test_a_resume_that_is_refused_changes_nothing",
     ),
     Fault(
         "a run that on_step ends writes no model",
-        "meshrl/run/live.py::LiveRun.save_if_due",
+        "meshrl/run/keeper.py::Keeper.save_if_due",
         "job.is_over or every is not None => job.step == self.num_steps or every is not None",
         _PYTHON_API + "test_false_from_on_step_ends_the_run_as_after_its_last_step",
     ),
     Fault(
         "an error of on_step leaves the step uncounted",
-        "meshrl/run/live.py::LiveRun.report",
-        "self.sink_error = self.sink_error or error => if error: raise error",
+        "meshrl/run/outputs.py::RunOutputs.report",
+        "self._error = self._error or error => if error: raise error",
         _RUN_FOLDER + "test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved[on_step]",
     ),
     Fault(
         "a run without evaluations never saves its training state",
-        "meshrl/run/live.py::LiveRun.save_if_due",
+        "meshrl/run/keeper.py::Keeper.save_if_due",
         "is_due or is_old => is_due",
         _RUN_FOLDER + "test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_default",
     ),
     Fault(
         "no training state is saved at an evaluation",
-        "meshrl/run/live.py::LiveRun.save_if_due",
+        "meshrl/run/keeper.py::Keeper.save_if_due",
         "eval_every if every is None else every => every or 0",
         _RUN_FOLDER + "test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_default",
     ),
@@ -146,8 +146,8 @@ FAULTS = [
     ),
     Fault(
         "the files of a model are tried only when it is exported",
-        "meshrl/run/start.py::_note_ready",
-        "await run.try_export(trainer) => pass",
+        "meshrl/run/assemble.py::_note_ready",
+        "await keeper.try_export() => pass",
         "tests/e2e/test_template_and_stops.py::"
         "test_a_file_that_no_export_could_write_ends_the_run_before_its_first_step",
     ),
@@ -159,8 +159,8 @@ FAULTS = [
     ),
     Fault(
         "a model is saved without the chat template of its training",
-        "meshrl/run/live.py::LiveRun.export_model",
-        "write_chat(aside, self.chat) => write_chat(aside, ChatFiles())",
+        "meshrl/run/keeper.py::Keeper._export",
+        "write_chat(aside, self._chat) => write_chat(aside, ChatFiles())",
         "tests/e2e/test_template_and_stops.py::test_supervised_training_takes_the_same_keys_and_saves_the_template",
     ),
     Fault(
@@ -189,7 +189,7 @@ FAULTS = [
     ),
     Fault(
         "a run without a checkpoint can't begin again",
-        "meshrl/run/start.py::_train",
+        "meshrl/run/assemble.py::train",
         "task.train_prompts.state() => {}",
         _TRAINERS_RESTARTED + "test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one"
         "[colocated, dead before the first checkpoint]",
@@ -228,7 +228,7 @@ FAULTS = [
         "a damaged status file makes `meshrl stop` signal all processes",
         "meshrl/monitor/status.py::read_status",
         "not 1 < status.pid < 1 << 31 => status.pid > 1 << 31",
-        "tests/fuzz/test_fuzz_run_folder.py::test_no_process_is_stopped_by_a_damaged_status",
+        "tests/unit/tools/test_run_status.py::test_no_process_is_stopped_by_a_damaged_status",
     ),
     Fault(
         "the page shows the entropy of the next token",

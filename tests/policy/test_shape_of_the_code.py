@@ -162,3 +162,12 @@ def test_every_data_file_of_the_package_is_in_the_wheel():
     listed = {f"{package.replace('.', '/')}/{name}" for package, names in shipped.items() for name in names}
     files = (path for path in (ROOT / "meshrl").rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc"))
     assert {name_of(path) for path in files} == listed
+
+
+def test_each_package_has_a_line_budget():
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| `(\w+)` \| ([\d,]+) \| ([\d,]+) ", page)
+    assert sorted(name for name, *_ in rows) == sorted(
+        path.parent.name for path in (ROOT / "meshrl").glob("*/__init__.py")
+    )
+    assert all(int(first.replace(",", "")) <= int(most.replace(",", "")) for _, first, most in rows)

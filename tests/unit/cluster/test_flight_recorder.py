@@ -78,7 +78,7 @@ class OnAnAccelerator:
 def test_a_missed_deadline_on_accelerators_shows_the_last_collective_of_each_rank():
     async def failure() -> RankFailure:
         executor, failures = ProcessExecutor([worker_spec(rank=r, num_train_ranks=2) for r in (0, 1)]), list[Any]()
-        executor._loop, executor.on_lost = asyncio.get_running_loop(), failures.append
+        executor._loop, executor._on_lost = asyncio.get_running_loop(), failures.append
         for r in (0, 1):
             ours, theirs = socket.socketpair()
             process: Any = OnAnAccelerator(7 + r)

@@ -32,7 +32,7 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure, StaleWeightsError
 from meshrl.rollout.base import EngineStats
 from meshrl.rollout.embedded.engine import EmbeddedEngine
-from meshrl.run.checkpoints import Checkpoints
+from meshrl.run.keeper import Checkpoints
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Layout
 from meshrl.train.checkpoint_files import states
@@ -275,7 +275,7 @@ def test_a_new_process_gets_no_command_before_it_has_started_also_after_an_inter
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
             executor = groups.executor
-            executor.on_lost = lambda failure: None  # no replacement but the ones below
+            executor._on_lost = lambda failure: None  # no replacement but the ones below
             os.kill((await _pids(groups))[1], signal.SIGKILL)
             with pytest.raises(RankFailure, match="killed by SIGKILL"):
                 await executor.call(1, RankWorker.abort, [])

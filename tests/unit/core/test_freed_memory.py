@@ -10,6 +10,7 @@ import torch
 
 from meshrl.core.device import keep_freed_memory
 
+of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no such settings")
 PAGE_FAULTS = """
 import resource, sys, torch
 from meshrl.core.device import keep_freed_memory
@@ -31,7 +32,8 @@ def page_faults(how):
     return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no such options")
+@of_glibc
+@pytest.mark.slow
 def test_a_tensor_of_48_mib_reuses_freed_pages():
     assert page_faults("plain") > 1000  # ten times 48 MiB, in pages of 4 KiB or more
     assert page_faults("keep") < 1000
@@ -54,7 +56,8 @@ print(before - process.memory_info().rss)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+@of_glibc
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_mib", "is_returned"), [(900, True), (200, False)])
 def test_much_freed_memory_is_returned_to_the_system_and_little_is_kept(num_mib, is_returned):
     command = [sys.executable, "-c", RETURNED, str(num_mib)]
@@ -79,7 +82,7 @@ print(libc.mallinfo2().uordblks - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+@of_glibc
 @pytest.mark.slow
 def test_products_of_many_sizes_leave_little_in_the_heap():
     own = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # a run in this process has set them

@@ -39,7 +39,7 @@ class Evaluations:
         task.eval_prompts = prompts
         routes = SimpleNamespace(end_session=self.ended_sessions.append)
         rollouts = SimpleNamespace(generate=None, routes=routes, computed_tokens=lambda: 0)
-        parts: dict[str, Any] = {"cfg": RunConfig.model_validate(sections), "run": self, "task": task}
+        parts: dict[str, Any] = {"cfg": RunConfig.model_validate(sections), "run": self, "keeper": self, "task": task}
         parts |= {"rollouts": rollouts, "scorer": self, "rollout_log": self, "layout": None}
         self.job = Job(**parts, trainer=SimpleNamespace(version=0))
 
@@ -60,7 +60,7 @@ class Evaluations:
     def write(self, step: int, trajectories: list[Trajectory], name: str) -> None:
         self.files.append(step)
 
-    def report(self, step: int, metrics: list[Metric]) -> dict[str, float]:
+    def report(self, step: int, metrics: list[Metric], evaluation: dict[str, str]) -> dict[str, float]:
         values = divide(merge(metrics))
         self.reported.append((step, values))
         return values

@@ -42,7 +42,7 @@ def job_of(changes: Sequence[tuple[str, str, Any]] = ()) -> Job:
         sections.setdefault(section, {})[key] = value
     source = PromptSource([Prompt(id=str(i), ordinal=0) for i in range(9)], seed=0, shuffle=True)
     task: Any = SimpleNamespace(train_prompts=source)
-    parts: dict[str, Any] = dict.fromkeys(("run", "rollouts", "scorer", "layout", "rollout_log"))
+    parts: dict[str, Any] = dict.fromkeys(("run", "keeper", "rollouts", "scorer", "layout", "rollout_log"))
     return Job(cfg=RunConfig.model_validate(sections), task=task, trainer=Trainer(), **parts)
 
 

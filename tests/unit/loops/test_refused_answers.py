@@ -20,7 +20,7 @@ def job_of(notes: list[str]) -> Job:
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "loop": {"num_steps": 9}}
     sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}}
     spans = SimpleNamespace(seconds=lambda phase: 0.0)
-    parts: dict[str, Any] = dict.fromkeys(("trainer", "layout", "rollout_log"))
+    parts: dict[str, Any] = dict.fromkeys(("trainer", "keeper", "layout", "rollout_log"))
     parts["task"] = SimpleNamespace(agent=SimpleNamespace(tools=[]))
     parts |= {"cfg": RunConfig.model_validate(sections), "run": SimpleNamespace(note=notes.append, spans=spans)}
     parts |= {"rollouts": SimpleNamespace(replacement_metrics=list)}

@@ -79,7 +79,7 @@ def finishable() -> tuple[Job, list[int]]:
     async def memory() -> list[Any]:
         return []
 
-    job.run.report, job.run.restarts, job.run.writes, job.trainer.memory = report, 0, FailedWrites(), memory
+    job.run.report, job.run.writes, job.trainer.memory = report, FailedWrites(), memory
     job.rollout_log = SimpleNamespace(write=lambda step, trajectories, trainer: None)
     return job, reported
 

@@ -82,7 +82,7 @@ def job_of(answers: Callable[[list[Request]], list[Turn]], temperature: float = 
     sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}}
     sections["rollout"] = {"sampling": {"temperature": temperature}}
     trainer = SimpleNamespace(version=VERSION, is_synced=False, forward=forward, plan_rows=lambda samples: samples)
-    parts: dict[str, Any] = dict.fromkeys(("task", "scorer", "layout", "rollout_log"))
+    parts: dict[str, Any] = dict.fromkeys(("keeper", "task", "scorer", "layout", "rollout_log"))
     parts |= {"cfg": RunConfig.model_validate(sections), "trainer": trainer}
     parts |= {"rollouts": SimpleNamespace(probe=probe), "run": SimpleNamespace(spans=Spans(), note=print)}
     job = Job(**parts)

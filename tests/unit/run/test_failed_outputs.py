@@ -20,7 +20,7 @@ from meshrl.core.errors import CheckpointError, OutputError
 from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.model.folder import write_tensors
 from meshrl.monitor.sinks import read_metrics
-from meshrl.run.live import live_run
+from meshrl.run.outputs import live_run
 from meshrl.run.signals import Stop
 from meshrl.tools.report.page import write_report
 from meshrl.train.checkpoint_files import write_file

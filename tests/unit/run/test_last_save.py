@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshrl.core.errors import CheckpointError
-from meshrl.run.checkpoints import Checkpoints
+from meshrl.run.keeper import Checkpoints
 from meshrl.train.checkpoint_files import FileFact, states
 
 

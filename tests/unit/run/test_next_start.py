@@ -13,7 +13,7 @@ from meshrl.cluster.launch import Groups
 from meshrl.config.load import load_run_config
 from meshrl.core.errors import RankFailure
 from meshrl.run.folder import Start
-from meshrl.run.live import live_run
+from meshrl.run.outputs import live_run
 from meshrl.run.restart import _next_start
 from meshrl.run.signals import Stop
 
@@ -32,12 +32,11 @@ def next_start(
     executor: Any = SimpleNamespace(specs=[SimpleNamespace(trains=True)], can_restart_trainers=True)
     loaded = load_run_config(config, ["run.name=lost", "cluster.executor=processes", *overrides])
     with live_run(loaded, "train", 4, Stop(), lambda folder: None) as run:
-        run.checkpoints = SimpleNamespace(abandon=abandon)  # type: ignore[assignment]
-        run.restarts = restarts
+        keeper: Any = SimpleNamespace(checkpoints=SimpleNamespace(abandon=abandon), restarts=restarts)
         origin = ORIGIN if folder is None else Start(0, folder, {})
 
         async def found() -> Start:
-            return await _next_start(run, Groups(None, None, executor), failure, failure, origin)
+            return await _next_start(run, keeper, Groups(None, None, executor), failure, failure, origin)
 
         return asyncio.run(found())
 

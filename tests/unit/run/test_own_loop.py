@@ -12,8 +12,7 @@ import pytest
 
 from meshrl.config.cluster import ClusterConfig
 from meshrl.process.spawn import STOPS
-from meshrl.run.signals import Stop
-from meshrl.run.watchdog import run_in_own_loop, watchdog
+from meshrl.run.signals import Stop, run_in_own_loop, watchdog
 
 HANDLED = (signal.SIGINT, *STOPS, signal.SIGUSR1)
 
@@ -86,7 +85,7 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_does_not_keep_the_ru
         return "result"
 
     tasks: list[asyncio.Task[None]] = []
-    monkeypatch.setattr("meshrl.run.watchdog._END_S", 0.2)
+    monkeypatch.setattr("meshrl.run.signals._END_S", 0.2)
     with pytest.raises(KeyError) if fails else nullcontext():
         assert run_in_own_loop(main(), "agent mine:Agent") == "result"
     assert ended == [True]

@@ -25,7 +25,7 @@ from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.run import lease, start
 from meshrl.run.folder import Best, Start, read_best, run_name, set_aside
 from meshrl.run.inputs import Objects
-from meshrl.run.live import LiveRun, live_run
+from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.tools.report.page import write_report
 from meshrl.train.checkpoint_files import (
@@ -280,7 +280,7 @@ def test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_sav
             if step == 3 and where == "sink":
                 raise _Broken
 
-    monkeypatch.setattr("meshrl.run.live.JsonlSink", Sink)
+    monkeypatch.setattr("meshrl.run.outputs.JsonlSink", Sink)
     order = "false" if where == "reward" else "true"  # the grader fails on the row "6", the fourth one
     loaded = load_run_config(
         config,
@@ -320,7 +320,7 @@ def test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_defau
     folder = train(config, "evals", *options)
     assert [step for step, _ in states(folder / "checkpoints")] == [3, 4]
     assert [path.parent.name for path in sorted(folder.glob("checkpoints/*/model"))] == ["step_000004"]
-    monkeypatch.setattr("meshrl.run.live.AUTO_SAVE_S", 0.0)
+    monkeypatch.setattr("meshrl.run.keeper.AUTO_SAVE_S", 0.0)
     script.write_text("0.5 0.25")
     folder = train(config, "minutes", *options, "loop.eval_every_steps=0")
     saved = [step for step, _ in states(folder / "checkpoints")]

@@ -22,9 +22,9 @@ from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.notes import important
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.monitor.status import read_status
-from meshrl.run import live
+from meshrl.run import keeper
 from meshrl.run.folder import Best, Start, model_folder, prune_models, read_best, replace_best
-from meshrl.run.live import LiveRun, live_run
+from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.run.verdict import read_verdict
 from meshrl.tools.report.folder import read_run
@@ -250,11 +250,11 @@ def test_a_run_that_returns_to_a_checkpoint_of_another_run_has_neither_its_best_
     there = tmp_path / "other" / "checkpoints" / "step_000002" / "state"
     found = Start(2, there, {"best": {"step": 1, "score": 0.5, "model": "step_000001/model"}})
     with _recorded(load_run_config(config, ["run.name=branch"])) as record:
-        record.end_early()
+        record.out.end_early()
         replace_best(record.folder, Best(3, 0.75, str(model_folder(record.folder, 3))), lambda step: True)
         assert read_best(record.folder) is not None
-        record.continue_from(found)
-        assert read_best(record.folder) is None and not record.ends_early
+        record.out.continue_from(found)
+        assert read_best(record.folder) is None and not record.out.ends_early
 
 
 def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(
@@ -275,7 +275,7 @@ def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(
     folder = train(config, "longer", "loop.num_steps=1", *overrides)
     assert (folder / "result.json").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshrl.run.live.JsonlSink", Watching)
+        patch.setattr("meshrl.run.outputs.JsonlSink", Watching)
         train(config, "longer", "loop.num_steps=2", *overrides, "run.resume=auto", "model.dtype=bfloat16")
     assert seen and not any(seen)
     assert "The run ends if this lasts for" not in capsys.readouterr().out
@@ -289,10 +289,11 @@ def test_a_model_without_enough_disk_space_is_not_begun(config: Path, monkeypatc
 
     def no_room(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
         asked.append((what, num_bytes))
-        assert wait_until(lambda: read_status(run).phase == "export")
-        raise CheckpointError(f"{what} takes too much")
+        if what == "a model":
+            assert wait_until(lambda: read_status(run).phase == "export")
+            raise CheckpointError("a model takes too much")
 
-    monkeypatch.setattr(live, "require_space", no_room)
+    monkeypatch.setattr(keeper, "require_space", no_room)
     with pytest.raises(CheckpointError, match="a model takes too much"):
         train(config, "no_room", "loop.num_steps=1", "loop.save_best=false")
     assert [step for step, _ in states(run / "checkpoints")] == [1], "the training state is saved nevertheless"
@@ -328,7 +329,7 @@ def test_a_run_whose_tracker_can_not_be_opened_reports_its_error(config: Path, m
     def refuse(*arguments: object) -> None:
         raise ConfigError("monitor.trackers: the server refused the key")
 
-    monkeypatch.setattr("meshrl.run.live.open_trackers", refuse)
+    monkeypatch.setattr("meshrl.run.outputs.open_trackers", refuse)
     loaded = load_run_config(config, ["run.name=refused"])
     with pytest.raises(ConfigError, match="refused the key"), _recorded(loaded):
         pytest.fail("the run has no tracker")
@@ -345,7 +346,7 @@ def test_the_phases_of_a_run_are_in_its_status_file_and_on_the_terminal(config: 
     monkeypatch.setattr(sys, "stdout", terminal)
     with _recorded(load_run_config(config, ["run.name=phases"])) as record:
         before = len(terminal.getvalue())
-        with record.spans("reward"):
+        with record.out.spans("reward"):
             assert wait_until(lambda: read_status(record.folder).phase == "reward")
             assert wait_until(lambda: "reward" in terminal.getvalue()[before:])
 
@@ -356,7 +357,7 @@ def test_a_best_model_whose_export_was_interrupted_is_written_after_the_resume(c
     script.write_text("0.25 0.75")
     options = ("loop.num_steps=2", "loop.eval_every_steps=1", f"reward.terms.answer.args.script={script}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "require_space", _no_room)
+        patch.setattr(keeper, "require_space", _no_room)
         with pytest.raises(CheckpointError, match="a model takes too much"):
             train(config, "late", *options)
     script.write_text("0.5")
@@ -366,7 +367,8 @@ def test_a_best_model_whose_export_was_interrupted_is_written_after_the_resume(c
 
 
 def _no_room(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
-    raise CheckpointError(f"{what} takes too much")
+    if what == "a model":
+        raise CheckpointError("a model takes too much")
 
 
 def test_a_damaged_record_of_the_best_model_is_named(tmp_path: Path):

@@ -38,10 +38,9 @@ def _job() -> Any:
 
 
 @asynccontextmanager
-async def _listening(number: int, has_checkpoint: bool = True) -> AsyncIterator[Stop]:
+async def _listening(number: int) -> AsyncIterator[Stop]:
     """A run that is requested to end as soon as it waits."""
     stop = Stop()
-    stop.can_fall_back = lambda: has_checkpoint
     with stop.listening():
         asyncio.get_running_loop().call_soon(stop.request, number)
         yield stop
@@ -53,9 +52,9 @@ def _interrupted(number: int, num_optim_steps: int, has_checkpoint: bool = True)
 
     async def run() -> None:
         job = _job()
-        async with _listening(number, has_checkpoint) as stop:
+        async with _listening(number) as stop:
             stops.append(stop)
-            with stop.updating(job):
+            with stop.updating(job, lambda: has_checkpoint):
                 job.trainer.num_optim_steps += num_optim_steps
                 await asyncio.sleep(0)
                 await asyncio.sleep(0.5)

@@ -9,8 +9,8 @@ import textwrap
 import time
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
-from meshrl.run import watchdog as module
-from meshrl.run.watchdog import watchdog
+from meshrl.run import signals as module
+from meshrl.run.signals import watchdog
 
 
 def test_a_call_that_blocks_for_longer_than_any_phase_may_take_ends_the_process():
@@ -18,7 +18,7 @@ def test_a_call_that_blocks_for_longer_than_any_phase_may_take_ends_the_process(
     code = """
         import asyncio, time
         from meshrl.config.cluster import ClusterConfig
-        from meshrl.run import watchdog as module
+        from meshrl.run import signals as module
         module._BEAT_S = 0.05
 
         async def agent_that_blocks():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from chromium import Chromium, chromium  # noqa: F401, a fixture
+from golden import check_golden, visible_text
 
 from meshrl.cli import main
 from meshrl.core.errors import ConfigError, MeshrlError
@@ -17,25 +17,6 @@ from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.tools.compare.page import compare, difference_interval
 from meshrl.tools.report.page import write_report
 from tests.made_runs import answer, decode, made_run, settings
-
-
-class Page(HTMLParser):
-    """The text of a page, and its elements."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.words, self.tags = list[str](), list[str]()
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
 
 
 @pytest.fixture
@@ -51,46 +32,21 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     return first, second
 
 
-def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys):
-    assert main(["compare", *map(str, runs)]) == 0
-    printed = capsys.readouterr().out
-    lines = [" ".join(line.split()) for line in printed.splitlines()]
-    for line in (
-        "train.lr 1e-05 0.001",
-        "data.limit not used 7",
-        "Of 5 keys, 2 differ (without run.name, run.folder, run.resume).",
-        "first b 0 0.500 [0.270, 0.730] +0.000 [-0.089, 0.089] unchanged, 20 prompts",
-        "best b 1 1.000 [0.904, 1.000] +0.500 [0.228, 0.681] better, 20 prompts",
-        "last b 2 0.950 [0.818, 1.000] +0.450 [0.185, 0.633] better, 20 prompts",
-        "wall time 1m01s 1m01s",
-        "tokens sampled a second 50 50",
-        "time of train 2 s 2 s",
-        "Right answers to 20 common prompts: a 10, b 19. Right in some runs only: 9 prompts.",
-        f"wrote {runs[0] / 'compare.html'}",
-    ):
-        assert line in lines, line
-    sample = "q1\n  expected answer:\n    42\n  a, score 0:\n    0 at 2\n  b, score 1:\n    1 at 2\n"
-    assert f"in some runs only: 9 prompts.\n\n{sample}" in printed
-    assert "algo.gamma" not in printed
-    assert "run.name" not in "".join(line for line in lines if "without" not in line)
-    assert compare(runs[::-1], None)[0].count("worse") == 2
-
-
-def test_the_page_has_tables_curves_with_intervals_and_answers_side_by_side(runs, tmp_path):
+def test_the_text_and_the_page_have_what_differs_scores_with_intervals_times_and_answers(runs, tmp_path, capsys):
     for run in runs:
         write_report(run)
-    _, path = compare(runs, None)
-    page = path.read_text(encoding="utf-8")
-    seen = Page(page)
-    assert seen.tags.count("figure") == 2 and page.count('class="band') == 2
-    assert "train.lr 1e-05 0.001" in seen.text and "+0.450 [0.185, 0.633] better" in seen.text
-    assert "q1 expected answer 42 a: score 0 0 at 2 b: score 1 1 at 2" in seen.text
+    assert main(["compare", *map(str, runs)]) == 0
+    check_golden("compare_printed.txt", capsys.readouterr().out, tmp_path)
+    page = (runs[0] / "compare.html").read_text(encoding="utf-8")
+    check_golden("compare.txt", visible_text(page), tmp_path)
+    assert page.count("<figure") == 2 and page.count('class="band') == 2
     assert '<a href="report.html">Report</a><b>Compare</b>' in page
     assert '<p>Reports: <a href="report.html">a</a> · <a href="../b/report.html">b</a></p>' in page
     assert '<a href="compare.html">Compare</a>' in (runs[0] / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
     other = tmp_path / "other.html"
-    assert main(["compare", *map(str, runs), "--out", str(other)]) == 0 and other.is_file()
+    assert main(["compare", *map(str, runs[::-1]), "--out", str(other)]) == 0 and other.is_file()
+    assert capsys.readouterr().out.count("worse") == 2
 
 
 def test_on_a_narrow_screen_the_tables_need_no_scrolling(runs, chromium: Chromium):  # noqa: F811
@@ -129,7 +85,7 @@ def test_evaluations_supervised_and_unfinished_runs_can_be_compared(runs, tmp_pa
     assert "Of 2 keys, none differ" in text and "sft_0, sft_1, killed have the same configuration" in text
     assert "seed only" not in text and re.search(r"state +done +done +killed\n", text)
     assert re.search(r"killed +0 +0\.500", text) and "No held-out prompt was answered by all runs." in text
-    assert "Loss" in Page(path.read_text(encoding="utf-8")).text
+    assert "Loss" in visible_text(path.read_text(encoding="utf-8"))
     assert "HELD-OUT" not in compare(sft, None)[0]
 
 
@@ -171,7 +127,7 @@ def test_wrong_arguments_and_damaged_runs_are_refused(runs, tmp_path, capsys):
     (runs[1] / "rollouts" / "eval_000001.jsonl").write_text("{}\n")
     text, path = compare(runs, None)
     for words in (r"b: damaged: .*b/metrics\.jsonl:\d+: .*'step' is missing", r"b: damaged: .*eval_000001\.jsonl:1"):
-        assert re.search(words, text) and re.search(words, Page(path.read_text(encoding="utf-8")).text)
+        assert re.search(words, text) and re.search(words, visible_text(path.read_text(encoding="utf-8")))
     assert "+0.450 [0.185, 0.633] better" in text
 
 
@@ -182,9 +138,9 @@ def test_hostile_names_values_and_answers_are_text(runs, tmp_path):
     RolloutLog(name, decode).write(2, [answer(f"q{i}", evil, 1.0) for i in range(20)], name="eval")
     _, path = compare([runs[0], name], tmp_path / "out.html")
     page = path.read_text(encoding="utf-8")
-    assert Page(page).tags.count("script") == 1 and "<h1>a · &lt;b&gt;\\u202e&amp;amp</h1>" in page
+    assert page.count("<script") == 1 and "<h1>a · &lt;b&gt;\\u202e&amp;amp</h1>" in page
     assert not {"\u202e", "\x1b"} & set(page) and "<b>\\u202e" not in page
-    assert "<script>alert(1)</script>\\u202e\\x1b[2J" in Page(page).text
+    assert "<script>alert(1)</script>\\u202e\\x1b[2J" in visible_text(page)
 
 
 def test_runs_of_the_same_name_are_shown_with_their_folders(tmp_path):

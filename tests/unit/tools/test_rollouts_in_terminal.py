@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from golden import check_golden
 
 from meshrl.cli import main
 from meshrl.core.errors import Failure
@@ -41,35 +42,8 @@ def run(tmp_path: Path) -> Path:
 def test_a_step_is_printed_with_prompts_answers_rewards_tools_and_failures(run, capsys):
     assert main(["view", str(run), "--step", "-1"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{run}, rollouts of step 3: 2 prompts, 4 answers, mean reward 0\n")
-    expected = """
-━━━ prompt 1 of 2: 6*7?
-  user:
-    6*7?
-  expected answer:
-    42
-── answer 3/1/0: reward 1 (correct 1, form 0), done, 25 tokens
-  assistant:
-    <call>6*7</call>
-  tool:
-    42.0
-  assistant:
-    It is 42.
-── answer 3/1/1: reward none (correct failed, form 0), done, 9 tokens
-  timeout: slow grader
-    two
-    lines
-── answer 3/1/2: reward 0 (correct 0, form does not apply), done, 11 tokens
-    no messages
-"""
-    assert expected in printed
-
-
-def test_control_characters_do_nothing_and_markup_is_text(run, capsys):
-    assert main(["view", str(run), "--step", "3"]) == 0
-    printed = capsys.readouterr().out
-    assert "\\x1b[2J<script>\\u202egnp.exe\\x00?\\x0d\n        end [bold]" in printed
-    assert printed.isprintable() is False and not set("\x1b\u202e\x00\r\t") & set(printed)
+    check_golden("view_printed.txt", printed, run)
+    assert printed.isprintable() is False and not set("\x1b\u202e\x00\r\t") & set(printed), "control characters"
 
 
 def test_the_wrong_answers_of_the_last_or_a_chosen_evaluation(run, capsys):

@@ -141,6 +141,16 @@ def test_a_status_with_a_wrong_process_of_a_rank_is_damaged(tmp_path, pid):
         read_status(tmp_path)
 
 
+@pytest.mark.parametrize("pid", [-1, 0, 1, True, 2**31, 10**40, "1", None, 1.5])
+def test_no_process_is_stopped_by_a_damaged_status(tmp_path, pid):
+    """Signals to -1 and 0 are sent to many processes."""
+    StatusFile(tmp_path, 10).close()
+    status = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "status.json").write_text(json.dumps(status | {"pid": pid}))
+    with pytest.raises(MeshrlError, match=r"status\.json: not the status of a run"):
+        stop(tmp_path)
+
+
 def test_status_of_a_killed_run_of_a_run_on_another_machine_and_of_a_missing_run(tmp_path, run_of, capsys):
     process = run_of("ignores SIGTERM")
     process.kill()

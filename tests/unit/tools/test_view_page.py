@@ -10,6 +10,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from chromium import Chromium, Page, chromium
+from golden import check_golden, without_blanks
 from scripted_agent import IdTokenizer, scripted_trajectories
 
 from meshrl.agent.flatten import flatten
@@ -180,18 +181,9 @@ def test_a_further_column_is_shown_for_each_token(chromium: Chromium, tmp_path: 
 
 def test_the_answers_of_a_group_are_side_by_side_with_their_rewards_tools_and_turns(chromium: Chromium, run: Path):
     page = opened(chromium, run, "1/1/2")
-    titles = text_of(page, ".card > h3")
-    assert [title.split(" · ")[0] for title in titles] == [
-        "1/1/0reward 0done",
-        "1/1/1reward 0.5truncated",
-        "1/1/2reward 1done",
-    ]
+    check_golden("view.txt", without_blanks(page.evaluate("document.body.innerText")))
     tops = page.evaluate("[...document.querySelectorAll('article.card')].map((e) => e.getBoundingClientRect().top)")
     assert len(set(tops)) == 1
-    assert text_of(page, ".card.chosen .call") == ['calls calculator({"expression":"2+2"})']
-    assert text_of(page, ".card.chosen .tool") == ["tool calculatortool answer 1"]
-    assert text_of(page, ".card.chosen .terms td") == ["right", "1"]
-    assert "What is 2+2?" in text_of(page, "#group > .card")[0] and "four" in text_of(page, "#group > .card")[0]
 
 
 def test_a_prompt_links_to_its_other_steps_and_evaluations(chromium: Chromium, run: Path):
