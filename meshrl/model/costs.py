@@ -204,9 +204,9 @@ def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> 
 
     attention.register()
     text, compute, masters = text_config(cfg.path), DTYPES[cfg.dtype], DTYPES[train.master_dtype]
-    built = {"attn_implementation": text_attention(text.model_type), "dtype": compute, "trust_remote_code": False}
+    name = text_attention(text.model_type)
     with as_config_error(cfg.path, ImportError), torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(text, **built)
+        lm = AutoModelForCausalLM.from_config(text, attn_implementation=name, dtype=compute, trust_remote_code=False)
     model = CausalModel(lm)
     _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
     num_shards *= num_ulysses

@@ -173,15 +173,15 @@ def require_same(compared: ScoreDifferences, model: str, path: str, uncut: Seque
             "tokens, but a KV cache of meshrl has one key and value of each token in a layer. Choose another model"
         )
     if not alone <= TOLERANCE_NATS:
-        plan = ""
+        of_tp = ""
         if uncut is not None:
             layers = f"; it does not cut {', '.join(uncut)}" if uncut else ""
-            plan = "; or meshrl's plan of tensor parallelism for this family is wrong (then train.mesh.tp=1 is right"
-            plan += f"{layers})"
+            of_tp = "; or meshrl's plan of tensor parallelism for this family is wrong (then train.mesh.tp=1 is right"
+            of_tp += f"{layers})"
         raise ConfigError(
             f"{name} gives a single row logprobs that differ by {alone:.2g} nats from Transformers' own forward "
             f"(allowed: {TOLERANCE_NATS:g}): its attention or its head computes something that meshrl does not, such "
-            f"as attention to later tokens or a position bias{plan}. Choose another model"
+            f"as attention to later tokens or a position bias{of_tp}. Choose another model"
         )
     if not packed <= TOLERANCE_NATS:
         raise ConfigError(
