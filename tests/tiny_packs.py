@@ -28,7 +28,6 @@ def score_pack(
 ) -> tuple[list[torch.Tensor], PackedAttention]:
     """Logprobs of the trained tokens of each sample, and the attention that has computed them."""
     batch = pack(samples, list(range(len(samples))), share_prefix=share_prefix)
-    assert (batch.num_tokens < sum(len(s) for s in samples)) == share_prefix
     scored = batch.mask.nonzero()[:, 0]
     context = PackedAttention(batch.cu_seqlens.tolist(), torch.device("cpu"), batch.parents)
     inputs = batch.tokens, batch.position_ids, context, scored, batch.previous[scored], batch.temperature[scored]

@@ -294,9 +294,11 @@ def _fits(base: Any) -> bool:
         return {name for name, _ in module.named_children()}
 
     def block_fits(block: Any) -> bool:
+        if children(block) != _BLOCK:
+            return False
         attention, mlp = block.self_attn, block.mlp
         parts = children(attention)
-        if children(block) != _BLOCK or parts not in (_ATTENTION, _ATTENTION | _HEAD_NORMS) or children(mlp) != _MLP:
+        if parts not in (_ATTENTION, _ATTENTION | _HEAD_NORMS) or children(mlp) != _MLP:
             return False
         linears = [*(getattr(attention, name) for name in _ATTENTION), mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         norms = [*(getattr(block, name) for name in _NORMS), *(getattr(attention, n) for n in parts & _HEAD_NORMS)]

@@ -14,6 +14,7 @@ changes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -28,19 +29,26 @@ def prepacked(weight: torch.Tensor) -> Product | None:
     weight = weight.detach()
     if weight.dtype == torch.float32:
         if weight.numel() <= TRANSPOSED_ELEMENTS:
-            copy = weight.T.contiguous()
-            return lambda x, bias: torch.mm(x, copy) if bias is None else torch.addmm(bias, x, copy)
+            return partial(_transposed, weight.T.contiguous())
         if torch.backends.mkl.is_available():
-            # The layout does not depend on the number of rows; given another number than that of x, the operation
-            # reads the weight itself.
-            packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, 64)
-            return lambda x, bias: torch.ops.mkl._mkl_linear(x, packed, weight, bias, len(x))
+            return partial(_by_mkl, torch.ops.mkl._mkl_reorder_linear_weight(weight, 64), weight)
     if not torch.backends.mkldnn.is_available():
         return None
     is_supported = weight.dtype == torch.float32
     if weight.dtype == torch.bfloat16:
         is_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if not is_supported:
-        return None
-    reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return lambda x, bias: torch.ops.mkldnn._linear_pointwise.default(x, reordered, bias, "none", [], "")
+    return partial(_by_onednn, torch.ops.mkldnn._reorder_linear_weight(weight, None)) if is_supported else None
+
+
+def _transposed(copy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(x, copy) if bias is None else torch.addmm(bias, x, copy)
+
+
+def _by_mkl(copy: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The layout does not depend on the number of rows; the operation reads the weight itself if it is given another
+    number than that of x."""
+    return torch.ops.mkl._mkl_linear(x, copy, weight, bias, len(x))
+
+
+def _by_onednn(copy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, copy, bias, "none", [], "")

@@ -112,7 +112,7 @@ def _group() -> list[Sample]:
 
 
 def _scores(model: CausalModel, samples: list[Sample]) -> list[torch.Tensor]:
-    logprobs, context = score_pack(model, samples, len(samples) > 1)
+    logprobs, context = score_pack(model, samples)
     assert len(context.used) == len(model.layers)
     return logprobs
 

@@ -198,7 +198,8 @@ def test_changing_one_row_changes_no_bit_of_another(family, dtype):
 def test_answers_after_a_shared_prompt_equal_plain_transformers_one_row_at_a_time(family):
     """With windows that end inside the prompt, and answers of one token."""
     samples = answers_to_one_prompt(3, 9, [5, 1, 30, 5])
-    packed, _ = score_pack(CausalModel(tiny_lm(family)), samples)
+    packed, context = score_pack(CausalModel(tiny_lm(family)), samples)
+    assert context.num_tokens < sum(map(len, samples))
     plain = tiny_lm(family)
     plain.set_attn_implementation("eager")
     for got, want in zip(packed, plain_logprobs(plain, samples, 9), strict=True):
