@@ -13,27 +13,23 @@ LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     # they use the `pool` of ranks; two processes have one each
     (*(f"tests/dist/test_{letter}" for letter in "oprsuw"), "tests/unit/cluster/test_flight_recorder.py"),
     ("tests/dist/", "tests/unit/run/test_own_loop.py", "tests/contract/test_model_families.py"),
-    ("tests/e2e/test_lora_run.py",),
-    ("tests/contract/test_executors.py",),
+    # they use a fork server that has imported what ranks need
+    ("tests/contract/test_executors.py", "tests/contract/test_loops.py", "tests/e2e/test_lora_run.py"),
     ("tests/contract/test_rollout_engines.py", "tests/contract/test_weight_sync.py"),
     ("tests/unit/cluster/test_remote_executor.py",),
     ("tests/e2e/test_release_memory.py",),
     ("tests/e2e/test_benchmarks.py",),
-    ("tests/e2e/test_stop_command.py",),
     ("tests/unit/process/test_fork_server.py",),
-    ("tests/e2e/test_quickstart.py",),
-    ("tests/faults/test_named_faults.py",),
+    ("tests/faults/test_named_faults.py", "tests/faults/test_schedules.py"),
     ("tests/e2e/test_python_api.py",),
-    ("tests/e2e/test_notebook.py",),
     ("tests/unit/reward/test_reward_sandbox.py",),
-    ("tests/unit/cluster/test_lost_trainers.py",),
+    ("tests/unit/cluster/test_lost_trainers.py", "tests/unit/cluster/test_process_executor.py"),
+    ("tests/policy/",),  # the files' syntax trees
     ("tests/e2e/test_resume.py",),
     ("tests/faults/test_trainers_restarted.py",),
     ("tests/unit/run/test_run_record.py",),
     ("tests/fuzz/test_fuzz_config.py",),
     ("tests/contract/test_sync_transports.py",),
-    ("tests/contract/test_loops.py",),
-    ("tests/faults/test_schedules.py",),
 )
 
 

@@ -19,6 +19,7 @@ from meshrl.core.errors import RankFailure
 from meshrl.core.types import RoleSpec
 from meshrl.monitor.recorder import current_span, recorder
 from meshrl.monitor.status import RankProcess
+from meshrl.plan.ranks import RankPlan, rank_plan
 
 if TYPE_CHECKING:
     from meshrl.cluster.actors import RankWorker
@@ -89,16 +90,19 @@ class WorkerSpec:
         return max([self.timeout_s, *self.deadlines.values()]) + 60.0
 
     @property
+    def own(self) -> RankPlan:
+        """What this rank is."""
+        tp = None if self.rollout is None else self.rollout.tp_size
+        shape = self.train.mesh_shape(self.num_train_ranks)
+        return rank_plan(self.rank, self.num_train_ranks, self.num_rollout_ranks, tp, self.nodes, shape)
+
+    @property
     def trains(self) -> bool:
-        return self.rank < self.num_train_ranks
+        return self.own.trains
 
     @property
     def samples(self) -> bool:
-        """Whether this rank has a sampler. A sampler on the devices of several ranks belongs to the first of them."""
-        if self.rollout is None or (self.trains and self.num_rollout_ranks):
-            return False
-        first = self.num_train_ranks if self.num_rollout_ranks else 0
-        return (self.rank - first) % self.rollout.tp_size == 0
+        return self.own.samples
 
     @property
     def num_ranks(self) -> int:
@@ -112,7 +116,7 @@ class WorkerSpec:
     @property
     def local_rank(self) -> int:
         """This rank's position among those of its machine."""
-        return self.rank % self.num_local_ranks
+        return self.own.local_rank
 
 
 def ignored(*event: object) -> None:

@@ -25,8 +25,8 @@ from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
 from meshrl.core.terminal import print_message
 from meshrl.core.types import POLICY, Metric, Request, Sample, Turn
-from meshrl.parallel.mesh import coordinates
 from meshrl.plan.decisions import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES
+from meshrl.plan.ranks import coordinates
 from meshrl.rollout.base import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan

@@ -4,7 +4,6 @@ start on this machine are compared with its devices and CPU cores."""
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -139,12 +138,12 @@ async def launched(
     """
     cluster = cfg.cluster
     cfg = cfg if model is None else cfg.model_copy(update={"model": model})
-    nodes = math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks)  # an evaluation may have fewer ranks
-    run_plan = make_plan(cfg, model_numbers(cfg.model.path), this_machine(cluster), nodes)
+    numbers, num_ranks = model_numbers(cfg.model.path), (num_train_ranks, num_rollout_ranks)
+    run_plan = make_plan(cfg, numbers, this_machine(cluster), num_ranks)
     planned = run_plan.config
     specs = [
         WorkerSpec(
-            rank=rank,
+            rank=own.rank,
             num_train_ranks=num_train_ranks,
             num_rollout_ranks=num_rollout_ranks,
             model=planned.model,
@@ -155,10 +154,10 @@ async def launched(
             timeout_s=cluster.timeout_s,
             seed=cfg.run.seed,
             logs=logs,
-            nodes=nodes,
+            nodes=run_plan.ranks[-1].machine + 1,
             deadlines=planned.cluster.deadlines.model_dump(),
         )
-        for rank in range(num_train_ranks + num_rollout_ranks)
+        for own in run_plan.ranks
     ]
     if is_launched() and cluster.executor != "processes":
         raise ConfigError(

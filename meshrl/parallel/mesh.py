@@ -1,10 +1,7 @@
-"""The DeviceMesh, dp_replicate x dp_shard x ulysses x tp, and the place of a rank in it."""
+"""The DeviceMesh, dp_replicate x dp_shard x ulysses x tp. What a rank is in it: plan/ranks.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -12,50 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, _redistribute
 
 AXES = ("dp_replicate", "dp_shard", "ulysses", "tp")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Coordinates:
-    """What one train rank is in the mesh. All code that depends on this reads it here, never from the mesh's axes.
-
-    data_index: which of num_data parts of the samples it works on. num_peers ranks, its peers, work on the same part;
-    they differ only along ulysses and tp, and the first peer reports for all. replica: which complete copy of the
-    weights it belongs to; sender: its number among the num_senders ranks of this copy, which hold different parts.
-    loss_scale: the number of ranks over which FSDP averages gradients, by which each rank multiplies its sum.
-    ulysses, tp: its place among the peers along these axes, and their numbers.
-    """
-
-    data_index: int
-    num_data: int
-    num_peers: int
-    is_first_peer: bool
-    replica: int
-    sender: int
-    num_senders: int
-    loss_scale: int
-    ulysses: int
-    num_ulysses: int
-    tp: int
-    num_tp: int
-
-
-def coordinates(shape: Sequence[int], rank: int) -> Coordinates:
-    """Those of a global rank in a mesh of this shape, in which ranks count along the last axis first."""
-    num_peers, num_senders = prod(shape[2:]), prod(shape[1:])
-    return Coordinates(
-        data_index=rank // num_peers,
-        num_data=prod(shape[:2]),
-        num_peers=num_peers,
-        is_first_peer=rank % num_peers == 0,
-        replica=rank // num_senders,
-        sender=rank % num_senders,
-        num_senders=num_senders,
-        loss_scale=prod(shape[:3]),
-        ulysses=rank // shape[3] % shape[2],
-        num_ulysses=shape[2],
-        tp=rank % shape[3],
-        num_tp=shape[3],
-    )
 
 
 def build_mesh(shape: tuple[int, int, int, int], device_type: str) -> DeviceMesh:

@@ -3,7 +3,9 @@ values that the run decides."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from math import ceil
 from typing import Any, cast
 
@@ -11,6 +13,7 @@ from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.terminal import counted
+from meshrl.plan.ranks import RankPlan
 from meshrl.plan.run_plan import RunPlan, make_plan
 
 Sizes = list[tuple[str, str]]  # (what, how much): upper bounds, not predictions
@@ -34,7 +37,7 @@ def explain(
     else:
         step, run, drawn = _rl_sizes(config)
     roles = ", ".join(f"{role.name} ({'trained' if role.trains else 'not trained'})" for role in run_plan.roles)
-    rows = [*step, ("roles", roles), *_update_sizes(config), *run]
+    rows = [*step, ("roles", roles), ("ranks", _ranks(run_plan.ranks)), *_update_sizes(config), *run]
     if num_data_rows:
         passes = f"{drawn / num_data_rows:.2f} of {num_data_rows:,} rows, before filtering"
         rows.append(("passes over the data", passes))
@@ -52,6 +55,19 @@ def _yaml(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], run_plan: RunPlan) -
         else:
             origins[key] = f"decided: {each.reason}"
     return to_yaml(replace(loaded, config=planned, origins=origins), rules)
+
+
+def _ranks(ranks: Sequence[RankPlan]) -> str:
+    """Such as `0 to 3 train, 4 to 7 sample (2 samplers)`, with the machine if there are several."""
+    texts, is_colocated = [], any(own.trains and own.samples for own in ranks)
+    for (machine, trains), same in groupby(ranks, lambda own: (own.machine, own.trains)):
+        group = list(same)
+        does = " and ".join(["train"] * trains + ["sample"] * (is_colocated or not trains))
+        which = " to ".join(dict.fromkeys((str(group[0].rank), str(group[-1].rank))))
+        samplers = sum(own.samples for own in group)
+        shared = f" ({counted(samplers, 'sampler')})" if 0 < samplers < len(group) else ""
+        texts.append(f"{which} {does}{shared}" + (f" on machine {machine}" if ranks[-1].machine else ""))
+    return ", ".join(texts)
 
 
 def _rl_sizes(config: RunConfig) -> tuple[Sizes, Sizes, int]:
@@ -83,7 +99,7 @@ def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
     ranks, rows = config.cluster.num_train_ranks, config.rows_per_update
     shape = config.train.mesh_shape(ranks)
     lines = [
-        ("train ranks", f"{ranks}, executor {config.cluster.executor}"),
+        ("executor", config.cluster.executor),
         ("mesh", " x ".join(f"{axis} {size}" for (axis, _), size in zip(config.train.mesh, shape, strict=True))),
     ]
     peers = shape[2] * shape[3]

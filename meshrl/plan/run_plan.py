@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
+from math import gcd
 from typing import Any
 
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.plan.decisions import Decision, Machine, ModelNumbers, decisions
+from meshrl.plan.ranks import RankPlan, rank_plan
 
 NO_MACHINE = Machine()
 
@@ -21,6 +23,7 @@ class RunPlan:
 
     config: RunConfig | SftRunConfig
     roles: tuple[RoleSpec, ...]
+    ranks: tuple[RankPlan, ...]
     decisions: Mapping[str, Decision]
 
     @property
@@ -33,15 +36,19 @@ def make_plan(
     config: RunConfig | SftRunConfig,
     model: ModelNumbers | None,
     machine: Machine = NO_MACHINE,
-    num_nodes: int | None = None,
+    num_ranks: tuple[int, int] | None = None,
 ) -> RunPlan:
-    """model: None = its config.json can't be read; then what follows from it is not decided. num_nodes: machines; None
-    = cluster.nodes."""
-    nodes = config.cluster.nodes if num_nodes is None else num_nodes
+    """model: None = its config.json can't be read; then what follows from it is not decided. num_ranks: that train, and
+    that only sample; None = those of the config, an evaluation has others."""
+    cluster, tp = config.cluster, config.rollout.tp_size if isinstance(config, RunConfig) else None
+    num_train, num_rollout = num_ranks or (cluster.num_train_ranks, 0 if tp is None else cluster.num_rollout_ranks)
+    nodes = gcd(cluster.nodes, num_train + num_rollout)  # an evaluation may have fewer ranks
     made = {each.key: each for each in decisions(config, model, machine, nodes)}
     values = {key: each.value for key, each in made.items() if each.value is not None}
+    shape = config.train.mesh_shape(num_train)
+    ranks = [rank_plan(i, num_train, num_rollout, tp, nodes, shape) for i in range(num_train + num_rollout)]
     roles = (POLICY, REFERENCE) if isinstance(config, RunConfig) and config.algo.kl.coef > 0 else (POLICY,)
-    return RunPlan(config=reduce(_with, values.items(), config), roles=roles, decisions=made)
+    return RunPlan(config=reduce(_with, values.items(), config), roles=roles, ranks=tuple(ranks), decisions=made)
 
 
 def _with(part: Any, change: tuple[str, Any]) -> Any:

@@ -44,8 +44,9 @@ from meshrl.model.routing import RouterSums, Routing, require_routing
 from meshrl.model.save import save_pretrained, write_configs
 from meshrl.monitor.recorder import recorder
 from meshrl.parallel.fsdp import full_tensor, local_shard, reshard
-from meshrl.parallel.mesh import coordinates, replica_group
+from meshrl.parallel.mesh import replica_group
 from meshrl.parallel.timing import timed, timed_collective
+from meshrl.plan.ranks import coordinates
 from meshrl.train.checkpoint import Tensors, stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.offload import HostMemory

@@ -222,6 +222,7 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint(home, config, nested):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
 
 
+@pytest.mark.slow
 def test_a_run_in_another_thread_needs_no_signals(config):
     runs = list[meshrl.Run]()
 

@@ -208,6 +208,7 @@ def test_a_damaged_checkpoint_ends_the_resume_and_names_the_file(config):
     assert _files(folder) == before
 
 
+@pytest.mark.slow
 def test_only_the_newest_states_but_all_models_are_kept(config, monkeypatch):
     """Each state but the last one is copied before it is written, since the training continues."""
     copied = list[bool]()

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from source_tree import ROOT, imports, name_of, python_files
 
 LEVELS = {
@@ -142,13 +141,10 @@ def test_the_package_imports_no_tests_or_examples():
     assert [(name_of(p), m) for p in python_files("meshrl") for m, _ in imports(p) if m.split(".")[0] in outside] == []
 
 
-@pytest.mark.parametrize("group", ["start", *TORCH_FREE_PACKAGES])
-def test_modules_that_must_start_fast_import_without_torch(group: str):
+def test_modules_that_must_start_fast_import_without_torch():
     """In a process where importing torch or Transformers fails, so that the traceback names the import."""
-    modules = TORCH_FREE
-    if group != "start":
-        files = [p for p in python_files(f"meshrl/{group}") if p.name != "__init__.py"]
-        modules = [name_of(path).removesuffix(".py").replace("/", ".") for path in files]
+    files = [p for package in TORCH_FREE_PACKAGES for p in python_files(f"meshrl/{package}") if p.name != "__init__.py"]
+    modules = [*TORCH_FREE, *(name_of(path).removesuffix(".py").replace("/", ".") for path in files)]
     code = "import sys, importlib\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
     code += f"for name in {modules!r}: importlib.import_module(name)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

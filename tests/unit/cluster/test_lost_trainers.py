@@ -208,6 +208,7 @@ def test_after_a_sync_that_a_lost_rank_interrupted_the_next_full_sync_makes_samp
     _run(body)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_lost_while_they_start_can_be_started_again(tmp_path):
     """The rank that had started is ended with the other."""
 
@@ -269,6 +270,7 @@ def test_a_sampler_that_dies_while_it_is_idle_is_replaced_at_once(tmp_path):
     _run(body)
 
 
+@pytest.mark.slow
 def test_a_new_process_gets_no_command_before_it_has_started_also_after_an_interrupted_restart(tmp_path):
     """Such as the abort of a request to its former process: it has no sampler yet."""
 
@@ -339,6 +341,7 @@ def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versi
     _run(body)
 
 
+@pytest.mark.slow
 def test_a_sampler_that_is_lost_twice_gets_no_weights_of_an_unfinished_version(tmp_path):
     """The trainer makes a step between the two replacements, so its weights are not those of its version."""
 
@@ -374,6 +377,7 @@ def die_when_a_sync_begins(worker: RankWorker) -> None:
     RankWorker.sync = sync  # type: ignore[method-assign, assignment]
 
 
+@pytest.mark.slow
 def test_a_sampler_that_dies_while_a_broadcast_group_forms_is_replaced_and_a_new_group_forms(tmp_path):
     """The ranks that wait for it fail first; they are not the cause and are not replaced. The new group has
     another address."""

@@ -216,6 +216,7 @@ def raise_or_die_later(worker: RankWorker) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_an_exception_that_another_ranks_death_caused_is_not_reported_as_the_cause(tmp_path, monkeypatch):
     """The first sign is rank 0's exception, but rank 1 is the cause. So new ranks can replace both."""
     monkeypatch.setattr(processes, "_SETTLE_S", 60.0)  # it ends with the death

@@ -19,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshrl.cluster.weight_sync import sync_order
 from meshrl.parallel.boxes import boxes
-from meshrl.parallel.mesh import Coordinates, build_mesh, coordinates, forget_meshes, fsdp_mesh, replica_group
+from meshrl.parallel.mesh import build_mesh, forget_meshes, fsdp_mesh, replica_group
+from meshrl.plan.ranks import Coordinates, coordinates
 from meshrl.sync.delivery import Address
 from meshrl.sync.layout import Box, SyncHeader, make_layout
 from meshrl.sync.transaction import SyncState

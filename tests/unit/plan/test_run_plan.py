@@ -97,3 +97,34 @@ def test_what_follows_from_a_model_that_can_not_be_read_is_left_open(folder: Pat
     config = make_plan(load(folder).config, None, CPU).config
     assert isinstance(config, RunConfig)
     assert config.train.max_tokens_per_microbatch is config.rollout.max_context_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ("cluster.num_train_ranks=1", "0 train and sample"),
+        ("cluster.num_train_ranks=2", "0 to 1 train and sample"),
+        ("cluster.num_train_ranks=2 cluster.num_rollout_ranks=1", "0 to 1 train, 2 sample"),
+        (
+            "rollout.engine=vllm rollout.mesh.infer_tp=2 cluster.num_rollout_ranks=4",
+            "0 train, 1 to 4 sample (2 samplers)",
+        ),
+        (
+            "cluster.executor=ray cluster.nodes=2 cluster.num_train_ranks=8",
+            "0 to 3 train and sample on machine 0, 4 to 7 train and sample on machine 1",
+        ),
+    ],
+)
+def test_explain_shows_what_each_rank_does(folder: Path, overrides: str, text: str):
+    lines = explain(load(folder, *overrides.split())).splitlines()
+    assert [line.split(maxsplit=2)[2] for line in lines if line.startswith("# ranks ")] == [text]
+
+
+def test_the_specs_of_the_ranks_agree_with_the_plan(folder: Path):
+    """For an evaluation, too, where the train ranks sample, on fewer machines if they can't be divided."""
+    config = load(folder, "cluster.executor=ray", "cluster.nodes=2", "cluster.num_train_ranks=4").config
+    for num_ranks in ((4, 0), (0, 4), (0, 3), (2, 2)):
+        ranks = make_plan(config, None, num_ranks=num_ranks).ranks
+        assert [own.samples for own in ranks] == [own.trains == (num_ranks[1] == 0) for own in ranks]
+        assert ranks[-1].machine == (0 if sum(num_ranks) == 3 else 1)
+        assert [own.coordinates is not None for own in ranks] == [own.trains for own in ranks]
