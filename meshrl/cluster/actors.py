@@ -50,9 +50,8 @@ from meshrl.model.flops import peak_flops
 from meshrl.model.recipe import DTYPES
 from meshrl.model.stream import LoadedWeights
 from meshrl.monitor.metrics import memory_metrics
-from meshrl.monitor.recorder import TRACED, recorder
+from meshrl.monitor.recorder import PROFILE_FILE, TRACED, recorder, write_rank
 from meshrl.monitor.status import RankProcess
-from meshrl.monitor.trace import PROFILE_FILE, write_rank
 from meshrl.parallel.mesh import build_mesh
 from meshrl.parallel.timing import settle
 from meshrl.process.family import family, own_memory

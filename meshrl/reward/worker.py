@@ -9,12 +9,12 @@ C. The process dies and raises no exception: an exception inside SymPy leaves ca
 Messages (process/frames.py) are objects to the worker, which trusts its parent, and JSON back, so that no answer can
 run code in the parent.
 
-    parent -> worker   dict(terms={term: (kind, args)}, functions={term: pickled function}, timeout_s,
+    parent -> worker   dict(request=name, terms={term: (kind, args)}, functions={term: pickled function}, timeout_s,
                        max_memory_bytes, max_reward), then (name, list of (term, payload)) for each batch
-    worker -> parent   {"ready": [async terms], "cpu_limited": [terms], "of_tokens": [terms]} | {"config_error": text},
-                       then for each item of a batch {"batch": name, "item": i} with "value": float |
-                       "abstained": true | "failure": [kind, message], and with "retire": true where the process should
-                       not be used again. replies.py checks them.
+    worker -> parent   {"request": name} with "async": [terms], "cpu_limited": [terms], "of_tokens": [terms] |
+                       "config_error": text, then for each item of a batch {"request": name, "item": i} with "value":
+                       float or null (it abstains) | "failure": [kind, message], and with "retire": true where the
+                       process should not be used again.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ def serve(link: socket.socket) -> None:
         functions = setup["functions"]
         graders = {t: make_grader(t, kind, args, functions.get(t)) for t, (kind, args) in setup["terms"].items()}
     except ConfigError as error:
-        _send(link, config_error=str(error))
+        _send(link, request=setup["request"], config_error=str(error))
         return
     cpu_s = min(MATH_CPU_S, setup["timeout_s"] / 2)  # ends before the parent's timeout, also on a busy machine
     cpu_limits = {term: cpu_s for term, grader in graders.items() if grader.function is math_answer}
     is_async = [term for term, grader in graders.items() if grader.is_async]
     of_tokens = [term for term, grader in graders.items() if {*grader.takes} & {*OF_TOKENS}]
-    _send(link, ready=is_async, cpu_limited=list(cpu_limits), of_tokens=of_tokens)
+    terms = {"async": is_async, "cpu_limited": list(cpu_limits), "of_tokens": of_tokens}
+    _send(link, request=setup["request"], **terms)
     keeps_children = _has_children()  # a user's module may start a helper process at import
     loop, max_reward = None, setup["max_reward"]
     while True:
@@ -76,7 +77,7 @@ def serve(link: socket.socket) -> None:
             name, items = receive(link)
         except EOFError:
             return
-        answer = partial(_send, link, batch=name)
+        answer = partial(_send, link, request=name)
         if not graders[items[0][0]].is_async:
             _grade_in_order(answer, graders, cpu_limits, items, keeps_children, max_reward)
             continue
@@ -137,7 +138,7 @@ async def _grade_together(
 def _value_reply(value: Any, max_reward: float) -> dict[str, Any]:
     """The reply for a returned value: a number within the limit, None, or a failure that shows another value."""
     if value is None:
-        return {"abstained": True}
+        return {"value": None}
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()  # np.bool_ is no number for Python, and the smallest int64 has no absolute value
     size: Any = abs(value) if isinstance(value, bool | numbers.Real) else math.inf

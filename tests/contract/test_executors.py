@@ -26,9 +26,9 @@ from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import phase
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.core.errors import CheckpointError, SamplerMismatchError
+from meshrl.monitor.recorder import CONTROLLER, SPANS_FILE, read_controller, read_rank
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import TerminalSink, read_metrics
-from meshrl.monitor.trace import CONTROLLER, SPANS_FILE, read_controller, read_rank
 from meshrl.sync.transaction import SyncOrder
 
 pytestmark = pytest.mark.timeout(300)  # a test may start two runs with up to three processes each

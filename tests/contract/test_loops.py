@@ -20,9 +20,9 @@ from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import phase
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Generate, Prompt, Trajectory
+from meshrl.monitor.recorder import CONTROLLER, PROFILE_FILE, SPANS_FILE, read_controller, read_rank
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import TerminalSink
-from meshrl.monitor.trace import CONTROLLER, PROFILE_FILE, SPANS_FILE, read_controller, read_rank
 from meshrl.sync.transaction import SyncOrder
 
 pytestmark = pytest.mark.timeout(240)

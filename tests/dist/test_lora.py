@@ -179,6 +179,7 @@ def test_an_exported_folder_is_the_merged_model_and_peft_loads_its_adapter(pool,
     assert result["memory"]["optimizer"] < result["memory"]["params"]
 
 
+@pytest.mark.slow
 def test_an_export_in_bf16_states_the_share_of_the_adapters_change_that_it_has(pool, uneven, tmp_path):
     """Compared with the projection by peft's files, on one rank and on four."""
     shares = []

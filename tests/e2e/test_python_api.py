@@ -21,7 +21,7 @@ from tiny_run import ascii_share, steps_of, write_run
 import meshrl
 from meshrl.agent.loop import SingleTurn, prompt_ids, start_trajectory, take_turn
 from meshrl.core.errors import AgentError, ConfigError, MeshrlError
-from meshrl.monitor.trace import CONTROLLER, read_controller
+from meshrl.monitor.recorder import CONTROLLER, read_controller
 
 INLINE = {"cluster": {"executor": "inline"}}
 ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]

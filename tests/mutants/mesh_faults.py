@@ -14,7 +14,7 @@ FAULTS = [
         "the gradients of norms are not summed over tp",
         "meshrl/parallel/exchange.py::_SummedGradients.backward",
         "ctx.axis.sum(own.to(torch.promote_types(own.dtype, torch.float32))) => own",
-        _FAMILY + "[norms of heads]",
+        _FAMILY + "[norms of heads-shard 2 x tp 2]",
     ),
     Fault(
         "the gradients of norms are summed in the compute dtype",
@@ -99,13 +99,13 @@ FAULTS = [
         "each rank of tp adds the bias to the sum",
         "meshrl/parallel/tp.py::TensorParallel.local",
         "tensors[i] / self.axis.size => tensors[i]",
-        _FAMILY + "[biases, layer norms]",
+        _FAMILY + "[biases, layer norms-shard 2 x tp 2]",
     ),
     Fault(
         "a fused tensor is cut as if it were one",
         "meshrl/model/tensor_parallel.py::_cut",
         "_OUTPUTS[style] => 1",
-        _FAMILY + "[fused experts]",
+        _FAMILY + "[fused experts-shard 2 x tp 2]",
     ),
     Fault(
         "the entropy leaves out how much of the distribution each rank has",
@@ -135,7 +135,7 @@ FAULTS = [
         "a module that each rank computes in full is summed",
         "meshrl/parallel/tp.py::TensorParallel._between_slices",
         "sum_scattered(out[0], self.axis) if is_cut else self.axis.own(out[0]) => sum_scattered(out[0], self.axis)",
-        _FAMILY + "[words and features that tp does not divide]",
+        _FAMILY + "[words and features that tp does not divide-shard 2 x tp 2]",
     ),
     Fault(
         "the check at the start compares cut parameters with cut parameters",

@@ -143,6 +143,13 @@ def test_test_files_have_unique_names():
     assert [name_of(path) for path in python_files("tests") if path.name == "__init__.py"] == []
 
 
+def test_every_file_that_the_map_of_promises_names_exists_and_every_folder_of_tests_is_named():
+    named = re.findall(r"`([\w/]+(?:\.py)?)`", (ROOT / "tests" / "README.md").read_text(encoding="utf-8"))
+    assert [name for name in named if "/" in name and not (ROOT / "tests" / name).exists()] == []
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert folders - {name.split("/")[0] for name in named} == {"cluster"}  # needs a cluster of several machines
+
+
 def test_every_file_in_the_order_of_files_exists():
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     assert [name for group in LONGEST_FIRST for name in group if not any(f.startswith(name) for f in files)] == []

@@ -8,13 +8,14 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tiny_tokenizers import tiny_tokenizer
 
 from meshrl.config.data import DataConfig, DataSource
 from meshrl.core.errors import DataError
-from meshrl.data.datasets import PromptMaker
-from meshrl.data.order import load_eval_prompts, open_feed
+from meshrl.data.datasets import PromptMaker, SftRow
+from meshrl.data.order import SftSource, load_eval_prompts, open_feed
 from meshrl.run.task import note_on_overlap
 
 
@@ -100,6 +101,8 @@ def test_the_order_depends_on_the_seed_and_not_on_the_size_of_the_draws(config, 
     assert by_one == drawn(feed(config(kind), seed=1).next(90))
     assert by_one != drawn(feed(config(kind), seed=2).next(90))
     assert [ordinal for ordinal, _, _ in by_one] == list(range(90))
+    # An ordinal set on a shared record would change prompts that were drawn before.
+    assert len({id(prompt) for prompt in feed(config(kind), seed=1).next(90)}) == 90
 
 
 @pytest.mark.parametrize("kind", FEEDS)
@@ -127,6 +130,13 @@ def test_a_resume_detects_changed_answers_unless_the_state_has_no_digest_of_them
         feed(config(kind)).load_state(state)
     if kind == "memory":  # a stream knows the offsets and sizes of its file
         feed(config(kind)).load_state({name: value for name, value in state.items() if name != "answers"})
+
+
+def test_a_resume_with_another_number_of_rows_is_refused(config):
+    state, path = feed(config("memory")).state(), Path(config("memory").path)
+    path.write_text(path.read_text() + '\n{"question": "one more", "answer": "1"}\n')
+    with pytest.raises(DataError, match="num_rows was 45, is 46"):
+        feed(config("memory")).load_state(state)
 
 
 def test_a_resumed_stream_detects_a_changed_row_far_from_its_start(config):
@@ -159,9 +169,10 @@ def test_a_stream_returns_the_same_prompts_as_reading_all_rows(config):
     assert 15 <= stream.num_left_out <= 20
 
 
-def test_a_stream_without_shuffling_keeps_the_order_of_the_file(config):
-    stream = feed(config("stream", shuffle=False, max_prompt_tokens=2000))
-    assert [p.id for p in stream.next(120)] == [f"train-{i % 50 + 1}" for i in range(120)]
+@pytest.mark.parametrize("kind", FEEDS[:2])
+def test_without_shuffling_the_order_is_that_of_the_file(config, kind):
+    rows = feed(config(kind, shuffle=False, max_prompt_tokens=2000))
+    assert [p.id for p in rows.next(120)] == [f"train-{i % 50 + 1}" for i in range(120)]
 
 
 def test_a_stream_has_the_same_order_as_reading_all_rows(config):
@@ -271,3 +282,16 @@ def test_held_out_prompts_have_ordinals_that_training_never_has(config, tmp_path
     assert (len(prompts), left_out) == (10, 2)
     assert [p.ordinal for p in prompts] == [-1 - i for i in range(10)]
     assert load_eval_prompts(PromptMaker(config("memory"), tiny_tokenizer())) == ([], 0)
+
+
+def test_sft_rows_become_samples_without_sampled_tokens():
+    rows = [
+        SftRow(id=f"w-{i}", ids=np.array([1, 2, 3], np.int32), mask=np.array([False, True, True])) for i in range(3)
+    ]
+    drawn = SftSource(rows, seed=0).next(4)
+    assert len({s.trajectory_id for s in drawn}) == 4
+    sample = drawn[0]
+    assert sample.tokens.tolist() == [1, 2, 3]
+    assert sample.mask.tolist() == [False, True, True]
+    assert sample.turn.tolist() == [-1, 0, 0]
+    assert np.isnan(sample.rollout_logprobs).all() and (sample.versions == -1).all()

@@ -5,8 +5,7 @@ import pytest
 
 from meshrl.config.cluster import ClusterConfig
 from meshrl.core.types import Metric, Prompt, Times, Trajectory, Turn
-from meshrl.loops.finish_step import request_times
-from meshrl.loops.shared_step import throughput, unknown_device
+from meshrl.loops.finish_step import request_times, throughput, unknown_device
 from meshrl.monitor.metrics import divide, merge, units
 
 

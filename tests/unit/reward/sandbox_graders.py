@@ -111,9 +111,9 @@ def write_frame(body):
 
 
 def answer_as(item):
-    """Answer another item with the worker's own function and the name of the batch."""
+    """Answer another item with the worker's own function and the name of the request."""
     frame = sys._getframe()
-    while "answer" not in frame.f_locals or "batch" not in getattr(frame.f_locals["answer"], "keywords", ()):
+    while "answer" not in frame.f_locals or "request" not in getattr(frame.f_locals["answer"], "keywords", ()):
         frame = frame.f_back
     frame.f_locals["answer"](item=item, value=7.0)
     return 0.25

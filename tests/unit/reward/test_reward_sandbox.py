@@ -116,7 +116,7 @@ FORGED = [
     'forge {"item": 2, "value": 7.0}',  # one that the worker will answer later
     'forge {"item": 1, "value": 7.0, "retire": true}',
     'forge {"item": 99, "failure": ["crash", "x"]}',
-    'forge {"ready": [], "cpu_limited": []}',
+    'forge {"async": [], "cpu_limited": []}',
     "answer_as 2",
     "answer_as 99",
     "forge []",
@@ -141,26 +141,17 @@ def test_a_reply_between_two_batches_is_no_answer_to_the_next(shared_sandbox):
     assert grade(shared_sandbox, ["int"]) == ([3.0], 1)
 
 
-@pytest.mark.parametrize(
-    ("first", "found"),
-    [('{"ready": ["t"], "cpu_limited": []}', "crash"), ('{"ready": 7}', "its first reply"), ("nonsense", "not JSON")],
-)
-def test_a_module_that_writes_to_the_socket_at_its_import_is_refused(tmp_path, monkeypatch, first, found):
-    """A forged report of readiness makes the real one an invalid answer."""
+@pytest.mark.parametrize("first", ['{"async": ["t"], "cpu_limited": [], "of_tokens": []}', '{"async": 7}', "nonsense"])
+def test_a_module_that_writes_to_the_socket_at_its_import_is_refused(tmp_path, monkeypatch, first):
     (tmp_path / "forger.py").write_text(
         f"import os, struct, sys\nbody = {first.encode()!r}\n"
         "os.write(int(sys.argv[1]), struct.pack('!I', len(body)) + body)\ndef reward(completion, answer): return 1.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     sandbox = open_sandbox({"t": RewardTerm(kind="forger:reward")})
-    try:
-        if found == "crash":
-            assert kinds(grade(sandbox, ["fine"], term="t")[0]) == ["crash"]
-        else:
-            with pytest.raises(RewardError, match=found):
-                grade(sandbox, ["fine"], term="t")
-    finally:
-        asyncio.run(sandbox.close())
+    with pytest.raises(RewardError, match=r"not to the current request|not JSON"):
+        grade(sandbox, ["fine"], term="t")
+    asyncio.run(sandbox.close())
 
 
 def test_numbers_of_other_types_count(shared_sandbox):

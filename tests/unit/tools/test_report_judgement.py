@@ -8,14 +8,12 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tiny_run import write_run
 
 from meshrl.cli import main
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import load_run_config
-from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.status import StatusFile
@@ -221,23 +219,9 @@ def test_the_title_of_an_evaluation_names_the_run(tmp_path: Path, model: str | N
 
 def test_the_answers_of_tools_stand_between_those_of_the_model(tmp_path: Path):
     write_metrics(tmp_path, (0.225, 0.9), truncated=0.02)
-    spoken = [("call(6*7)", []), ("it is 42", [{"role": "tool", "content": f"42 {HOSTILE}"}])]
-    turns = [
-        Turn(
-            context_ids=np.array([1], np.int32),
-            output_ids=np.array([ord(c) for c in text], np.int32),
-            logprobs=np.zeros(len(text), np.float32),
-            versions=np.zeros(len(text), np.int32),
-            stop_reason="stop",
-            messages=[*new, {"role": "assistant", "content": "parsed"}],
-        )
-        for text, new in spoken
-    ]
-    prompt = Prompt(id="q", ordinal=-1, messages=[{"role": "user", "content": "6*7?"}], answer="42")
-    asked = Trajectory(
-        prompt=prompt, group_id="q", index=0, purpose="eval", turns=turns, rewards={"a": 0.0}, reward=0.0
-    )
-    RolloutLog(tmp_path, lambda ids: "".join(map(chr, ids))).write(0, [asked], name="eval")
+    asked = answer("6*7?", "call(6*7)", 0.0)
+    asked.turns += answer("6*7?", "it is 42", 0.0, messages=[{"role": "tool", "content": f"42 {HOSTILE}"}]).turns
+    RolloutLog(tmp_path, decode).write(0, [asked], name="eval")
     page = page_of(tmp_path)
     assert "assistantcall(6*7)tool42 </script>" in text_of(page) and "assistantit is 42" in text_of(page)
     assert "<img" not in page

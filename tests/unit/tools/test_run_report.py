@@ -7,17 +7,16 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from golden import check_golden, visible_text
 
 from meshrl.core.errors import MeshrlError
-from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.tools.page.charts import Line, line_chart, number, stacked_chart
 from meshrl.tools.report.folder import LoggedAnswer, LoggedPrompt, read_run
 from meshrl.tools.report.page import write_report
+from tests.made_runs import answer, decode
 
 CONFIG = """\
 # resolved from gsm8k.yaml
@@ -34,20 +33,6 @@ loop:
 UNITS = {"reward/mean": "", "eval/mean_at_k": "score", "memory/rss_bytes": "bytes", "train/grad_norm": ""}
 UNITS |= {"time/rollout_s": "s", "time/train_s": "s", "sync/version": "version", "sync/proven_wire": "fraction"}
 UNITS |= {"proof/logprob_abs_diff_mean": "nats", "proof/limit": "nats"}
-
-
-def attempt(question: str, text: str, score: float) -> Trajectory:
-    turn = Turn(
-        context_ids=np.array([1], np.int32),
-        output_ids=np.array([ord(c) for c in text], np.int32),
-        logprobs=np.zeros(len(text), np.float32),
-        versions=np.zeros(len(text), np.int32),
-        stop_reason="stop",
-    )
-    prompt = Prompt(id=question, ordinal=-1, messages=[{"role": "user", "content": question}], answer="42")
-    return Trajectory(
-        prompt=prompt, group_id=question, index=0, purpose="eval", turns=[turn], rewards={"answer": score}, reward=score
-    )
 
 
 @pytest.fixture
@@ -72,10 +57,10 @@ def folder(tmp_path: Path) -> Path:
         sink.write(step, values, UNITS)
     sink.write(20, {"eval/mean_at_k": 2 / 3}, UNITS)
     sink.close()
-    log = RolloutLog(run, lambda ids: "".join(map(chr, ids)))
-    log.write(0, [attempt("6*7?", "41", 0), attempt("forty two?", "42", 1), attempt("hard?", "no", 0)], name="eval")
-    evil = attempt("forty two?", "</pre><script>alert(1)</script>", 0)
-    log.write(20, [attempt("6*7?", "42 indeed", 1), evil, attempt("hard?", "still no", 0)], name="eval")
+    log = RolloutLog(run, decode)
+    log.write(0, [answer("6*7?", "41", 0), answer("forty two?", "42", 1), answer("hard?", "no", 0)], name="eval")
+    evil = answer("forty two?", "</pre><script>alert(1)</script>", 0)
+    log.write(20, [answer("6*7?", "42 indeed", 1), evil, answer("hard?", "still no", 0)], name="eval")
     (run / "config.yaml").write_text(CONFIG)
     (run / "run_notes.txt").write_text("2026-11-24 14:30:00  rank 3 <lost>; replacing it\n")
     return run
@@ -129,7 +114,7 @@ def test_the_keys_of_the_run_decide_which_answers_of_an_evaluation_are_right(fol
     def right(*lines: str, weight: str = "") -> list[bool]:
         terms = [
             f"    {name}:\n      kind: m:f  # default\n      weight: {weight}  # default"
-            for name in ("answer", "other")
+            for name in ("correct", "other")
             if weight
         ]
         text = ["reward:", "  terms:", *terms, "loop:", *(f"  {line}  # default" for line in lines)]
@@ -138,12 +123,12 @@ def test_the_keys_of_the_run_decide_which_answers_of_an_evaluation_are_right(fol
         assert evaluation is not None
         return [prompt.is_right for prompt in evaluation[1].values()]
 
-    attempts = [attempt("6*7?", "41", 0.5), attempt("forty two?", "42", 1)]
+    attempts = [answer("6*7?", "41", 0.5), answer("forty two?", "42", 1)]
     attempts[0].rewards["other"], attempts[1].rewards["other"] = 2.0, 0.0
     attempts[0].reward = 1.5
-    log = RolloutLog(folder, lambda ids: "".join(map(chr, ids)))
+    log = RolloutLog(folder, decode)
     log.write(0, attempts, name="eval")
-    assert right("eval_term: answer") == [False, True] and right("eval_term: answer", "eval_pass_score: 0.5") == [
+    assert right("eval_term: correct") == [False, True] and right("eval_term: correct", "eval_pass_score: 0.5") == [
         True,
         True,
     ]
@@ -152,7 +137,7 @@ def test_the_keys_of_the_run_decide_which_answers_of_an_evaluation_are_right(fol
     assert right("eval_term: weighted_sum", "eval_pass_score: 1.5") == [True, False]
     assert right("eval_term: weighted_sum", "eval_pass_score: many") == [True, True]
 
-    attempts[1].rewards.update(answer=None, other=1.0)  # it passes by the other term alone
+    attempts[1].rewards.update(correct=None, other=1.0)  # it passes by the other term alone
     attempts[1].reward = 0.5
     log.write(0, attempts, name="eval")
     assert right("eval_term: null", weight="0.5") == [True, True] and right(weight="2") == [False, False]
