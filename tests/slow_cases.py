@@ -1,7 +1,7 @@
 """Cases of test tables that `make test` leaves to `make test-all`.
 
 Of tables of model families `make test` runs some for each mechanism. Of products of axes (ranks, dtypes, strategies,
-meshes, transports) it runs a few cases that have each value once and, where two axes can influence each other, their
+meshes, transports) it runs a few cases that have most values once and, where two axes can influence each other, their
 pairs. The other cases are listed here, not in their files, so that one page shows what `make test` does not run.
 """
 
