@@ -259,19 +259,15 @@ def _config(args: argparse.Namespace) -> None:
 def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
     from meshrl.config.run import SftRunConfig
     from meshrl.data.check import count_rows
-    from meshrl.plan.decisions import Machine
     from meshrl.plan.explain import explain
-    from meshrl.plan.run_plan import make_plan
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and no hub is waited for
-    config, numbers, machine = loaded.config, None, Machine()
-    with suppress(MeshrlError, ImportError):  # the lines of the memory give the reason
-        from meshrl.cluster.launch import this_machine
-        from meshrl.model.limits import model_numbers
+    config, run_plan = loaded.config, None
+    with suppress(ImportError):  # the lines of the memory give the reason
+        from meshrl.cluster.launch import plan_of
 
-        machine = this_machine(config.cluster)
-        numbers = model_numbers(config.model.path)
-    print_output(explain(loaded, count_rows(config), make_plan(config, numbers, machine)), end="")
+        run_plan = plan_of(config)
+    print_output(explain(loaded, count_rows(config), run_plan), end="")
     print_output(f"\n{_if_here('memory', partial(_memory, config))}")
     if not isinstance(loaded.config, SftRunConfig):
         data = loaded.config.data

@@ -256,6 +256,7 @@ def test_a_signal_after_an_error_ends_the_run_with_the_error_and_a_saved_step(co
     assert (result["status"], result["error"]) == ("failed", "_Broken: ")
 
 
+@pytest.mark.slow
 def test_the_own_checkpoint_of_a_run_may_be_given_by_a_relative_path(config: Path, tmp_path: Path):
     """It is then no branch: the run keeps its best model."""
     script = tmp_path / "script"
