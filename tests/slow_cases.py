@@ -187,6 +187,8 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     "tests/unit/reward/test_reward_sandbox.py": {
         "test_a_reply_that_user_code_writes_breaks_the_worker_and_is_no_reward": "(?!forge ..item.: 1, .value.: 7.0.$"
         "|answer_as 2|forge nonsense|forge_bytes).*",
+        "test_a_daemon_in_a_session_of_its_own_ends_with_its_worker": "os_exit|close",
+        "test_workers_die_with_a_killed_parent": "hang_in_c",
     },
     "tests/unit/rollout/test_embedded_generation.py": {
         "test_logprobs_equal_the_trainers": "qwen2-1..|gemma2-(0.6|1.0)",

@@ -44,8 +44,8 @@ from meshrl.core.device import (
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import POLICY, REFERENCE, Metric, Request, Sample, Turn
 from meshrl.model.attention import attention_text
+from meshrl.model.costs import peak_flops
 from meshrl.model.facts import model_facts
-from meshrl.model.flops import peak_flops
 from meshrl.model.recipe import DTYPES
 from meshrl.model.stream import LoadedWeights
 from meshrl.monitor.metrics import memory_metrics

@@ -19,7 +19,7 @@ from meshrl.cluster.executor import Executor, ignored
 from meshrl.core.errors import RankFailure
 from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric, Request, Turn
-from meshrl.rollout.continuation import join_turns
+from meshrl.rollout.base import join_turns
 from meshrl.sync.layout import Layout
 
 T = TypeVar("T")

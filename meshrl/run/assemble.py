@@ -184,6 +184,8 @@ def _note_start(run: LiveRun) -> None:
         samplers = f"{counted(num, 'sampler rank')}, " if num else "colocated samplers, "
     trainers = counted(cluster.num_train_ranks, "train rank")
     run.out.note(f"run {run.folder}: starting {trainers}, {samplers}executor {cluster.executor}")
+    if run.run_plan.note is not None:
+        run.out.note(run.run_plan.note)
 
 
 async def _note_ready(run: LiveRun, keeper: Keeper, trainer: TrainGroup, has_evaluations: bool = False) -> None:

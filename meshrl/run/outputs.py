@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import Executor
+from meshrl.cluster.launch import plan_of
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.core.errors import MeshrlError, RankFailure
@@ -40,6 +41,7 @@ from meshrl.monitor.recorder import (
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.status import STOP_FILE, StatusFile
 from meshrl.monitor.trackers import open_trackers
+from meshrl.plan.run_plan import RunPlan
 from meshrl.run.folder import OTHER_FOLDER, FolderLease, Start, choose_start, run_name, set_aside, with_date
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback, WriteReport
 from meshrl.run.signals import Stop
@@ -246,6 +248,7 @@ class LiveRun:
     new run."""
 
     loaded: Loaded[Any]
+    run_plan: RunPlan
     kind: str
     num_steps: int
     folder: Path
@@ -291,6 +294,8 @@ def live_run(
         with output_errors(folder, OTHER_FOLDER):
             start = choose_start(loaded.config.run, folder, kind, num_steps, notes.append)
         loaded = with_date(loaded, {} if start is None else start.saved.get("config", {}))
+        run_plan = plan_of(loaded.config)
+        loaded = run_plan.with_reasons(loaded)
         stop.is_in(folder)
         out = RunOutputs(loaded, kind, num_steps, folder, start, objects)
         for note in notes:
@@ -303,6 +308,7 @@ def live_run(
                 out.note(f"the file system of {folder} has no locks: a second run in this folder is not refused")
             yield LiveRun(
                 loaded=loaded,
+                run_plan=run_plan,
                 kind=kind,
                 num_steps=num_steps,
                 folder=folder,

@@ -79,6 +79,8 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     assert notes[-3].endswith("); best: 0.750 at step 3") and notes[-2] == f"best model: {best.model}"
     assert result["verdict"]["outcome"] == "unchanged" and result["verdict"]["text"] == notes[-3]
     assert (folder / "rewards.log").read_text().splitlines()[0].endswith(r"  worker 0: graded \x1b[2J")
+    assert notes[1] == 'decided: rollout.max_context_tokens 256, algo.correction.kind "off"'
+    assert "  # default, here 0: loop.kind is colocated\n" in (folder / "config.yaml").read_text()
     (cut,) = important((folder / "run_notes.txt").read_text())
     assert "step 1: 75% of the answers were cut off" in cut
     assert notes[-1].startswith("done: 4 steps") and not any("grad " in note for note in notes)  # no lines of steps
