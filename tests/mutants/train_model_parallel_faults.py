@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fault import Fault
 
-_BUFFERS_OUT = "tests/dist/test_buffers_out.py::"
+_BUFFERS_OUT = "tests/dist/test_states_out.py::"
 _CHECKPOINT_RESHARD = "tests/dist/test_checkpoint_reshard.py::"
 _LORA = "tests/dist/test_lora.py::"
 _LORA_EXPERTS = "tests/dist/test_lora_experts.py::"
