@@ -57,7 +57,8 @@ from meshrl.algo.correction import correction_summary
 from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.batch import Outputs
 from meshrl.core.device import keep_freed_memory
@@ -65,9 +66,9 @@ from meshrl.core.types import POLICY, Metric, Prompt, Sample, Trajectory
 from meshrl.data.decode import answer_text, text_of
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
+from meshrl.loops.collect import ScoredBatch
 from meshrl.loops.finish_step import rollout_metrics
 from meshrl.loops.job import Job
-from meshrl.loops.source import ScoredBatch
 from meshrl.loops.train_step import _staleness, split_updates
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.metrics import divide, merge

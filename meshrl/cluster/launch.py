@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,20 +14,21 @@ import torch
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import Executor, WorkerSpec, ignored
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.cluster.processes import ProcessExecutor
-from meshrl.cluster.torchrun import TorchrunExecutor, is_launched
+from meshrl.cluster.remote import TorchrunExecutor, is_launched
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_count, device_type, keep_freed_memory, may_have_own_device, num_cores
-from meshrl.core.errors import ConfigError, RankFailure
+from meshrl.core.errors import ConfigError, MeshrlError, RankFailure
 from meshrl.core.terminal import print_message
 from meshrl.model.limits import model_numbers
 from meshrl.plan.decisions import Machine
-from meshrl.plan.run_plan import make_plan
+from meshrl.plan.run_plan import RunPlan, make_plan
 from meshrl.sync.layout import Layout
 
 T = TypeVar("T")
@@ -103,15 +104,20 @@ class Groups:
     async def restart_trainers(self, layout: Layout | None) -> None:
         """Replace lost train ranks by new ones. They and their colocated samplers have the weights of the model's
         folder. Samplers in their own ranks continue to run, and wait for weights. layout: of the syncs; None when no
-        rank samples.
-
-        Raises: RankFailure; a retry is allowed.
-        """
+        rank samples."""
         if self.rollouts is not None:
             await self.rollouts.invalidate()
         await self.executor.restart([spec.rank for spec in self.executor.specs if spec.trains])
         if self.rollouts is not None and layout is not None:
             await self.rollouts.reconcile(layout)
+
+
+def plan_of(cfg: RunConfig | SftRunConfig) -> RunPlan:
+    """Of a run on this machine, also if the model's config.json can't be read."""
+    numbers = None
+    with suppress(MeshrlError):  # raised when the ranks are started
+        numbers = model_numbers(cfg.model.path)
+    return make_plan(cfg, numbers, this_machine(cfg.cluster))
 
 
 def this_machine(cluster: ClusterConfig) -> Machine:
@@ -132,10 +138,7 @@ async def launched(
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. model: in place of
     the config's. logs: an absolute path, see WorkerSpec. note: gets a line for each rank that is replaced. progress:
     of the train ranks, see TrainGroup. Under torchrun all processes of the run share run.folder
-    (process/run_token.py).
-
-    Raises: RankFailure when a rank does not start, or fails while it ends.
-    """
+    (process/run_token.py)."""
     cluster = cfg.cluster
     cfg = cfg if model is None else cfg.model_copy(update={"model": model})
     numbers, num_ranks = model_numbers(cfg.model.path), (num_train_ranks, num_rollout_ranks)
@@ -193,10 +196,7 @@ def check_devices(
     cluster: ClusterConfig, rollout: RolloutConfig | None, num_train_ranks: int, num_rollout_ranks: int
 ) -> str | None:
     """Returns a note when ranks on the CPU share cores. Under Ray there is nothing to check: it reserves a device for
-    each rank. Under torchrun every process calls this, for its own machine.
-
-    Raises: ConfigError when ranks would share a device, which NCCL does not support.
-    """
+    each rank. Under torchrun every process calls this, for its own machine."""
     if cluster.executor == "ray":
         return None
     num_ranks = num_train_ranks + num_rollout_ranks

@@ -7,11 +7,11 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationError, field_validator, model_validator
 
-from meshrl.config.base import Slice
+from meshrl.config.base import OnlyWith, Slice, Unless
 from meshrl.config.case import Case, Problem
 from meshrl.config.kinds import ADVANTAGES, described
 from meshrl.config.schema import words
@@ -24,12 +24,16 @@ _BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _ANNOTATIONS = "Annotate it as bool, int, float, str, Literal, list or dict, or not at all."
 
 
+_KL = Unless("algo.kl.coef", 0, "algo.kl.coef is 0")
+_REJECTS = Unless("algo.correction.rejection.measure", "off")
+
+
 class KlConfig(Slice):
     coef: float = Field(0.0, ge=0)
     """weight of the KL divergence from the reference, which is the model at the start; 0 = no reference is built"""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Annotated[Literal["k1", "k2", "k3"], _KL] = "k3"
     """KL estimator per token: use k3 or k2 in the loss, k1 in the reward (k1 in the loss only adds noise)"""
-    place: Literal["loss", "reward"] = "loss"
+    place: Annotated[Literal["loss", "reward"], _KL] = "loss"
     """loss = a term of the loss; reward = coef times the sum of the estimates at all trained tokens of a trajectory is
     subtracted from its reward, before the group's mean and std (the same for all tokens, as in verl for GRPO)"""
 
@@ -96,11 +100,11 @@ class RejectionConfig(Slice):
     measure: Literal["off", "k1", "k2", "k3"] = "off"
     """difference between sampler and trainer by which tokens are rejected: an estimate of KL(sampler, trainer) in nats,
     as algo.kl.estimator; k1 = the negative log-ratio of a token; off = none is rejected"""
-    level: Literal["token", "seq_mean", "seq_max"] = "token"
+    level: Annotated[Literal["token", "seq_mean", "seq_max"], _REJECTS] = "token"
     """token = reject single tokens; seq_mean, seq_max = reject all tokens of a row, by its mean or maximum"""
-    low: float | None = None
+    low: Annotated[float | None, _REJECTS] = None
     """reject below this, in nats; only for k1, where it is negative; null = no bound"""
-    high: float | None = None
+    high: Annotated[float | None, _REJECTS] = None
     """reject above this, in nats; null = no bound"""
 
 
@@ -145,7 +149,7 @@ class AlgoConfig(Slice):
     """how token losses become the loss of an optimizer step: token_mean = mean over all tokens; seq_mean_token_mean =
     mean over rows of each row's mean; seq_mean_token_sum = mean over rows of each row's sum; constant_length =
     seq_mean_token_sum divided by algo.constant_length"""
-    constant_length: int | None = Field(None, ge=1)
+    constant_length: Annotated[int | None, OnlyWith("algo.aggregation", "constant_length")] = Field(None, ge=1)
     """tokens by which aggregation constant_length divides each row's sum; null = rollout.sampling.max_new_tokens"""
     truncated: Literal["train", "mask"] = "train"
     """trajectories that were cut off (by max_new_tokens, the context or agent.args.max_turns): train = like all others,
@@ -172,14 +176,11 @@ def algorithm_problems(case: Case) -> Iterator[Problem]:
     """Problems of algo.*; user-defined functions are checked only for training."""
     algo, kl = case.rl.algo, case.rl.algo.kl
     if kl.coef > 0 and kl.estimator == "k1" and kl.place == "loss":
-        reason = "k1 as a term of the loss has zero mean gradient on-policy"
-        yield Problem(
-            ("algo.kl.estimator", "algo.kl.place"),
-            f"{reason}: it would add noise, and not keep the policy near the reference. Use k3 or k2 in the loss, or "
-            "k1 with place: reward.",
-            void=("algo.kl.estimator",),
-            reason=reason,
+        text = (
+            "k1 as a term of the loss has zero mean gradient on-policy: it would add noise, and not keep the policy "
+            "near the reference. Use k3 or k2 in the loss, or k1 with place: reward."
         )
+        yield Problem(("algo.kl.estimator", "algo.kl.place"), text, void=("algo.kl.estimator",))
     yield from _correction_problems(algo.correction)
     if case.purpose == "train":
         yield from _user_function("algo.advantage", algo.advantage, "groups", {})
@@ -207,13 +208,11 @@ def _correction_problems(correction: CorrectionConfig) -> Iterator[Problem]:
     if low is None and high is None:
         yield Problem((f"{section}.high",), "without a bound nothing is rejected: give high, or low with measure k1.")
     if low is not None and (rejection.measure != "k1" or rejection.level == "seq_max"):
-        yield Problem(
-            (f"{section}.low", f"{section}.measure", f"{section}.level"),
+        text = (
             "a lower bound needs measure k1 with level token or seq_mean: k2 and k3 are never negative, and the "
-            "maximum of a row has no useful lower bound. Give high only.",
-            void=(f"{section}.low",),
-            reason="a lower bound needs measure k1 with level token or seq_mean",
+            "maximum of a row has no useful lower bound. Give high only."
         )
+        yield Problem((bounds[0], f"{section}.measure", f"{section}.level"), text, void=bounds[:1])
     elif (low is not None and low >= 0) or (high is not None and high <= 0):
         yield Problem(bounds, "low must be below 0 and high above 0: the measure is 0 where sampler and trainer agree.")
 

@@ -29,7 +29,7 @@ class Value:
 class Problem:
     """One fault of a config: its keys (the first is the wrong one), and a text with what to do. origin: where the fault
     is, "" = where the keys were given. void: those of the keys that are left out if another of them has a stronger
-    origin, such as the command line over a file; reason: of the note about this."""
+    origin, such as the command line over a file; reason: of the note about this, "" = the text's first sentence."""
 
     keys: tuple[str, ...]
     text: str

@@ -18,16 +18,17 @@ from meshrl.config.algo import (
     algorithm_problems,
     correction_of_auto,
 )
+from meshrl.config.base import NotInSft, Slice, Unless, value_of
 from meshrl.config.case import Case, Problem
-from meshrl.config.cluster import NOT_IN_SFT, ONLY_OF_PROCESSES, machine_problems
+from meshrl.config.cluster import machine_problems
 from meshrl.config.data import data_problems
 from meshrl.config.kinds import ADVANTAGES
 from meshrl.config.loop import loop_problems
 from meshrl.config.model import model_problems
 from meshrl.config.monitor import sink_problems
-from meshrl.config.rollout import EvalSamplingConfig, engine_problems, missing_server
+from meshrl.config.rollout import engine_problems, missing_server
 from meshrl.config.run import RunConfig, SftRunConfig, run_problems
-from meshrl.config.source import COMMAND_LINE
+from meshrl.config.source import COMMAND_LINE, dotted, leaves
 from meshrl.config.train import MOST_TOKENS, train_problems
 from meshrl.config.values import show
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported, similar_names
@@ -46,82 +47,36 @@ def check(case: Case) -> list[Problem]:
     return [problem for each in checks for problem in each(case)]
 
 
-def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
-    """Keys that have no effect with the other choices -> the reason. --explain marks them."""
-    return {key: reason for key, (reason, _) in _unused_keys(config).items()}
-
-
-def _unused_keys(config: RunConfig | SftRunConfig) -> dict[str, tuple[str, str]]:
-    """Keys that have no effect -> (reason, the keys that make them void)."""
-    keys: dict[str, tuple[str, str]] = {}
-    of_command = _unused_in_sft() if isinstance(config, SftRunConfig) else _unused_in_rl(config)
-    for section, names, reason, causes in (*_unused_in_both(config), *of_command):
+def unused(config: RunConfig | SftRunConfig) -> dict[str, tuple[str, str]]:
+    """Keys that have no effect with the other choices -> (the reason, the keys that are the reason). The fields state
+    most of them (`base.Unless`)."""
+    keys = dict(_void_fields(config, config, ""))
+    for section, names, reason, causes in _unused_by_several(config) if isinstance(config, RunConfig) else ():
         keys |= {f"{section}.{name}": (reason, causes) for name in names.split()}
+    if "wandb" not in config.monitor.sinks:
+        keys["monitor.wandb_project"] = "monitor.sinks has no wandb", "monitor.sinks"
     return keys
 
 
-Unused = Iterator[tuple[str, str, str, str]]
-"""(section, names of its keys separated by blanks, why they have no effect, the keys that are the reason) ..."""
+def _void_fields(config: Slice, part: Slice, path: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    for name, info in type(part).model_fields.items():
+        key, inner, why = dotted(path, name), getattr(part, name), None
+        for rule in info.metadata:
+            if isinstance(rule, NotInSft) and isinstance(config, SftRunConfig):
+                why = rule.reason, ""
+            elif isinstance(rule, Unless) and why is None and rule.is_void(value := value_of(config, rule.key)):
+                why = rule.reason.format(key=rule.key, value=value if isinstance(value, str) else show(value)), rule.key
+        if isinstance(inner, Slice) and why is None:
+            yield from _void_fields(config, inner, key)
+        elif why is not None:
+            yield from ((each, why) for each in leaves({key: inner.model_dump() if isinstance(inner, Slice) else None}))
 
 
-def _unused_in_both(config: RunConfig | SftRunConfig) -> Unused:
-    executor = config.cluster.executor
-    if executor != "ray":
-        yield "cluster", "address", f"cluster.executor is {executor}", "cluster.executor"
-    if executor == "inline":
-        reason = "cluster.executor is inline: the only rank is this process"
-        yield "cluster", "max_restarts", reason, "cluster.executor"
-        yield "cluster.deadlines", ONLY_OF_PROCESSES, reason, "cluster.executor"
-    if not config.model.lora.enabled:
-        yield "model.lora", "rank alpha targets", "model.lora is off", "model.lora.enabled"
-    if config.train.scheduler.kind == "constant":
-        yield "train.scheduler", "min_lr_ratio", "train.scheduler.kind is constant", "train.scheduler.kind"
-    if "wandb" not in config.monitor.sinks:
-        yield "monitor", "wandb_project", "monitor.sinks has no wandb", "monitor.sinks"
-
-
-def _unused_in_sft() -> Unused:
-    yield "cluster", "num_rollout_ranks", "SFT samples nothing", ""
-    yield "monitor", "rollout_log_every_steps", "SFT samples nothing", ""
-    yield "cluster.deadlines", NOT_IN_SFT, "SFT has no such phase", ""
-    yield "train", "updates_per_step", "an SFT step is one optimizer step", ""
-    yield "train", "share_prompts", "rows of SFT share no prompts", ""
-    yield "train", "param_offload", "SFT samples nothing", ""
-
-
-def _unused_in_rl(config: RunConfig) -> Unused:
-    rollout, kind, ranks = config.rollout, config.loop.kind, "cluster.num_rollout_ranks"
-    yield from _unused_in_data(config)
-    if not config.loop.max_replaced_groups:
-        yield "loop", "replace_by", "loop.max_replaced_groups is 0", "loop.max_replaced_groups"
-    if kind != "fully_async":
-        yield "loop", "in_flight oversampling", f"loop.kind is {kind}", "loop.kind"
-    for engine in ("embedded", "vllm", "sglang", "endpoint"):
-        if rollout.engine != engine:
-            names = " ".join(type(getattr(rollout, engine)).model_fields)
-            yield f"rollout.{engine}", names, f"rollout.engine is {rollout.engine}", "rollout.engine"
-    if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:
-        key = "rollout.vllm.kv_cache_bytes"
-        yield "rollout.vllm", "gpu_memory_utilization", f"{key} sets the size of the KV cache", key
-    if rollout.engine == "sglang" and rollout.sglang.url is not None:
-        names = "python args mem_fraction_static start_deadline_s"
-        yield "rollout.sglang", names, "the server at rollout.sglang.url already runs", "rollout.sglang.url"
-    elif rollout.engine == "sglang":
-        yield "rollout.sglang", "api_key_env", "a server that meshrl starts gets a key of its own", "rollout.sglang.url"
-    if rollout.engine == "endpoint" and rollout.endpoint.weights == "none":
-        key = "rollout.endpoint.weights"
-        yield "rollout.endpoint", "reload_url folder", f"{key} is none", key
-    if config.cluster.num_rollout_ranks:
-        reason = f"{ranks} is above 0: samplers have devices of their own"
-        yield "rollout", "release_memory", reason, ranks
-        yield "train", "param_offload", reason, ranks
-    else:
-        yield "rollout", "sync_transport", f"{ranks} is 0", ranks
-    yield from _unused_in_algo(config)
-
-
-def _unused_in_data(config: RunConfig) -> Unused:
-    data, without_eval = config.data, config.data.eval_path is None
+def _unused_by_several(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
+    """(section, names of its keys separated by blanks, why they have no effect, the keys that are the reason) for keys
+    that more than the value of one other key makes void."""
+    data, algo, (correction, reason) = config.data, config.algo, config.correction
+    without_eval = data.eval_path is None
     if data.sources:
         names = "split subset format" if without_eval else "split"
         yield "data", names, "each of data.sources names its own", "data.sources"
@@ -134,32 +89,13 @@ def _unused_in_data(config: RunConfig) -> Unused:
     for column in ("prompt", "answer") if data.sources and without_eval and data.map is None else ():
         if all(source.map or getattr(source, column) for source in data.sources.values()):
             yield "data", column, "each of data.sources names its own", "data.sources"
-    if without_eval:
-        for section, names in (
-            ("data", "eval_split eval_limit"),
-            ("loop", "eval_samples eval_term eval_pass_score save_best"),
-            ("rollout.eval_sampling", " ".join(EvalSamplingConfig.model_fields)),
-            ("cluster.deadlines", "eval"),
-        ):
-            yield section, names, "data.eval_path is null", "data.eval_path"
-    elif config.eval_sampling.temperature == 0:
-        key = (
-            "rollout.eval_sampling.temperature"
-            if config.rollout.eval_sampling.temperature == 0
-            else "loop.eval_samples"
-        )
+    if not without_eval and config.eval_sampling.temperature == 0:
+        is_set = config.rollout.eval_sampling.temperature == 0
+        key = "rollout.eval_sampling.temperature" if is_set else "loop.eval_samples"
         yield "rollout.eval_sampling", "top_p top_k min_p", "evaluations are greedy", key
-
-
-def _unused_in_algo(config: RunConfig) -> Unused:
-    algo, (correction, reason) = config.algo, config.correction
-    if algo.kl.coef == 0:
-        yield "algo.kl", "estimator place", "algo.kl.coef is 0", "algo.kl.coef"
-        if config.train.updates_per_step == 1:
-            causes = "algo.kl.coef train.updates_per_step"
-            yield "cluster.deadlines", "annotate", "algo.kl.coef is 0, one update per step", causes
-    if algo.aggregation != "constant_length":
-        yield "algo", "constant_length", f"algo.aggregation is {algo.aggregation}", "algo.aggregation"
+    if algo.kl.coef == 0 and config.train.updates_per_step == 1:
+        causes = "algo.kl.coef train.updates_per_step"
+        yield "cluster.deadlines", "annotate", "algo.kl.coef is 0, one update per step", causes
     if (kind := algo.loss.kind) in LOSS_ARGS:
         others = {name for args in LOSS_ARGS.values() for name in args if name not in LOSS_ARGS[kind]}
         yield "algo.loss", " ".join(sorted(others)), f"algo.loss.kind is {kind}", LOSS_KIND
@@ -167,13 +103,8 @@ def _unused_in_algo(config: RunConfig) -> Unused:
         without = "which does not divide by the group's std"
         yield "algo", "advantage_eps", f"algo.advantage is {algo.advantage}, {without}", "algo.advantage"
     if correction == "off":
-        causes = "algo.correction.kind"
-        if algo.correction.kind == "auto":
-            causes += " loop.kind loop.max_staleness rollout.engine"
-        yield "algo.correction", "level low high", f"algo.correction.kind is {reason}", causes
-    if algo.correction.rejection.measure == "off":
-        key = "algo.correction.rejection.measure"
-        yield "algo.correction.rejection", "level low high", f"{key} is off", key
+        by_auto = " loop.kind loop.max_staleness rollout.engine" if algo.correction.kind == "auto" else ""
+        yield "algo.correction", "level low high", f"algo.correction.kind is {reason}", f"algo.correction.kind{by_auto}"
 
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
@@ -204,7 +135,7 @@ def _aliases(case: Case) -> Iterator[Problem]:
 
 
 def _unused(case: Case) -> Iterator[Problem]:
-    for key, (reason, causes) in _unused_keys(case.config).items():
+    for key, (reason, causes) in unused(case.config).items():
         if key in case.given and case.given[key].value is not None:
             text = f"would have no effect: {reason}. Remove this key, or change the other one."
             yield Problem((key, *causes.split()), text, void=(key,), reason=f"no effect, since {reason}")

@@ -4,51 +4,51 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from meshrl.config.base import Slice
+from meshrl.config.base import EVALUATED, OF_SAMPLING, NotInSft, OnlyWith, Slice, Unless
 from meshrl.config.case import Case, Problem
+
+_Seconds = Annotated[float | None, Field(gt=0)]
+_INLINE = Unless("cluster.executor", "inline", "cluster.executor is inline: the only rank is this process")
+_OfRanks = Annotated[_Seconds, _INLINE]  # the other deadlines also end a call that blocks the controller
+_OfRl = Annotated[_Seconds, NotInSft("SFT has no such phase")]
+_OfRlRanks = Annotated[_OfRl, _INLINE]
 
 
 class Deadlines(Slice):
     """Seconds for each phase of a run, by the phase's name."""
 
-    start: float | None = Field(None, gt=0)
+    start: _OfRanks = None
     """seconds in which the ranks' processes start and import torch"""
-    load: float | None = Field(None, gt=0)
+    load: _OfRanks = None
     """seconds in which the ranks connect and load models, or a checkpoint"""
-    rollout: float | None = Field(None, gt=0)
+    rollout: _OfRl = None
     """seconds for one answer of a sampler, including the time of its request in queues; they begin again with each
     token that the sampler computes, so that a long answer has no limit"""
-    reward: float | None = Field(None, gt=0)
+    reward: _OfRl = None
     """seconds for all gradings of one step; reward.timeout_s also limits each grading"""
-    annotate: float | None = Field(None, gt=0)
+    annotate: _OfRlRanks = None
     """seconds for one pass of the reference, or of the policy for old logprobs, counted as for train"""
-    train: float | None = Field(None, gt=0)
+    train: _Seconds = None
     """seconds for forward and backward of one optimizer step; they begin again with each micro-batch, except where
     executor is inline, and in the extra pass for train.router_aux_loss_coef"""
-    optim: float | None = Field(None, gt=0)
+    optim: _OfRanks = None
     """seconds for the optimizer's update of the parameters"""
-    sync: float | None = Field(None, gt=0)
+    sync: _OfRl = None
     """seconds for one sync of the weights: all transfers and their proofs"""
-    checkpoint: float | None = Field(None, gt=0)
+    checkpoint: _Seconds = None
     """seconds for copying a training state to host memory, and for writing it"""
-    export: float | None = Field(None, gt=0)
+    export: _Seconds = None
     """seconds for writing the model"""
-    eval: float | None = Field(None, gt=0)
+    eval: Annotated[_OfRl, EVALUATED] = None
     """seconds for one answer to a held-out prompt, counted as for rollout"""
-    report: float | None = Field(None, gt=0)
+    report: _OfRlRanks = None
     """seconds in which the ranks report a step's memory use"""
-    end: float | None = Field(None, gt=0)
+    end: _OfRanks = None
     """seconds in which the ranks free their resources and end"""
-
-
-ONLY_OF_PROCESSES = "start load annotate optim report end"
-"""Phases with a deadline only where ranks have processes of their own. The other deadlines also end a call that blocks
-the controller."""
-NOT_IN_SFT = "rollout reward annotate sync eval report"
 
 
 class ClusterConfig(Slice):
@@ -57,11 +57,11 @@ class ClusterConfig(Slice):
     actor for each rank, on the machines of a Ray cluster; inline = everything in this process, for debugging"""
     num_train_ranks: int = Field(1, ge=1)
     """FSDP2 ranks, one for each device (or share of the CPU)"""
-    num_rollout_ranks: int = Field(0, ge=0)
+    num_rollout_ranks: Annotated[int, OF_SAMPLING] = Field(0, ge=0)
     """ranks that only sample; 0 = the train ranks sample too"""
     nodes: int = Field(1, ge=1)
     """machines that executor ray uses, each with the same number of ranks; under torchrun leave it at 1"""
-    address: str | None = None
+    address: Annotated[str | None, OnlyWith("cluster.executor", "ray")] = None
     """Ray cluster to run on, as host:port; local = a new cluster for this run only; null = RAY_ADDRESS if it is set,
     else the cluster that runs on this machine, else local if one node is enough"""
     timeout_s: float = Field(600.0, gt=0)
@@ -69,7 +69,7 @@ class ClusterConfig(Slice):
     (see cluster.max_restarts), and the error names rank and phase"""
     deadlines: Deadlines = Deadlines()
     """deadlines of single phases, in seconds; null = cluster.timeout_s"""
-    max_restarts: int = Field(3, ge=0)
+    max_restarts: Annotated[int, _INLINE] = Field(3, ge=0)
     """a run may replace this number of failed ranks that only sample, and may restart this number of times from its
     last checkpoint after a failure of train ranks; the next failure ends the run"""
 
@@ -86,20 +86,19 @@ def machine_problems(case: Case) -> Iterator[Problem]:
     if cluster.executor == "inline":
         for name, needed in (("num_train_ranks", 1), ("num_rollout_ranks", 0)):
             if getattr(cluster, name) != needed:
-                reason, key = f"inline runs everything in this process: {name} must be {needed}", f"cluster.{name}"
-                text = f"{reason}. Or use executor: processes."
-                yield Problem((key, "cluster.executor"), text, void=(key,), reason=reason)
+                key = f"cluster.{name}"
+                text = f"inline runs everything in this process: {name} must be {needed}. Or use executor: processes."
+                yield Problem((key, "cluster.executor"), text, void=(key,))
     if cluster.executor != "ray":
         if cluster.nodes > 1:
-            reason = "several machines need executor: ray"
-            text = f"{reason}. Or start the run with torchrun, and leave nodes out."
-            yield Problem(("cluster.nodes", "cluster.executor"), text, void=("cluster.nodes",), reason=reason)
+            text = "several machines need executor: ray. Or start the run with torchrun, and leave nodes out."
+            yield Problem(("cluster.nodes", "cluster.executor"), text, void=("cluster.nodes",))
         return
     if case.starts and importlib.util.find_spec("ray") is None:
         yield Problem(("cluster.executor",), "ray is not installed: pip install 'meshrl[ray]', on every machine.")
     if cluster.address == "local" and cluster.nodes > 1:
-        pair, reason = ("cluster.address", "cluster.nodes"), "a local Ray has one machine"
-        yield Problem(pair, f"{reason}. Give the cluster's host:port.", void=pair, reason=reason)
+        pair = ("cluster.address", "cluster.nodes")
+        yield Problem(pair, "a local Ray has one machine. Give the cluster's host:port.", void=pair)
     if ranks % cluster.nodes:
         keys = ("cluster.nodes", "cluster.num_train_ranks", "cluster.num_rollout_ranks")
         text = f"every machine has the same number of ranks, but {cluster.nodes} machines do not divide {ranks} ranks."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from meshrl.config.base import Slice
+from meshrl.config.base import EVALUATED, Slice
 from meshrl.config.case import Case, Problem
 from meshrl.config.kinds import needs_answer
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported
@@ -49,7 +49,7 @@ class DataConfig(Slice):
     """configuration of a hub data set that has several, such as main of openai/gsm8k"""
     split: str | None = None
     """split of a Hugging Face data set in path; required if the data set has several"""
-    eval_split: str | None = None
+    eval_split: Annotated[str | None, EVALUATED] = None
     """split of a Hugging Face data set in eval_path"""
     prompt: str = "question"
     """column with the question text or a list of chat messages; a.b = field b of column a"""
@@ -78,7 +78,7 @@ class DataConfig(Slice):
     streaming: bool = False
     """read and render each row only when it is drawn, for data sets larger than memory; an invalid row is an error only
     when it is drawn"""
-    eval_limit: int | None = Field(None, ge=1)
+    eval_limit: Annotated[int | None, EVALUATED] = Field(None, ge=1)
     """rows of eval_path to use, from its start; null = all"""
 
 

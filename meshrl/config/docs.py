@@ -7,7 +7,7 @@ import re
 from meshrl.config.check import ONLY
 from meshrl.config.other_frameworks import meanings, misspelt_meanings
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.config.schema import Key, all_keys, locate, most_edits, nearest, num_edits
+from meshrl.config.schema import Key, all_keys, locate, meant_by, nearest
 from meshrl.config.values import show
 
 
@@ -30,9 +30,7 @@ def list_keys(word: str | None = None) -> str:
     in_text = [path for path in paths if as_word.search(keys[path].text)]
     paths, lines = in_name + in_text, list[str]()
     if not paths and not meant:
-        most, lower = most_edits(word), word.lower()
-        parts = {path: path.rpartition(".")[2].split("_") for path in keys}
-        misspelt = [path for path in keys if any(num_edits(lower, part, most) <= most for part in parts[path])]
+        misspelt = [path for path in keys if meant_by(word, path.rpartition(".")[2].split("_"))]
         paths = nearest(keys, word) or misspelt
         meant = [] if paths else misspelt_meanings(word, keys)
         sections = ", ".join(path for path in keys if "." not in path)

@@ -20,7 +20,7 @@ def to_yaml(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], rules: Mapping[str
     """The resolved config as a config file: loading it gives the same config. Keys without effect are commented out.
     rules: keys that are commented out because the machine of the run decides them: (value here, reason) by key."""
     lines: list[str] = [f"# resolved from {loaded.path}"]
-    comments = dict(rules) | {key: (..., f"unused: {why}") for key, why in unused(loaded.config).items()}
+    comments = dict(rules) | {key: (..., f"unused: {why}") for key, (why, _) in unused(loaded.config).items()}
     _section(loaded.config.model_dump(mode="json"), "", loaded.origins, comments, lines)
     return "\n".join(lines) + "\n"
 

@@ -7,10 +7,9 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -33,7 +32,6 @@ from meshrl.config.source import (
     SHORT_FORMS,
     Reader,
     Tree,
-    dotted,
     given_in,
     leaves,
     merge,
@@ -109,7 +107,8 @@ def load_run_config(
 
     Raises: ConfigError that lists all problems at once, each with key, value, origin and what to do.
     """
-    return _load(RunConfig, source, overrides, table_names or {}, purpose, in_memory, further, starts, of_run)
+    case = partial(Case, table_names=table_names or {}, purpose=purpose, rows=in_memory.rows, starts=starts)
+    return _load(RunConfig, source, overrides, case, in_memory, further, of_run)
 
 
 def load_sft_config(
@@ -120,7 +119,8 @@ def load_sft_config(
     starts: bool | None = True,
 ) -> Loaded[SftRunConfig]:
     """The config of `meshrl sft`. Raises: ConfigError, as load_run_config."""
-    return _load(SftRunConfig, source, overrides, {}, "sft", in_memory, further, starts)
+    case = partial(Case, purpose="sft", rows=in_memory.rows, starts=starts)
+    return _load(SftRunConfig, source, overrides, case, in_memory, further)
 
 
 def is_sft(source: Source) -> bool:
@@ -132,23 +132,20 @@ def _load(
     model: type[C],
     source: Source,
     overrides: Sequence[str],
-    table_names: dict[str, set[str]],
-    purpose: Purpose,
+    make_case: partial[Case],
     in_memory: InMemory,
     further: Sequence[Check],
-    starts: bool | None = True,
     of_run: Path | None = None,
 ) -> Loaded[C]:
     if isinstance(overrides, str | Mapping):
         raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of strings: ['train.optimizer.lr=1e-6']")
     path, reader, trees = _read(source)
-    keys = all_keys(model)
-    if purpose == "eval" and not any("sft" in tree for tree in trees):  # it has no steps, so it needs no number of them
-        trees.insert(0, nested(model.NUM_STEPS_KEY, Value(1, DEFAULT, reader.folder)))
-    layers = Layers(keys)
+    layers = Layers(all_keys(model))
+    if make_case.keywords["purpose"] == "eval" and not any("sft" in tree for tree in trees):  # it has no steps
+        layers.add(nested(model.NUM_STEPS_KEY, Value(1, DEFAULT, reader.folder)))
     for tree in trees:
-        layers.add([tree])
-    layers.add([reader.override(text) for text in overrides])
+        layers.add(tree)
+    layers.add(*(reader.override(text) for text in overrides))
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
     written = given_in(layers.tree)
     modules = _module_folder(written, reader.folder, of_run)
@@ -156,23 +153,19 @@ def _load(
         raise ConfigError(_report(path, refused, written, {}))
     twice = _given_twice(given_in(objects) | dict.fromkeys(in_memory.unused), written)
     layers.add_objects(objects, len(trees))
-    rows = in_memory.rows
-    make_case = partial(Case, folder=reader.folder, table_names=table_names, purpose=purpose, rows=rows, starts=starts)
+    make_case = partial(make_case, folder=reader.folder)
     while True:
         given = given_in(layers.tree) | {key: written[key] for problem in twice for key in problem.keys}
-        config, case, faults = _checked(model, layers, given, keys, make_case, [checks.check, *further])
+        config, case, faults = _checked(model, layers, given, make_case, [checks.check, *further])
         if not layers.leave_out(faults):
             break
     problems = [*reader.problems, *twice, *layers.problems, *faults]
     if config is None or case is None or problems:
-        in_place_of_wrong = set(case.given) - set(given) if case is not None else set()
-        defaults = _flat_values(config) if config is not None else {}
-        defaults = {key: value for key, value in defaults.items() if key not in in_place_of_wrong}
+        values = _flat_values(config) if config is not None else {}
+        required = {key.path for key in layers.keys.values() if key.default is None}  # they may have stand-ins
+        defaults = {key: value for key, value in values.items() if key not in required}
         raise ConfigError(_report(path, problems, given, defaults))
-    config, resolved = _resolve(config, case, keys)
-    if config.run.module_folder != modules:
-        config = _replaced(config, ["run", "module_folder"], modules)
-        resolved["run.module_folder"] = f"here {modules}"
+    config, resolved = _resolve(config, case, layers.keys, modules)
     origins = {key: given[key].origin if key in given else DEFAULT for key in _flat_values(config)}
     origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}
     notices = (*layers.notes(), *checks.notices(case))
@@ -192,36 +185,28 @@ def _module_folder(values: Mapping[str, Value], folder_of_config: Path, of_run: 
 
 
 def _checked(
-    model: type[C],
-    layers: Layers,
-    given: dict[str, Value],
-    keys: dict[str, Key],
-    make_case: Callable[..., Case],
-    all_checks: Sequence[Check],
+    model: type[C], layers: Layers, given: dict[str, Value], make_case: partial[Case], all_checks: Sequence[Check]
 ) -> tuple[C | None, Case | None, list[Problem]]:
-    """The config, its case, and all problems of both. Config and case are None if there are too many problems. The
-    case's `given` also has values that replace wrong ones."""
-    config, problems = _validate(model, plain(layers.tree), keys)
-    wrong = {problem.keys[0] for problem in problems}
-    sections_above = {above for key in wrong for above in accumulate(key.split(".")[:-1], dotted)}
-    wrong |= {above for above in sections_above if locate(keys, above)[1]}
-    faulty = wrong | {problem.keys[0] for problem in layers.problems}
-    valid: dict[str, Value] = {}
+    """The config, its case, and all problems of both. Config and case are None if there are too many problems."""
+    keys = layers.keys
+    config, problems, wrong = _validate(model, plain(layers.tree), keys)
+    stand_ins: dict[str, Value] = {}
     if problems:  # without the wrong values, the rest may have further problems, for the same message
         content = plain(layers.tree, wrong)
         for key in (keys[name] for name in wrong if name in keys):
-            if key.default is None and not key.is_section:  # it is required: give it a value of its type
+            if key.default is None and not key.is_section:  # it is required
                 value = 1 if key.allowed.startswith("integer") else "unknown"
-                valid[key.path] = Value(value, DEFAULT, Path())
+                stand_ins[key.path] = Value(value, DEFAULT, Path())
                 content = merge(content, nested(key.path, value))
-        config, _ = _validate(model, content, keys)
+        config, _, _ = _validate(model, content, keys)
     if config is None:
         return None, None, problems
-    case = make_case(config=config, given=given | valid)
+    case = make_case(config=config, given=given | stand_ins)
     lengths, defaults = fitting_lengths(case), _flat_values(config)
     for name, length in lengths.items():
         config = _replaced(config, name.split("."), length)
     case = replace(case, config=config, fitted={name: defaults[name] for name in lengths})
+    faulty = {*wrong, *(problem.keys[0] for problem in layers.problems)}
     for problem in (problem for check in all_checks for problem in check(case)):
         # It may follow from a fault that is already reported: a default replaced the wrong value.
         if not any(fault == key or fault.startswith(f"{key}.") for fault in faulty for key in problem.keys):
@@ -262,26 +247,31 @@ def _given_twice(replaced: Mapping[str, Value | None], written: dict[str, Value]
     return problems
 
 
-def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> tuple[C | None, list[Problem]]:
+def _validate(
+    model: type[C], content: dict[str, Any], keys: dict[str, Key]
+) -> tuple[C | None, list[Problem], set[str]]:
+    """The config, or its problems, and the keys and unknown sections that are wrong."""
     try:
         # As JSON, strictly: a list fills a tuple, 1 a float, but true is no number and "8" no integer.
-        return cast(C, model.model_validate_json(json.dumps(content), strict=True)), []
+        return cast(C, model.model_validate_json(json.dumps(content), strict=True)), [], set()
     except ValidationError as e:
-        other = next(kind for kind in COMMANDS if kind is not model)
-        here, there = model.model_fields.keys(), other.model_fields.keys()
-        foreign = [] if (here - there) & content.keys() else [name for name in content if name in there - here]
-        errors = [error for error in e.errors(include_url=False) if error["loc"] not in [(name,) for name in foreign]]
-        faults = [(error, path) for error in errors for path in _faulty_keys(error, keys)]
-        problems = list(dict.fromkeys(_problem(error, path, keys) for error, path in faults[:MAX_SHOWN]))
-        if foreign:
-            text = f"this is a config of `{COMMANDS[other]}`: this command does not read {_listed(foreign)}."
-            problems.insert(0, Problem(("config",), text, "entire config"))
-        if len(faults) > MAX_SHOWN:
-            more = [cut(path) for _, path in faults[MAX_SHOWN:]]
-            listed = f": {', '.join(more)}" if len(more) <= MAX_LISTED else ""
-            text = f"{len(more)} more keys are wrong{listed}. Correct the others first; then these are explained."
-            problems.append(Problem(("config",), text, "entire config"))
-        return None, problems
+        errors = {".".join(map(str, error["loc"])): error for error in e.errors(include_url=False)}
+    other = next(kind for kind in COMMANDS if kind is not model)
+    here, there = model.model_fields.keys(), other.model_fields.keys()
+    foreign = [] if (here - there) & content.keys() else [name for name in content if name in there - here]
+    faults = [
+        (error, key) for path, error in errors.items() if path not in foreign for key in _faulty(error, path, keys)
+    ]
+    problems = list(dict.fromkeys(_problem(error, key, keys) for error, key in faults[:MAX_SHOWN]))
+    if foreign:
+        text = f"this is a config of `{COMMANDS[other]}`: this command does not read {_listed(foreign)}."
+        problems.insert(0, Problem(("config",), text, "entire config"))
+    if more := [cut(path) for _, path in faults[MAX_SHOWN:]]:
+        listed = f": {', '.join(more)}" if len(more) <= MAX_LISTED else ""
+        text = f"{len(more)} more keys are wrong{listed}. Correct the others first; then these are explained."
+        problems.append(Problem(("config",), text, "entire config"))
+    wrong = {path if error["type"] == "extra_forbidden" else _known(keys, path)[1] for path, error in errors.items()}
+    return None, problems, wrong
 
 
 def _listed(names: Sequence[str], word: str = "and") -> str:
@@ -289,9 +279,8 @@ def _listed(names: Sequence[str], word: str = "and") -> str:
     return f"{', '.join(others)} {word} {last}" if others else last
 
 
-def _faulty_keys(error: ErrorDetails, keys: dict[str, Key]) -> list[str]:
+def _faulty(error: ErrorDetails, path: str, keys: dict[str, Key]) -> list[str]:
     """The dotted keys that an error is about: the key itself, or for a section of another framework the keys inside."""
-    path = ".".join(str(part) for part in error["loc"])
     if error["type"] != "extra_forbidden" or not isinstance(error["input"], dict):
         return [path]
     inside = list(leaves(error["input"], path))
@@ -299,25 +288,29 @@ def _faulty_keys(error: ErrorDetails, keys: dict[str, Key]) -> list[str]:
     return inside if is_foreign and any(meanings(key, keys) for key in inside) else [path]
 
 
-def _problem(error: ErrorDetails, path: str, keys: dict[str, Key]) -> Problem:
+def _known(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
+    """The deepest known key on this path, and the path as far as this key."""
     key, rest = locate(keys, path)
-    if error["type"] == "extra_forbidden":
-        is_section = isinstance(error["input"], dict) and path == ".".join(str(part) for part in error["loc"])
+    return key, path.removesuffix(f".{rest}") if rest else path
+
+
+def _problem(error: ErrorDetails, path: str, keys: dict[str, Key]) -> Problem:
+    (key, at), kind, value = _known(keys, path), error["type"], error["input"]
+    if kind == "extra_forbidden":
+        is_section = isinstance(value, dict) and path == ".".join(map(str, error["loc"]))
         return Problem((path,), _unknown(path, is_section, keys))
     if key is None:  # text that JSON can't carry, such as half a surrogate pair
         return Problem(("config",), f"can't be read: {error['msg']}.")
-    if error["type"] == "missing" and not rest and key.is_section:
+    if kind == "missing" and at == path:
         needed = [k for k in keys if k.startswith(f"{path}.") and keys[k].default is None and not keys[k].is_section]
         needed = [k for k in needed if NAME not in k.split(".")] or [ONE_OF_DATA]
-        return Problem((path,), f"{_listed(needed)} {'are' if len(needed) > 1 else 'is'} required, but not given.")
-    if error["type"] == "missing" and not rest:
-        return Problem((path,), f"required, but not given: {key.text}.")
-    at, value = path.removesuffix(f".{rest}") if rest else path, error["input"]
+        are = f"{_listed(needed)} {'are' if len(needed) > 1 else 'is'} required, but not given."
+        return Problem((path,), are if key.is_section else f"required, but not given: {key.text}.")
     if key.is_section:
         inside = ", ".join(k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == key.path)
         also = f", or {SHORT_FORMS[at][0]}" if at in SHORT_FORMS else ""
         return Problem((at,), f"must be a section with keys of its own ({inside}){also}.")
-    if error["type"] == "literal_error":
+    if kind == "literal_error":
         choices = key.allowed.removeprefix("list of ").split(" | ")
         a_list = "a list of " if key.allowed.startswith("list") else ""
         kinds = ", or a dotted path package.module:name" if key.path == LOSS_KIND else ""
@@ -325,9 +318,9 @@ def _problem(error: ErrorDetails, path: str, keys: dict[str, Key]) -> Problem:
         near = f" Nearest: {close[0]}." if close else ""
         return Problem((at,), f"must be {a_list}{_listed(choices, 'or')}{kinds}.{near}")
     form = ""  # how to write a value that has the right content in the wrong form
-    if error["type"] == "string_type" and isinstance(value, (bool, int, float)):
+    if kind == "string_type" and isinstance(value, (bool, int, float)):
         form = " Quote it, so that YAML reads a string."
-    elif error["type"] == "list_type" and type(value) is (int if "integers" in key.allowed else str):
+    elif kind == "list_type" and type(value) is (int if "integers" in key.allowed else str):
         form = f" Write a list: {at}={show([value])}."
     return Problem((at,), f"allowed: {key.allowed} ({key.text}).{form}")
 
@@ -367,9 +360,10 @@ def _flat_values(config: Slice) -> dict[str, Any]:
     return leaves(config.model_dump(mode="json"))
 
 
-def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, str]]:
+def _resolve(config: C, case: Case, keys: dict[str, Key], module_folder: str) -> tuple[C, dict[str, str]]:
     """The config with absolute paths, and with aliases, the mesh and algo.correction written out; and for each value
     that another one replaces, how."""
+    how: dict[str, str] = {}
     changes: dict[str, Any] = {}
     given = {key: value for key, value in case.given.items() if value.value is not None}
     for key, value in given.items():
@@ -378,7 +372,8 @@ def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, 
             path, _ = case.find(key)
             if path is not None:
                 changes[key] = str(path)
-    how: dict[str, str] = {}
+    if config.run.module_folder != module_folder:
+        changes["run.module_folder"], how["run.module_folder"] = module_folder, f"here {module_folder}"
     for name, size in zip(("dp_replicate", "dp_shard"), config.train.mesh_shape(config.cluster.num_train_ranks)):
         written = getattr(config.train.mesh, name)
         if written != size:
@@ -389,9 +384,7 @@ def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, 
     how |= {key: f"from {was}, since the model has no positions for longer rows" for key, was in case.fitted.items()}
     for key, (here, reason) in checks.defaults_of_the_machine(case).items():
         changes[key], how[key] = here, f"here {here}: {reason}"
-    for alias, key in checks.ALIASES.items():
-        if alias in given:
-            changes[key] = given[alias].value
+    changes |= {key: given[alias].value for alias, key in checks.ALIASES.items() if alias in given}
     for key, value in changes.items():
         config = _replaced(config, key.split("."), value)
     return config, how

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from meshrl.config.base import Slice
+from meshrl.config.base import EVALUATED, OnlyWith, Slice, Unless
 from meshrl.config.case import Case, Problem
 from meshrl.config.data import Format
 from meshrl.config.kinds import compares_groups
 from meshrl.core.lookup import similar_names
 
 WEIGHTED_SUM = "weighted_sum"  # the value of loop.eval_term for the sum of all terms
+
+
+_ASYNC = OnlyWith("loop.kind", "fully_async")
 
 
 class LoopConfig(Slice):
@@ -30,34 +33,34 @@ class LoopConfig(Slice):
     max_staleness: int | None = Field(None, ge=0)
     """weight versions by which a sample may be older than the weights that train on it; null = 0 for colocated, 1 for
     one_step_off, 2 for fully_async"""
-    in_flight: Literal["keep", "abort", "restart"] = "keep"
+    in_flight: Annotated[Literal["keep", "abort", "restart"], _ASYNC] = "keep"
     """what happens under fully_async to running answers when new weights arrive; keep = the engine continues them with
     the new weights; abort = they are sent again with their tokens so far; restart = they begin again, so that an answer
     has one version"""
-    oversampling: float = Field(0.0, ge=0, le=1)
+    oversampling: Annotated[float, _ASYNC] = Field(0.0, ge=0, le=1)
     """fraction of additional groups that fully_async starts; a step then drops groups that it does not take and that
     would become too old, up to this fraction, instead of waiting for them. 0 = no group is dropped. This is faster
     but biased: long answers are dropped most often"""
     max_replaced_groups: int = Field(0, ge=0)
     """groups that a step replaces by newly sampled ones because all their answers have the same reward, which gives
     no gradient (dynamic sampling of DAPO); after this many the step takes any group. 0 = none is replaced"""
-    replace_by: str | None = None
+    replace_by: Annotated[str | None, Unless("loop.max_replaced_groups", 0)] = None
     """score in which the answers of a group must differ, besides their reward: one of reward.terms, or weighted_sum =
     the reward; null = eval_term if it is set, else the weighted sum without terms of kind overlong and format, which
     judge no answer"""
     eval_every_steps: int = Field(0, ge=0)
     """steps between evaluations; 0 = only before and after training"""
-    eval_samples: int = Field(1, ge=1)
+    eval_samples: Annotated[int, EVALUATED] = Field(1, ge=1)
     """answers sampled for each held-out prompt: k of mean@k and pass@k; 1 = one greedy answer, unless
     rollout.eval_sampling.temperature is set"""
-    eval_term: str | None = None
+    eval_term: Annotated[str | None, EVALUATED] = None
     """score of an answer for eval/mean_at_k, eval/pass_at_k and save_best: one of reward.terms (its weight may be 0),
     or weighted_sum = the reward; null = weighted_sum. All terms are graded and reported in any case"""
-    eval_pass_score: float | None = None
+    eval_pass_score: Annotated[float | None, EVALUATED] = None
     """score of eval_term from which on an answer counts as passed in eval/pass_at_k; null = 1 for a term, and for
     weighted_sum the sum of the weights above 0 of the terms that apply to the answer, without kind overlong: each of
     these terms scores 1"""
-    save_best: bool = True
+    save_best: Annotated[bool, EVALUATED] = True
     """save the model whenever an evaluation has the highest eval/mean_at_k so far, the mean of eval_term; the previous
     best is deleted, unless a checkpoint needs it or save_every_steps retains it"""
     save_every_steps: int | None = Field(None, ge=0)
@@ -108,50 +111,33 @@ class SftConfig(Slice):
 def loop_problems(case: Case) -> Iterator[Problem]:
     config, loop = case.rl, case.rl.loop
     if loop.samples_per_prompt == 1 and compares_groups(config.algo.advantage):
-        yield Problem(
-            ("loop.samples_per_prompt", "algo.advantage"),
-            f"{config.algo.advantage} compares the answers of a group; a group of one has nothing to compare with. "
-            "Use 2 or more (8 is usual).",
-        )
+        text = f"{config.algo.advantage} compares the answers of a group; a group of one has nothing to compare with. "
+        yield Problem(("loop.samples_per_prompt", "algo.advantage"), f"{text}Use 2 or more (8 is usual).")
     if loop.samples_per_prompt == 1 and loop.max_replaced_groups:
-        yield Problem(
-            ("loop.max_replaced_groups", "loop.samples_per_prompt"),
-            "a group of one answer has one reward, so every group would be replaced. Use 0, or 2 or more "
-            "samples_per_prompt.",
-        )
+        text = "a group of one answer has one reward, so every group would be replaced. Use 0, or 2 or more "
+        yield Problem(("loop.max_replaced_groups", "loop.samples_per_prompt"), f"{text}samples_per_prompt.")
     if loop.prompts_per_step % config.train.updates_per_step:
-        yield Problem(
-            ("train.updates_per_step", "loop.prompts_per_step"),
-            "must divide prompts_per_step, so that each optimizer step gets the same number of complete groups.",
-        )
+        text = "must divide prompts_per_step, so that each optimizer step gets the same number of complete groups."
+        yield Problem(("train.updates_per_step", "loop.prompts_per_step"), text)
     most = {"colocated": 0, "one_step_off": 1}.get(loop.kind)
     if most is not None and loop.staleness > most:
-        yield Problem(
-            ("loop.max_staleness", "loop.kind"),
-            f"{loop.kind} never trains on samples that are more than {most} versions old. Use at most {most}, or kind: "
-            "fully_async.",
-            void=("loop.max_staleness",),
-            reason=f"{loop.kind} never trains on samples that are more than {most} versions old",
-        )
+        text = f"{loop.kind} never trains on samples that are more than {most} versions old. Use at most {most}, or "
+        keys = ("loop.max_staleness", "loop.kind")
+        yield Problem(keys, f"{text}kind: fully_async.", void=keys[:1])
     if loop.kind != "colocated" and config.cluster.executor != "inline" and not config.cluster.num_rollout_ranks:
-        yield Problem(
-            ("cluster.num_rollout_ranks", "loop.kind"),
-            f"{loop.kind} samples and trains at the same time, which needs ranks that only sample: use 1 or more.",
-        )
+        text = f"{loop.kind} samples and trains at the same time, which needs ranks that only sample: use 1 or more."
+        yield Problem(("cluster.num_rollout_ranks", "loop.kind"), text)
     if loop.staleness and config.rollout.engine == "endpoint":
-        yield Problem(
-            ("loop.kind", "rollout.engine"),
+        text = (
             "an endpoint gives no read-back of its weights, so only its samples prove them, and those that are older "
-            "than the trainer's weights prove nothing. Use kind: colocated, or engine: vllm.",
+            "than the trainer's weights prove nothing. Use kind: colocated, or engine: vllm."
         )
+        yield Problem(("loop.kind", "rollout.engine"), text)
     if config.data.eval_path is None and (loop.eval_every_steps or case.purpose == "eval"):
         every = ("loop.eval_every_steps",) if loop.eval_every_steps else ()
-        yield Problem(
-            ("data.eval_path", *every),
-            "an evaluation needs held-out rows: set data.eval_path to a file of such rows.",
-            void=every,
-            reason="there are no held-out rows for an evaluation",
-        )
+        text, why = "set data.eval_path to a file of such rows.", "there are no held-out rows for an evaluation"
+        keys = ("data.eval_path", *every)
+        yield Problem(keys, f"an evaluation needs held-out rows: {text}", void=every, reason=why)
     terms = [*config.reward.terms, WEIGHTED_SUM]
     for key, term in {"eval_term": loop.eval_term, "replace_by": loop.replace_by}.items():
         if config.reward.terms and term is not None and term not in terms:

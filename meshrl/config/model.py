@@ -6,26 +6,27 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from meshrl.config.base import Slice
+from meshrl.config.base import OnlyWith, Slice
 from meshrl.config.case import Case, Problem
 from meshrl.config.source import HUB_ID
 from meshrl.core.files import Unreadable, is_there, read_json
 
+_ON = OnlyWith("model.lora.enabled", True, "model.lora is off")
 EXPERTS = "experts"  # in model.lora.targets: the joint tensors of a mixture's experts
 
 
 class LoraConfig(Slice):
     enabled: bool = False
     """train low-rank adapters instead of all weights"""
-    rank: int = Field(16, ge=1)
+    rank: Annotated[int, _ON] = Field(16, ge=1)
     """rank of an adapter B A, the number of rows of A and of columns of B; a higher rank can learn more"""
-    alpha: float = Field(32.0, gt=0)
+    alpha: Annotated[float, _ON] = Field(32.0, gt=0)
     """an adapter's output is multiplied by alpha / rank; twice the rank is usual"""
-    targets: list[str] = Field(["all-linear"])
+    targets: Annotated[list[str], _ON] = Field(["all-linear"])
     """linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear instead of such
     names = all linear layers except the head; experts, besides these or alone = the experts of a mixture, which are
     joint tensors (peft's target_parameters). With experts, samplers get merged weights, train.mesh.tp is 1, and

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from meshrl.config.base import Slice
+from meshrl.config.base import OF_SAMPLING, Slice
 from meshrl.config.case import Case, Problem
 
 
@@ -17,7 +17,7 @@ class MonitorConfig(Slice):
     """further places for metrics; the terminal, metrics.jsonl and report.html always get them"""
     wandb_project: str | None = None
     """project of the wandb sink; null = WANDB_PROJECT, else meshrl. Its other WANDB_* variables apply, too"""
-    rollout_log_every_steps: int = Field(1, ge=0)
+    rollout_log_every_steps: Annotated[int, OF_SAMPLING] = Field(1, ge=0)
     """steps between files in rollouts/, which contain all trajectories of a step; 1 = each step has one; N = steps
     1, N + 1, 2 N + 1, ... Evaluations always have one, except with 0 = no files"""
     trace_steps: int = Field(0, ge=0)

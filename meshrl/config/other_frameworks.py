@@ -10,7 +10,7 @@ from importlib import resources
 
 import yaml
 
-from meshrl.config.schema import LONGEST_MISSPELT, most_edits, num_edits
+from meshrl.config.schema import meant_by
 
 FRAMEWORKS = {"verl": "verl", "trl": "TRL", "prime-rl": "prime-rl", "other": "other frameworks"}
 """Column of other_frameworks.yaml -> the framework."""
@@ -108,13 +108,10 @@ def meanings(path: str, keys: Collection[str]) -> list[Meaning]:
 
 
 def misspelt_meanings(path: str, keys: Collection[str]) -> list[Meaning]:
-    """As `meanings`, for a path whose last part is at most two edits from one of a known name."""
-    if len(path) > LONGEST_MISSPELT:
-        return []
+    """As `meanings`, for a path whose last part is a misspelt form of that of a known name."""
     section, dot, leaf = path.rpartition(".")
-    edits = {name: num_edits(leaf.lower(), name, most_edits(leaf)) for name in _by_last_part()}
-    nearest = min(edits, key=lambda name: edits[name])
-    return meanings(f"{section}{dot}{nearest}", keys) if edits[nearest] <= most_edits(leaf) else []
+    close = meant_by(leaf, _by_last_part())
+    return meanings(f"{section}{dot}{close[0]}", keys) if close else []
 
 
 def _num_equal(first: list[str], second: list[str]) -> int:

@@ -7,7 +7,7 @@ another key of the problem is stronger; else the problem is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from meshrl.config.case import Problem, Value
@@ -32,17 +32,17 @@ class Layers:
     def __init__(self, keys: dict[str, Key]):
         self.tree: Tree = {}
         self.problems: list[Problem] = []
-        self._keys = keys
+        self.keys = keys
         self._strengths: dict[str, int] = {}  # of the layer that gave, removed or left out a key
         self._strength = 0
         self._left_out: dict[str, list[str]] = {}  # reason -> keys with their values and origins
 
-    def add(self, trees: Sequence[Tree]) -> None:
+    def add(self, *trees: Tree) -> None:
         """Add one layer, which may be in several trees: those of the command line, one for each override."""
         self._strength += 1
         below = given_in(self.tree)
         for tree in trees:
-            written = expand(tree, self._keys)
+            written = expand(tree, self.keys)
             self._strengths |= dict.fromkeys(given_in(written), self._strength)
             self.tree = merge(self.tree, written)
         for key, value in given_in(self.tree).items():
@@ -74,7 +74,8 @@ class Layers:
             if not void:
                 continue
             causes = [key for key in problem.keys if strengths[key] == strongest]
-            reason = f"left out because of {', '.join(_shown(key, given) for key in causes)}: {problem.reason}."
+            reason = problem.reason or problem.text.partition(". ")[0].removesuffix(".")
+            reason = f"left out because of {', '.join(_shown(key, given) for key in causes)}: {reason}."
             self._left_out.setdefault(reason, []).extend(_shown(key, given) for key in void)
             for key in void:
                 self.tree = without(self.tree, key)
@@ -91,7 +92,7 @@ class Layers:
         """Arguments that weaker layers give for another kind of loss, agent or reward than that of the newest layer."""
         given = given_in(self.tree)
         for key, value in given.items():
-            schema_key, _ = locate(self._keys, key)
+            schema_key, _ = locate(self.keys, key)
             if schema_key is None or schema_key.path not in ARGUMENTS or self._strengths[key] < self._strength:
                 continue
             kind = below[key].value if key in below else scalar(schema_key.default or "")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from meshrl.config.base import Slice
+from meshrl.config.base import COLOCATED, EVALUATED, OnlyWith, Slice, Unless
 from meshrl.config.case import Case, Problem
 from meshrl.config.model import LoraConfig
 from meshrl.config.source import COMMAND_LINE
@@ -74,6 +74,11 @@ class EmbeddedConfig(Slice):
     memory of an accelerator, no limit on a CPU"""
 
 
+_BY_SHARE = OnlyWith("rollout.vllm.kv_cache_bytes", None, "rollout.vllm.kv_cache_bytes sets the size of the KV cache")
+_STARTED = OnlyWith("rollout.sglang.url", None, "the server at rollout.sglang.url already runs")
+_RUNNING = Unless("rollout.sglang.url", None, "a server that meshrl starts gets a key of its own")
+
+
 class VllmConfig(Slice):
     """How each replica's vLLM server is started."""
 
@@ -83,7 +88,7 @@ class VllmConfig(Slice):
     """more arguments for vLLM's API server, written as on its command line"""
     kv_cache_bytes: int | None = Field(None, ge=1)
     """bytes of the KV cache on each device; null = by gpu_memory_utilization on a GPU, 1 GiB on a CPU"""
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    gpu_memory_utilization: Annotated[float, _BY_SHARE] = Field(0.5, gt=0, le=1)
     """share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU. With
     cluster.num_rollout_ranks above 0 the default is 0.9, since samplers have devices of their own"""
     start_deadline_s: float = Field(1800.0, gt=0)
@@ -96,18 +101,18 @@ class SglangConfig(Slice):
     url: str | None = None
     """address of a server that already runs on this machine, such as http://127.0.0.1:30000, for a single replica; null
     = each replica starts its own server"""
-    api_key_env: str | None = None
+    api_key_env: Annotated[str | None, _RUNNING] = None
     """environment variable that holds the API key of the server at url; null = it needs none"""
-    python: str | None = None
+    python: Annotated[str | None, _STARTED] = None
     """path of the Python in which SGLang and meshrl are installed; null = the Python that runs meshrl"""
-    args: list[str] = Field([])
+    args: Annotated[list[str], _STARTED] = Field([])
     """more arguments for sglang.launch_server, written as on its command line"""
     deterministic: bool = True
     """answers depend only on seed and prompt, not on other requests; false is faster, but seeds have no effect then"""
-    mem_fraction_static: float = Field(0.5, gt=0, le=1)
+    mem_fraction_static: Annotated[float, _STARTED] = Field(0.5, gt=0, le=1)
     """share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU. With
     cluster.num_rollout_ranks above 0 the default is 0.9, since samplers have devices of their own"""
-    start_deadline_s: float = Field(1800.0, gt=0)
+    start_deadline_s: Annotated[float, _STARTED] = Field(1800.0, gt=0)
     """seconds in which the server must start and answer; loading and compiling a large model takes minutes"""
 
 
@@ -126,6 +131,9 @@ OWN_ARGS = {  # set by meshrl: with other values its checks of weights and logpr
 }
 
 
+_GETS_WEIGHTS = Unless("rollout.endpoint.weights", "none")
+
+
 class EndpointConfig(Slice):
     """Any server with an OpenAI-like /v1/completions that returns token ids and logprobs."""
 
@@ -138,10 +146,10 @@ class EndpointConfig(Slice):
     weights: Literal["none", "files"] = "none"
     """how the server gets new weights: files = each version is written to a folder, then reload_url is called; none =
     it never gets new weights, which is enough for evaluation"""
-    reload_url: str | None = None
+    reload_url: Annotated[str | None, _GETS_WEIGHTS] = None
     """address that gets a POST with {"model_path": folder} and answers {"success": true} when the weights are loaded;
     null = /update_weights_from_disk of the server"""
-    folder: str | None = None
+    folder: Annotated[str | None, _GETS_WEIGHTS] = None
     """folder to which weight versions are written; the server must be able to read it; null = a temporary folder of
     this machine"""
 
@@ -150,13 +158,13 @@ class RolloutConfig(Slice):
     engine: Literal["embedded", "vllm", "sglang", "endpoint"] = "embedded"
     """the engine that samples; embedded runs the model's Transformers module and needs no further packages; sglang was
     tested with SGLang 0.5.23 on a CPU, never on a GPU"""
-    embedded: EmbeddedConfig = EmbeddedConfig()
+    embedded: Annotated[EmbeddedConfig, OnlyWith("rollout.engine", "embedded")] = EmbeddedConfig()
     """limits of engine embedded"""
-    vllm: VllmConfig = VllmConfig()
+    vllm: Annotated[VllmConfig, OnlyWith("rollout.engine", "vllm")] = VllmConfig()
     """the server of engine vllm"""
-    sglang: SglangConfig = SglangConfig()
+    sglang: Annotated[SglangConfig, OnlyWith("rollout.engine", "sglang")] = SglangConfig()
     """the server of engine sglang"""
-    endpoint: EndpointConfig = EndpointConfig()
+    endpoint: Annotated[EndpointConfig, OnlyWith("rollout.engine", "endpoint")] = EndpointConfig()
     """the server of engine endpoint"""
     tensor_model_parallel_size: int | None = Field(None, ge=1)
     """another name of rollout.mesh.infer_tp; if both are given they must agree"""
@@ -166,7 +174,7 @@ class RolloutConfig(Slice):
     """ranks along each axis of the samplers' mesh"""
     sampling: SamplingConfig = SamplingConfig()
     """sampling parameters"""
-    eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
+    eval_sampling: Annotated[EvalSamplingConfig, EVALUATED] = EvalSamplingConfig()
     """sampling parameters of evaluations, where they differ"""
     router_replay: bool = False
     """for mixtures of experts with the embedded engine (R3, rollout routing replay): it records the experts that it
@@ -186,10 +194,10 @@ class RolloutConfig(Slice):
     With LoRA, an embedded sampler always gets only the adapters; another engine gets only the adapters with
     delta, and merged weights with full; with adapters of experts all get merged weights"""
 
-    release_memory: bool | None = None
+    release_memory: Annotated[bool | None, COLOCATED] = None
     """samplers on the train ranks' devices free their weights and KV caches while the train ranks train; each sync then
     sends all weights; null = on accelerators, if the engine can and sync_mode is full"""
-    sync_transport: Literal["auto", "broadcast"] = "auto"
+    sync_transport: Annotated[Literal["auto", "broadcast"], Unless("cluster.num_rollout_ranks", 0)] = "auto"
     """how weights are sent to samplers in separate ranks: broadcast = by one process group of all senders and samplers
     (NCCL on GPUs, else gloo), for many samplers; auto = broadcast between GPUs, else by shared memory, or by TCP
     between machines"""
@@ -228,51 +236,50 @@ def engine_problems(case: Case) -> Iterator[Problem]:
     yield from _sampling(case)
     yield from _ranks(case)
     if rollout.release_memory and rollout.engine not in CAN_RELEASE_MEMORY:
-        key, reason = "rollout.release_memory", f"engine {rollout.engine} can't release its memory"
-        text = f"{reason}. Leave it out, or use one of {', '.join(CAN_RELEASE_MEMORY)}."
-        yield Problem((key, "rollout.engine"), text, void=(key,), reason=reason)
+        text = f"engine {rollout.engine} can't release its memory. Leave it out, or use one of "
+        keys = ("rollout.release_memory", "rollout.engine")
+        yield Problem(keys, f"{text}{', '.join(CAN_RELEASE_MEMORY)}.", void=keys[:1])
     if rollout.release_memory and rollout.sync_mode == "delta":
         keys = ("rollout.release_memory", "rollout.sync_mode")
-        reason = "a sampler that released its weights has none to which a delta could be applied"
-        yield Problem(keys, f"{reason}. Use one of the two.", void=keys, reason=reason)
+        text = "a sampler that released its weights has none to which a delta could be applied. Use one of the two."
+        yield Problem(keys, text, void=keys)
     if rollout.router_replay and rollout.engine != "embedded":
-        reason = f"engine {rollout.engine} does not return the experts that it selects"
         keys = ("rollout.router_replay", "rollout.engine")
-        yield Problem(keys, f"{reason}. Leave it out, or use embedded.", void=keys[:1], reason=reason)
+        text = f"engine {rollout.engine} does not return the experts that it selects. Leave it out, or use embedded."
+        yield Problem(keys, text, void=keys[:1])
     if rollout.engine == "vllm":
-        yield from _own_server(case, "vllm", rollout.vllm)
-    if rollout.engine == "sglang" and rollout.sglang.deterministic and case.rl.eval_sampling.min_p:
-        text = "min_p ends an SGLang server with deterministic inference. Set it to 0, or deterministic: false."
-        section = "sampling" if rollout.eval_sampling.min_p is None else "eval_sampling"
-        yield Problem((f"rollout.{section}.min_p", "rollout.sglang.deterministic"), text)
-    if rollout.engine == "sglang" and case.rl.eval_sampling.repetition_penalty > 2:
-        section = "sampling" if rollout.eval_sampling.repetition_penalty is None else "eval_sampling"
-        yield Problem((f"rollout.{section}.repetition_penalty", "rollout.engine"), "SGLang allows at most 2.")
-    if rollout.engine == "sglang" and rollout.sglang.url is None:
-        yield from _own_server(case, "sglang", rollout.sglang)
+        yield from _own_server(case, rollout.vllm)
     elif rollout.engine == "sglang":
-        yield from _address("rollout.sglang.url", rollout.sglang.url)
-        name, ranks = case.rl.sampling_ranks
-        if ranks != rollout.tp_size:
-            text = (
-                f"one server is one replica, of tp ranks, but {ranks} ranks sample. Without a url each replica starts "
-                "its own server."
-            )
-            yield Problem(("rollout.sglang.url", name), text)
-    if rollout.engine == "endpoint":
+        yield from _sglang(case, rollout.sglang)
+    elif rollout.engine == "endpoint":
         yield from _endpoint(rollout.endpoint, case.purpose)
+
+
+def _sglang(case: Case, cfg: SglangConfig) -> Iterator[Problem]:
+    overrides, used = case.rl.rollout.eval_sampling, case.rl.eval_sampling
+    if cfg.deterministic and used.min_p:
+        text = "min_p ends an SGLang server with deterministic inference. Set it to 0, or deterministic: false."
+        section = "sampling" if overrides.min_p is None else "eval_sampling"
+        yield Problem((f"rollout.{section}.min_p", "rollout.sglang.deterministic"), text)
+    if used.repetition_penalty > 2:
+        section = "sampling" if overrides.repetition_penalty is None else "eval_sampling"
+        yield Problem((f"rollout.{section}.repetition_penalty", "rollout.engine"), "SGLang allows at most 2.")
+    if cfg.url is None:
+        yield from _own_server(case, cfg)
+        return
+    yield from _address("rollout.sglang.url", cfg.url)
+    name, ranks = case.rl.sampling_ranks
+    if ranks != case.rl.rollout.tp_size:
+        text = f"one server is one replica, of tp ranks, but {ranks} ranks sample. Without a url each replica starts "
+        yield Problem(("rollout.sglang.url", name), f"{text}its own server.")
 
 
 def _sampling(case: Case) -> Iterator[Problem]:
     config, sampling, training = case.rl, case.rl.rollout.sampling, case.purpose == "train"
-    if training:
-        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
-            if getattr(sampling, name) != off:
-                yield Problem(
-                    (f"rollout.sampling.{name}",),
-                    "a filter samples from another distribution than the trainer scores, which biases every ratio. "
-                    f"In training leave it at {show(off)} (off).",
-                )
+    for name, off in (_FILTERS | {"repetition_penalty": 1.0}).items() if training else ():
+        if getattr(sampling, name) != off:
+            text = "a filter samples from another distribution than the trainer scores, which biases every ratio. In "
+            yield Problem((f"rollout.sampling.{name}",), f"{text}training leave it at {show(off)} (off).")
     text = "temperature 0 gives every sample of a prompt the same answer. Use a temperature above 0 (1.0 is usual)"
     if sampling.temperature == 0 and training:
         yield Problem(("rollout.sampling.temperature",), f"{text}.")
@@ -325,15 +332,14 @@ def _ranks(case: Case) -> Iterator[Problem]:
     replicas = max(1, ranks // tp)
     if dp not in (-1, replicas):
         number = f"{replicas} replica{'s' if replicas > 1 else ''}"
-        reason = f"the ranks make {number} of the sampler"
-        text = f"{reason}: use {replicas}, or -1 for as many as there are."
-        yield Problem(("rollout.mesh.dp", ranks_key, *tp_keys), text, void=("rollout.mesh.dp",), reason=reason)
-    if engine == "embedded" and tp > 1:
-        reason = "the embedded engine has the full model in each replica"
-        yield Problem((*tp_keys, "rollout.engine"), f"not possible: {reason}. Use 1.", void=tp_keys, reason=reason)
-    if engine == "endpoint" and tp > 1:
-        reason = "an endpoint's server decides itself how it splits the model"
-        yield Problem((*tp_keys, "rollout.engine"), f"{reason}. Leave it out.", void=tp_keys, reason=reason)
+        text = f"the ranks make {number} of the sampler. Use {replicas}, or -1 for as many as there are."
+        yield Problem(("rollout.mesh.dp", ranks_key, *tp_keys), text, void=("rollout.mesh.dp",))
+    texts = {
+        "embedded": "the embedded engine has the full model in each replica. Use 1.",
+        "endpoint": "an endpoint's server decides itself how it splits the model. Leave it out.",
+    }
+    if engine in texts and tp > 1:
+        yield Problem((*tp_keys, "rollout.engine"), texts[engine], void=tp_keys)
     if engine == "endpoint" and ranks != 1:
         text = f"one endpoint is one sampler, but {ranks} ranks sample. Use cluster.num_rollout_ranks: 1."
         yield Problem(("rollout.engine", ranks_key), text)
@@ -370,10 +376,9 @@ _NOT_INSTALLED = {
 
 def missing_server(rollout: RolloutConfig) -> Problem | None:
     """The problem that the server of each replica could not be started on this machine."""
-    engine = rollout.engine
-    if engine not in ("vllm", "sglang") or (engine == "sglang" and rollout.sglang.url is not None):
+    engine, cfg = rollout.engine, rollout.vllm if rollout.engine == "vllm" else rollout.sglang
+    if engine not in OWN_ARGS or (engine == "sglang" and rollout.sglang.url is not None):
         return None
-    cfg = rollout.vllm if engine == "vllm" else rollout.sglang
     if cfg.python is None and importlib.util.find_spec(engine) is None:
         also = ("rollout.sglang.url",) if engine == "sglang" else ()
         return Problem(("rollout.engine", f"rollout.{engine}.python", *also), _NOT_INSTALLED[engine])
@@ -383,9 +388,9 @@ def missing_server(rollout: RolloutConfig) -> Problem | None:
     return None
 
 
-def _own_server(case: Case, engine: str, cfg: VllmConfig | SglangConfig) -> Iterator[Problem]:
+def _own_server(case: Case, cfg: VllmConfig | SglangConfig) -> Iterator[Problem]:
     """Problems of the Python and the arguments with which the server of each replica is started."""
-    missing = missing_server(case.rl.rollout)
+    engine, missing = case.rl.rollout.engine, missing_server(case.rl.rollout)
     if case.starts and missing is not None:
         yield missing
     for arg in cfg.args:

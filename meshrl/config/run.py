@@ -208,15 +208,13 @@ def _resume(case: Case) -> Iterator[Problem]:
         return
     if run.resume == "auto":
         if run.name == "auto":
-            reason = "with run.name auto each run gets a new name, so there is no earlier run to resume"
-            yield Problem(("run.resume", "run.name"), f"{reason}. Set run.name.", void=("run.resume",), reason=reason)
+            text = "with run.name auto each run gets a new name, so there is no earlier run to resume. Set run.name."
+            yield Problem(("run.resume", "run.name"), text, void=("run.resume",))
         return
     path, places = case.find("run.resume")
     if path is None:
         looked = " and ".join(str(place) for place in places)
         yield Problem(("run.resume",), f"allowed: never, auto, or a checkpoint's folder; looked for {looked}.")
     elif not ((path / "manifest.json").is_file() or (path / "state" / "manifest.json").is_file()):
-        text = (
-            f"{path} is not a checkpoint: it has no state/manifest.json. Give a folder such as checkpoints/step_000100."
-        )
-        yield Problem(("run.resume",), text)
+        text = f"{path} is not a checkpoint: it has no state/manifest.json. Give a folder such as "
+        yield Problem(("run.resume",), f"{text}checkpoints/step_000100.")

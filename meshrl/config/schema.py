@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -15,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 from meshrl.config.base import Slice
 from meshrl.config.values import show
+from meshrl.core.lookup import similar_names
 
-LONGEST_MISSPELT = 200  # characters; a longer key is no misspelt key, and comparing it with all keys would take minutes
 NAME = "NAME"  # the part of a dotted key that the user chooses, as in reward.terms.NAME.kind
 _ANY = TypeAdapter(Any)
 
@@ -88,56 +89,34 @@ def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
 
 
 def nearest(keys: dict[str, Key], path: str, is_section: bool = False, near_section: bool = False) -> list[str]:
-    """At most three keys whose last part is that of the path, or at most two edits from it: those with fewest edits,
-    in the most similar sections. is_section: the unknown key is a section. near_section: only misspelt keys of the same
-    section, and keys with this last part in the same top-level section."""
-    if len(path) > LONGEST_MISSPELT:
-        return []
+    """At most three keys whose last part is most similar to that of the path, in the most similar sections. is_section:
+    the unknown key is a section. near_section: only misspelt keys of the same section, and keys with this last part in
+    the same top-level section."""
     section, _, leaf = path.rpartition(".")
-    most = most_edits(leaf)
-    edits: dict[str, int] = {}
+    by_leaf: dict[str, list[tuple[str, str]]] = defaultdict(list)  # last part -> (section, key) of each key with it
     for candidate, key in keys.items():
-        candidate_section, _, candidate_leaf = candidate.rpartition(".")
-        if key.is_section != is_section or (near_section and candidate.split(".")[0] != path.split(".")[0]):
-            continue
-        count = num_edits(leaf.lower(), candidate_leaf, most)
-        if count <= most and not (near_section and count and candidate_section != section):
-            edits[candidate] = count
-    fewest = min(edits.values(), default=0)
-    likeness = {
-        candidate: difflib.SequenceMatcher(None, section, candidate.rpartition(".")[0]).ratio()
-        for candidate, n in edits.items()
-        if n == fewest
-    }
+        its_section, _, its_leaf = candidate.rpartition(".")
+        is_near = its_section == section or (its_leaf == leaf and candidate.split(".")[0] == path.split(".")[0])
+        if key.is_section == is_section and (is_near or not near_section):
+            by_leaf[its_leaf].append((its_section, candidate))
+    candidates = [each for close in meant_by(leaf, by_leaf) for each in by_leaf[close]]
+    candidates.sort(key=lambda each: -difflib.SequenceMatcher(None, section, each[0]).ratio())
     names, written = [], path.split(".")
-    for candidate in sorted(likeness, key=lambda k: -likeness[k]):
+    for _, candidate in candidates:
         parts = enumerate(candidate.split("."))  # the user's own name stands for NAME
         names.append(".".join(written[i] if part == NAME and i < len(written) else part for i, part in parts))
     return list(dict.fromkeys(names))[:3]
 
 
-def most_edits(word: str) -> int:
-    """Edits that make a word a misspelt form of another one: two, in a short word one."""
-    return 0 if len(word) < 2 else 1 if len(word) < 6 else 2
-
-
-def num_edits(word: str, target: str, most: int) -> int:
-    """The number of letters to insert, delete, replace or exchange with their neighbour, or most + 1 if
-    there are more. Source: optimal string alignment."""
-    if abs(len(word) - len(target)) > most:
-        return most + 1
-    before: list[int] = []
-    row = list(range(len(target) + 1))
-    for i, letter in enumerate(word, 1):
-        before, last, row = row, before, [i]
-        for j, wanted in enumerate(target, 1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and letter == target[j - 2] and word[i - 2] == wanted:
-                cost = min(cost, last[j - 2] + 1)
-            row.append(cost)
-        if min(row) > most:
-            return most + 1
-    return min(row[-1], most + 1)
+def meant_by(word: str, names: Collection[str]) -> list[str]:
+    """The names, all equally similar, of which the word may be a misspelt form: a letter or two are wrong, missing or
+    too many, or letters are exchanged."""
+    close = similar_names(word, names, 3, max(0.8, 1 - 2 / max(1, len(word))))
+    if not close:
+        letters = sorted(word.lower())
+        return [name for name in names if sorted(name) == letters]
+    likeness = [difflib.SequenceMatcher(None, word.lower(), name).ratio() for name in close]
+    return [name for name, ratio in zip(close, likeness) if ratio == likeness[0]]
 
 
 def _allowed(info: FieldInfo) -> str:

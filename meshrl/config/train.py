@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from meshrl.config.base import Slice
+from meshrl.config.base import COLOCATED, OF_SAMPLING, NotInSft, Slice, Unless
 from meshrl.config.case import Case, Problem
 
 MOST_TOKENS = 16384  # of a micro-batch, unless the config gives more
@@ -50,7 +50,7 @@ class SchedulerConfig(Slice):
     """learning rate after warm-up: constant, or falling to min_lr_ratio of its peak at the end"""
     warmup_steps: int = Field(0, ge=0)
     """optimizer steps in which lr rises to its peak; fewer than the run's optimizer steps"""
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: Annotated[float, Unless("train.scheduler.kind", "constant")] = Field(0.0, ge=0, le=1)
     """learning rate at the end of linear and cosine, as a fraction of the peak"""
 
 
@@ -77,10 +77,10 @@ class TrainConfig(Slice):
     """tokens of one micro-batch on one rank (ranks of ulysses share a micro-batch); a lower value needs less memory and
     gives the same results; null = as many as store about 4 GiB of activations by an estimate from the model's config,
     at most 16384"""
-    share_prompts: bool = True
+    share_prompts: Annotated[bool, NotInSft("rows of SFT share no prompts")] = True
     """compute a group's prompt once per micro-batch; the gradient is the same; use false only for comparisons. Layers
     with a state, such as linear attention, compute it for each answer all the same"""
-    updates_per_step: int = Field(1, ge=1)
+    updates_per_step: Annotated[int, NotInSft("an SFT step is one optimizer step")] = Field(1, ge=1)
     """optimizer steps per rollout step; 1 = on-policy; with more, all but the first train on samples of older weights;
     must divide loop.prompts_per_step"""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -88,7 +88,7 @@ class TrainConfig(Slice):
     optimizer_offload: bool = False
     """AdamW's moments are in host memory except during the optimizer step, which takes longer by the time to copy them
     to the device and back; for accelerators: on a CPU nothing is moved"""
-    param_offload: bool = False
+    param_offload: Annotated[bool, OF_SAMPLING, COLOCATED] = False
     """parameters, also those of the reference model, are in host memory while colocated samplers work; for
     accelerators: on a CPU nothing is moved"""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -133,12 +133,9 @@ def train_problems(case: Case) -> Iterator[Problem]:
         per_step = ("train.updates_per_step",) if "train.updates_per_step" in case.given else ()
         have = f"{updates} optimizer step{'' if updates == 1 else 's'}"
         reason = f"the run has {have}, so the learning rate would never reach its peak"
-        yield Problem(
-            (key, config.NUM_STEPS_KEY, *per_step),
-            f"{reason}. Warm up for fewer.",
-            void=(key,),
-            reason=f"{reason}; without a warm-up it starts there",
-        )
+        note = f"{reason}; without a warm-up it starts there"
+        keys = (key, config.NUM_STEPS_KEY, *per_step)
+        yield Problem(keys, f"{reason}. Warm up for fewer.", void=(key,), reason=note)
 
 
 def _mesh(train: TrainConfig, ranks: int) -> Iterator[Problem]:
@@ -149,25 +146,23 @@ def _mesh(train: TrainConfig, ranks: int) -> Iterator[Problem]:
         return
     replicate, shard, ulysses, tp = train.mesh_shape(ranks)
     if strategy == "HYBRID_SHARD" and replicate == 1:
-        yield Problem(
-            keys[:2], "HYBRID_SHARD copies a sharded model; with one copy use FULL_SHARD, else dp_replicate >= 2."
-        )
+        text = "HYBRID_SHARD copies a sharded model; with one copy use FULL_SHARD, else dp_replicate >= 2."
+        yield Problem(keys[:2], text)
     elif strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
-        reason = f"{strategy} shards over all ranks"
-        text = f"{reason}; for {replicate} sharded copies use HYBRID_SHARD."
-        yield Problem(keys[:2], text, void=keys[1:2], reason=reason)
+        text = f"{strategy} shards over all ranks. For {replicate} sharded copies use HYBRID_SHARD."
+        yield Problem(keys[:2], text, void=keys[1:2])
     elif strategy == "NO_SHARD" and shard != 1:
-        reason = "NO_SHARD keeps the full model in each rank"
-        yield Problem((keys[0], keys[2]), f"{reason}: dp_shard must be 1 or -1.", void=keys[2:3], reason=reason)
+        text = "NO_SHARD keeps the full model in each rank: dp_shard must be 1 or -1."
+        yield Problem((keys[0], keys[2]), text, void=keys[2:3])
     elif strategy == "NO_SHARD" and ulysses > 1:
         text = "the ranks of ulysses share the model's state: use FULL_SHARD or HYBRID_SHARD with them."
         yield Problem((keys[0], "train.mesh.ulysses"), text)
     elif replicate * shard * ulysses * tp != ranks:
         sizes = {"dp_replicate": replicate, "dp_shard": shard, "ulysses": ulysses, "tp": tp}
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis.startswith("dp"))
-        reason = f"{product} = {replicate * shard * ulysses * tp} ranks, but num_train_ranks is {ranks}"
         divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        text = f"{reason}. Leave dp_shard at -1, and make the product of the others one of {divisors}."
+        text = f"{product} = {replicate * shard * ulysses * tp} ranks, but num_train_ranks is {ranks}. "
+        text += f"Leave dp_shard at -1, and make the product of the others one of {divisors}."
         peers = [key for key, size in (("train.mesh.ulysses", ulysses), (train.tp_key, tp)) if size > 1]
         void = keys[1:2] if strategy == "NO_SHARD" else keys[2:3]
-        yield Problem((*keys[1:3], *peers, keys[3]), text, void=void, reason=reason)
+        yield Problem((*keys[1:3], *peers, keys[3]), text, void=void)

@@ -105,10 +105,11 @@ def can_be_imported(path: str) -> bool:
     return top in sys.modules or here is not None or importlib.util.find_spec(top) is not None
 
 
-def similar_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The known names that are most similar to `name`, best first; case does not matter."""
+def similar_names(name: str, names: Iterable[str], count: int = 3, least: float = 0.45) -> list[str]:
+    """The known names that are most similar to `name`, best first; case does not matter. least: the similarity, 0 to 1,
+    from which a name is listed."""
     by_lower = {each.lower(): each for each in names}
-    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.45)]
+    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, count, least)]
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 
 from meshrl.algo.losses import sft_loss
 from meshrl.algo.reduce import assign_loss_weights
-from meshrl.cluster.groups import TrainGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
 from meshrl.data.order import SftSource
+from meshrl.loops.finish_step import throughput, unknown_device
 from meshrl.loops.job import LoopKeeper, LoopOutputs
-from meshrl.loops.shared_step import optimizer_step, throughput, unknown_device
+from meshrl.loops.train_step import optimizer_step
 from meshrl.monitor.metrics import memory_metrics
 from meshrl.train.optim import learning_rate
 

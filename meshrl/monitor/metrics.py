@@ -11,7 +11,7 @@ import numpy as np
 
 from meshrl.core.lookup import similar_names
 from meshrl.core.types import Metric
-from meshrl.process.family import family
+from meshrl.process.diagnosis import family
 
 
 class NamedValues(dict[str, Any]):
@@ -31,8 +31,6 @@ def merge(metrics: Iterable[Metric]) -> dict[str, Metric]:
     except for rounding.
 
     mean and sum are added, max and min return the extreme (NaN if any value is), hist adds the counts of equal values.
-
-    Raises: ValueError when two metrics of one name differ in unit or reduction.
     """
     merged: dict[str, Metric] = {}
     for metric in metrics:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.cluster.launch import check_devices
-from meshrl.cluster.rank_program import prepare_ranks
-from meshrl.cluster.torchrun import follow, is_follower, is_launched, is_restarted
+from meshrl.cluster.remote import follow, is_follower, is_launched, is_restarted
+from meshrl.cluster.worker import prepare_ranks
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
@@ -71,10 +71,6 @@ def _run(
     """Remove temporary resources of dead runs on this machine, then run `main` to its end. Ctrl-C, SIGTERM and
     SIGHUP cancel it, so that no rank outlives the run. Under torchrun only the process of rank 0 does this; the others
     are node agents. num_ranks: that train, that only sample.
-
-    Raises: ConfigError when this machine has too few devices; KeyboardInterrupt after Ctrl-C; SystemExit with 143 after
-    SIGTERM, with 129 after SIGHUP, and in a node agent's process with its exit code; under torchrun with 0 after
-    `meshrl stop`, and at once when torchrun or Slurm has started the stopped run again.
     """
     prepare_ranks(cfg.cluster)
     sweep()
