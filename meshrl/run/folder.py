@@ -15,7 +15,7 @@ from typing import Any
 
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
-from meshrl.config.source import Reader, leaves, plain
+from meshrl.config.source import Reader, content, leaves
 from meshrl.core.errors import CheckpointError, ConfigError, DataError, MeshrlError
 from meshrl.core.files import CONTINUE_LATER, Unreadable, is_there, output_errors, read_json, replacing, write_text
 from meshrl.core.lookup import similar_names
@@ -85,7 +85,7 @@ def config_of(run: Path | None) -> dict[str, Any]:
     """The config.yaml of a run; {} if there is none that can be read."""
     if run is not None:
         with suppress(ConfigError):
-            return dict(plain(Reader(run).files(run / "config.yaml")[0]))
+            return dict(content(Reader(run).files(run / "config.yaml")[0]))
     return {}
 
 
