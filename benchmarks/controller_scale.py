@@ -65,9 +65,9 @@ from meshrl.core.types import POLICY, Metric, Prompt, Sample, Trajectory
 from meshrl.data.decode import answer_text, text_of
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
+from meshrl.loops.collect import ScoredBatch
 from meshrl.loops.finish_step import rollout_metrics
 from meshrl.loops.job import Job
-from meshrl.loops.source import ScoredBatch
 from meshrl.loops.train_step import _staleness, split_updates
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.metrics import divide, merge

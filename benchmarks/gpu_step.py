@@ -46,7 +46,7 @@ from meshrl.config.run import RunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import reset_peak_memory, synchronize
 from meshrl.core.types import Prompt, Request, SamplingParams, Trajectory, Turn, turn_seed
-from meshrl.loops.proof import SamplerProof
+from meshrl.loops.sync_and_probe import SamplerProof
 from meshrl.monitor.metrics import divide, merge
 from meshrl.monitor.recorder import Spans
 from meshrl.sync.layout import Layout

@@ -32,8 +32,8 @@ from typing import Any
 import psutil
 
 from meshrl.core.types import Trajectory
-from meshrl.monitor.curve import text_curve
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.monitor.sinks import text_curve
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_TIMEOUT_S = 10.0  # a running part has this time to end by itself after Ctrl-C

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import meshrl
-from meshrl.monitor.curve import text_curve
+from meshrl.monitor.sinks import text_curve
 
 sys.path.insert(0, "examples/quickstart")
 import task

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from meshrl.core.errors import ConfigError, DataError, MeshrlError
 from meshrl.core.lookup import did_you_mean
@@ -76,76 +76,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="meshrl", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of meshrl")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-
-    def add(name: str, command, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(command=command, overrides=None)
-        return sub
-
-    train = add("train", partial(_train, False), "train a model with reinforcement learning")
-    sft = add("sft", partial(_train, True), "train a model with supervised fine-tuning (SFT) on chat data")
-    evaluate = add("eval", _evaluate, "evaluate a model on data.eval_path, with loop.eval_samples answers per prompt")
-    launch = add("launch", _launch, "write a Slurm batch file for a run on several nodes")
-    launch.add_argument("scheduler", choices=["slurm"], help="the scheduler of the cluster")
-    schedule = add("plan", _plan_schedule, "predict the speed of each loop.kind and of each split of the GPUs")
-    for sub in (train, sft, evaluate, launch, schedule):
-        or_run = ", or runs/NAME to evaluate a run with its own config" if sub is evaluate else ""
-        sub.add_argument("config", metavar="CONFIG", help=f"YAML file; `meshrl config` lists its keys{or_run}")
-        sub.add_argument(
-            "overrides",
-            metavar="key=value",
-            nargs="*",
-            help="values that override the file, such as train.optimizer.lr=1e-6",
-        )
-    for sub in (train, sft):
-        sub.add_argument(
-            "--explain",
-            action="store_true",
-            help="start nothing; print the sizes of a step, each value with its origin, and the memory of a rank",
-        )
-    _add_launch_options(launch)
-    _add_schedule_options(schedule)
-    evaluate.add_argument(
-        "--model",
-        metavar="FOLDER",
-        help="evaluate this model instead of model.path: a model's folder, a run's folder such as runs/NAME (its best "
-        "model), or a step's folder such as runs/NAME/checkpoints/step_000100",
-    )
-    evaluate.add_argument(
-        "--out", metavar="FOLDER", help="new folder for the answers and results (default: eval_N in the model's run)"
-    )
-    start = add("init", _init, "write a folder with a config, a reward function and rows, to start a run of your own")
-    start.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; it must not exist yet")
-    start.add_argument(
-        "--model", required=True, metavar="MODEL", help="the model to train: its folder, a hub id, or runs/NAME"
-    )
-    _add_chat_options(talk := add("chat", _chat, "talk to a model in the terminal: one question, or a conversation"))
-    diagnose = add("diagnose", _diagnose, "report where the time of a run goes, and what to change; see docs/see.md")
-    _add_diagnose_options(diagnose)
-    report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
-    status = add("status", _status, "print the state of a run: step, phase, reward, processes")
-    stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute")
-    for sub in (report, status, stop):
-        sub.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
-    view = add("view", _view, "show the answers of a run: as a page (RUN/view.html) or in the terminal")
-    _add_view_options(view)
-    compare = add("compare", _compare, "show what differs between runs or evaluations, also as a page")
-    compare.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="folders of two or more runs")
-    for sub in (report, view, compare):
-        sub.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: in RUN, or the first RUN)")
-    runs = add("runs", _runs, "list the runs in a folder: state, progress, held-out scores")
-    runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
-    convert = add("convert", _convert, "write the model folder of a checkpoint, GGUF file or vision model")
-    _add_convert_options(convert)
-    of_step = "the model after N steps of the run (default: its best by held-out evaluations, else its newest)"
-    for sub in (evaluate, talk, convert):
-        sub.add_argument("--step", type=int, metavar="N", help=of_step)
-    check = add("model-check", _model_check, "check that meshrl trains and samples a model as Transformers computes it")
-    check.add_argument(
-        "model", metavar="MODEL", help="a model's folder, or a hub id, of which only config.json is fetched"
-    )
-    config = add("config", _config, "list the config keys with type, default and meaning")
-    config.add_argument("word", metavar="WORD", nargs="?", help="list only keys with this word in name or meaning")
+    for command, (function, text, options) in COMMANDS.items():
+        sub = commands.add_parser(command, help=text, description=text)
+        sub.set_defaults(command=function, overrides=None)
+        one_of = sub.add_mutually_exclusive_group() if any(option.is_alone for option in options) else sub
+        for option in options:
+            (one_of if option.is_alone else sub).add_argument(option.name, **option.settings)
 
     name = next((text for text in argv if not text.startswith("-")), None)  # no option before it takes a value
     if name is not None and name not in commands.choices:
@@ -163,129 +99,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if text.startswith("-") or not ("=" in text or is_chat) or name is None or args.overrides is None
     ]
     if wrong:
-        options = (commands.choices[name] if name else parser).options()
+        known_options = (commands.choices[name] if name else parser).options()
         dashes = any("=" in text for text in wrong) and " (overrides are written without dashes: key=value)"
-        meant = "".join(did_you_mean(text, options) for text in wrong if text.startswith("--"))
+        meant = "".join(did_you_mean(text, known_options) for text in wrong if text.startswith("--"))
         parser.error(f"unrecognized arguments: {' '.join(wrong)}{dashes or meant}")
     if rest:
         args.overrides += rest
     return args
-
-
-def _add_launch_options(launch: argparse.ArgumentParser) -> None:
-    launch.add_argument(
-        "--command",
-        dest="run",
-        choices=["train", "sft", "eval"],
-        default="train",
-        help="command that the batch file runs (default train)",
-    )
-    launch.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
-    launch.add_argument(
-        "--gpus-per-node",
-        type=int,
-        metavar="G",
-        help="GPUs of each node; the run uses N x G ranks (default: the number of ranks in the config)",
-    )
-    launch.add_argument(
-        "--from",
-        dest="measured",
-        type=Path,
-        metavar="RUN",
-        help="folder of a run, from which the time to end with a checkpoint is taken (default: 300 s)",
-    )
-    slurm = {"time": "time limit, such as 12:00:00", "partition": "partition", "account": "account to charge"}
-    for name, text in slurm.items():
-        launch.add_argument(f"--{name}", metavar=name.upper(), help=f"{text} (default: the cluster's)")
-    launch.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: print to the terminal)")
-
-
-def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
-    schedule.add_argument(
-        "--schedule", action="store_true", required=True, help="compare the schedules; the only prediction so far"
-    )
-    schedule.add_argument(
-        "--from",
-        dest="measured",
-        type=Path,
-        metavar="RUN",
-        help="folder of a run with loop.kind=colocated, from which times and lengths are taken",
-    )
-    schedule.add_argument(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,...",
-        help="times in seconds and lengths in tokens, such as decode_step_s=0.02,answer_tokens=800 (docs/plan.md)",
-    )
-    schedule.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: the ranks of the config)")
-
-
-def _add_convert_options(convert: argparse.ArgumentParser) -> None:
-    checkpoints = "such as runs/NAME/checkpoints/step_000100, runs/NAME for its best, model.gguf, or a model's folder"
-    convert.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoints)
-    convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
-    dtypes = "of the weights (default: model.dtype of the run); float32 keeps all changes of LoRA and fp32 masters"
-    convert.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help=dtypes)
-
-
-def _add_view_options(view: argparse.ArgumentParser) -> None:
-    view.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
-    shown = view.add_mutually_exclusive_group()
-    shown.add_argument("--steps", metavar="A-B", help="write view_A-B.html with these steps only, such as 10-20")
-    shown.add_argument("--step", type=int, metavar="N", help="print the answers of this step; -1 is the last one")
-    shown.add_argument(
-        "--eval",
-        type=int,
-        nargs="?",
-        const=-1,
-        dest="evaluation",
-        metavar="N",
-        help="print the answers of the evaluation after N steps (default: of the last one)",
-    )
-    shown.add_argument(
-        "--attention",
-        metavar="STEP/GROUP/ANSWER",
-        help="write a page about what each token of an answer attends to, from saved weights; the other views show the "
-        "names of answers, such as 12/3/0, or eval_12/3/0 of the evaluation after step 12",
-    )
-    view.add_argument("--wrong", action="store_true", help="print only answers with a score below loop.eval_pass_score")
-    view.add_argument("--text", action="store_true", help="print only the text of each answer, as one line")
-
-
-def _add_chat_options(talk: argparse.ArgumentParser) -> None:
-    talk.add_argument("model", metavar="MODEL", help="a model's folder, a hub id, or runs/NAME for its best model")
-    talk.add_argument(
-        "overrides",
-        metavar="QUESTION|key=value",
-        nargs="*",
-        default=[],  # otherwise argparse calls it required
-        help="one question in quotes (default: ask for questions), and settings: temperature=0.7 max_new_tokens=512 "
-        "top_p=1 top_k=0 min_p=0 repetition_penalty=1 seed=0 dtype=bfloat16",
-    )
-    talk.add_argument("--compare", action="append", default=[], metavar="MODEL", help="another model that answers, too")
-    talk.add_argument("--system", metavar="TEXT", help="text of a system message (default: the chat template's)")
-
-
-def _add_diagnose_options(diagnose: argparse.ArgumentParser) -> None:
-    diagnose.add_argument(
-        "target",
-        type=Path,
-        metavar="CONFIG|RUN",
-        help="a config, some steps of which are run with torch.profiler; or the folder of a run that has traces",
-    )
-    diagnose.add_argument("overrides", metavar="key=value", nargs="*", help="values that override those of a config")
-    diagnose.add_argument("--trace", choices=["fsdp"], default="fsdp", help="the kind of diagnosis; so far only fsdp")
-    diagnose.add_argument(
-        "--steps", type=_positive, default=4, metavar="N", help="steps of a config to profile (default 4)"
-    )
-    diagnose.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the files (default: the run's)")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{printable(text)!r} is not an integer of at least 1")
-    return int(text)
 
 
 def _train(is_sft: bool, args: argparse.Namespace) -> None:
@@ -439,19 +259,15 @@ def _config(args: argparse.Namespace) -> None:
 def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
     from meshrl.config.run import SftRunConfig
     from meshrl.data.check import count_rows
-    from meshrl.plan.decisions import Machine
     from meshrl.plan.explain import explain
-    from meshrl.plan.run_plan import make_plan
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and no hub is waited for
-    config, numbers, machine = loaded.config, None, Machine()
-    with suppress(MeshrlError, ImportError):  # the lines of the memory give the reason
-        from meshrl.cluster.launch import this_machine
-        from meshrl.model.limits import model_numbers
+    config, run_plan = loaded.config, None
+    with suppress(ImportError):  # the lines of the memory give the reason
+        from meshrl.cluster.launch import plan_of
 
-        machine = this_machine(config.cluster)
-        numbers = model_numbers(config.model.path)
-    print_output(explain(loaded, count_rows(config), make_plan(config, numbers, machine)), end="")
+        run_plan = plan_of(config)
+    print_output(explain(loaded, count_rows(config), run_plan), end="")
     print_output(f"\n{_if_here('memory', partial(_memory, config))}")
     if not isinstance(loaded.config, SftRunConfig):
         data = loaded.config.data
@@ -483,3 +299,196 @@ def _first_prompt(config: RunConfig) -> str:
 
     text = first_prompt(load_task(config, Objects(), training=True))
     return f"# first prompt: {text or f'rendered by the agent {config.agent.kind}'}"
+
+
+class _Argument(NamedTuple):
+    """An argument of a command. settings: as of argparse. is_alone: only one such argument is allowed."""
+
+    name: str
+    settings: dict[str, Any]
+    is_alone: bool = False
+
+
+def _arg(name: str, metavar: str | None, text: str, is_alone: bool = False, **more: Any) -> _Argument:
+    shown = {} if metavar is None else {"metavar": metavar}
+    return _Argument(name, {**shown, "help": text, **more}, is_alone)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{printable(text)!r} is not an integer of at least 1")
+    return int(text)
+
+
+_CONFIG = "YAML file; `meshrl config` lists its keys"
+_OVERRIDES = _arg("overrides", "key=value", "values that override the file, such as train.optimizer.lr=1e-6", nargs="*")
+_EXPLAIN = _arg(
+    "--explain",
+    None,
+    "start nothing; print the sizes of a step, each value with its origin, and the memory of a rank",
+    action="store_true",
+)
+_RUN = _arg("folder", "RUN", "folder of the run, such as runs/NAME", type=Path)
+_RUNS = _arg("folders", "RUN", "folders of two or more runs", type=Path, nargs="+")
+_PAGE = _arg("--out", "FILE", "page to write (default: in RUN, or the first RUN)", type=Path)
+_STEP = _arg("--step", "N", "the model after N steps of the run (default: its best, else its newest)", type=int)
+_RUN_CONFIG = [_arg("config", "CONFIG", _CONFIG), _OVERRIDES]
+_TRAIN = [*_RUN_CONFIG, _EXPLAIN]
+_EVAL = [
+    _arg("config", "CONFIG", f"{_CONFIG}, or runs/NAME to evaluate a run with its own config"),
+    _OVERRIDES,
+    _arg(
+        "--model",
+        "FOLDER",
+        "evaluate this model instead of model.path: a model's folder, a run's folder such as runs/NAME (its "
+        "best model), or a step's folder such as runs/NAME/checkpoints/step_000100",
+    ),
+    _arg("--out", "FOLDER", "new folder for the answers and results (default: eval_N in the model's run)"),
+    _STEP,
+]
+_LAUNCH = [
+    _arg("scheduler", None, "the scheduler of the cluster", choices=["slurm"]),
+    *_RUN_CONFIG,
+    _arg(
+        "--command",
+        None,
+        "command that the batch file runs (default train)",
+        dest="run",
+        choices=["train", "sft", "eval"],
+        default="train",
+    ),
+    _arg("--nodes", "N", "number of nodes (default 1)", type=int, default=1),
+    _arg("--gpus-per-node", "G", "GPUs of each node; the run uses N x G ranks (default: the config's)", type=int),
+    _arg(
+        "--from",
+        "RUN",
+        "folder of a run, from which the time to end with a checkpoint is taken (default: 300 s)",
+        dest="measured",
+        type=Path,
+    ),
+    _arg("--time", "TIME", "time limit, such as 12:00:00 (default: the cluster's)"),
+    _arg("--partition", "PARTITION", "partition (default: the cluster's)"),
+    _arg("--account", "ACCOUNT", "account to charge (default: the cluster's)"),
+    _arg("--out", "FILE", "file to write (default: print to the terminal)", type=Path),
+]
+_PLAN = [
+    *_RUN_CONFIG,
+    _arg("--schedule", None, "compare the schedules; the only prediction so far", action="store_true", required=True),
+    _arg(
+        "--from",
+        "RUN",
+        "folder of a run with loop.kind=colocated, from which times and lengths are taken",
+        dest="measured",
+        type=Path,
+    ),
+    _arg(
+        "--assume",
+        "KEY=VALUE,...",
+        "times in seconds and lengths in tokens, such as decode_step_s=0.02,answer_tokens=800 (docs/plan.md)",
+        action="append",
+        default=[],
+    ),
+    _arg("--gpus", "N", "number of GPUs (default: the ranks of the config)", type=int),
+]
+_INIT = [
+    _arg("folder", "FOLDER", "folder to write; it must not exist yet", type=Path),
+    _arg("--model", "MODEL", "the model to train: its folder, a hub id, or runs/NAME", required=True),
+]
+_CHAT = [
+    _arg("model", "MODEL", "a model's folder, a hub id, or runs/NAME for its best model"),
+    _arg(
+        "overrides",
+        "QUESTION|key=value",
+        "one question in quotes (default: ask for questions), and settings: temperature=0.7 max_new_tokens=512 "
+        "top_p=1 top_k=0 min_p=0 repetition_penalty=1 seed=0 dtype=bfloat16",
+        nargs="*",
+        default=[],  # otherwise argparse calls it required
+    ),
+    _arg("--compare", "MODEL", "another model that answers, too", action="append", default=[]),
+    _arg("--system", "TEXT", "text of a system message (default: the chat template's)"),
+    _STEP,
+]
+_DIAGNOSE = [
+    _arg(
+        "target",
+        "CONFIG|RUN",
+        "a config, some steps of which are run with torch.profiler; or the folder of a run that has traces",
+        type=Path,
+    ),
+    _arg("overrides", "key=value", "values that override those of a config", nargs="*"),
+    _arg("--trace", None, "the kind of diagnosis; so far only fsdp", choices=["fsdp"], default="fsdp"),
+    _arg("--steps", "N", "steps of a config to profile (default 4)", type=_positive, default=4),
+    _arg("--out", "FOLDER", "folder for the files (default: the run's)", type=Path),
+]
+_VIEW = [
+    _RUN,
+    _arg("--steps", "A-B", "write view_A-B.html with these steps only, such as 10-20", True),
+    _arg("--step", "N", "print the answers of this step; -1 is the last one", True, type=int),
+    _arg(
+        "--eval",
+        "N",
+        "print the answers of the evaluation after N steps (default: of the last one)",
+        True,
+        type=int,
+        nargs="?",
+        const=-1,
+        dest="evaluation",
+    ),
+    _arg(
+        "--attention",
+        "STEP/GROUP/ANSWER",
+        "write a page about what each token of an answer attends to, from saved weights; the other views show "
+        "the names of answers, such as 12/3/0, or eval_12/3/0 of the evaluation after step 12",
+        True,
+    ),
+    _arg("--wrong", None, "print only answers with a score below loop.eval_pass_score", action="store_true"),
+    _arg("--text", None, "print only the text of each answer, as one line", action="store_true"),
+    _PAGE,
+]
+_CONVERT = [
+    _arg(
+        "checkpoint",
+        "CHECKPOINT",
+        "such as runs/NAME/checkpoints/step_000100, runs/NAME for its best, model.gguf, or a model's folder",
+        type=Path,
+    ),
+    _arg("out", "FOLDER", "the model folder to write; it must not exist yet", type=Path),
+    _arg(
+        "--dtype",
+        None,
+        "of the weights (default: model.dtype of the run); float32 keeps all changes of LoRA and fp32 masters",
+        choices=("bfloat16", "float32", "float16"),
+    ),
+    _STEP,
+]
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[_Argument]]] = {
+    "train": (partial(_train, False), "train a model with reinforcement learning", _TRAIN),
+    "sft": (partial(_train, True), "train a model with supervised fine-tuning (SFT) on chat data", _TRAIN),
+    "eval": (_evaluate, "evaluate a model on data.eval_path, with loop.eval_samples answers per prompt", _EVAL),
+    "launch": (_launch, "write a Slurm batch file for a run on several nodes", _LAUNCH),
+    "plan": (_plan_schedule, "predict the speed of each loop.kind and of each split of the GPUs", _PLAN),
+    "init": (_init, "write a folder with a config, a reward function and rows, to start a run of your own", _INIT),
+    "chat": (_chat, "talk to a model in the terminal: one question, or a conversation", _CHAT),
+    "diagnose": (_diagnose, "report where the time of a run goes, and what to change; see docs/see.md", _DIAGNOSE),
+    "report": (_report, "write RUN/report.html from the run's files, during the run or after it", [_RUN, _PAGE]),
+    "status": (_status, "print the state of a run: step, phase, reward, processes", [_RUN]),
+    "stop": (_stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute", [_RUN]),
+    "view": (_view, "show the answers of a run: as a page (RUN/view.html) or in the terminal", _VIEW),
+    "compare": (_compare, "show what differs between runs or evaluations, also as a page", [_RUNS, _PAGE]),
+    "runs": (
+        _runs,
+        "list the runs in a folder: state, progress, held-out scores",
+        [_arg("folder", "FOLDER", "default: runs", type=Path, nargs="?", default=Path("runs"))],
+    ),
+    "convert": (_convert, "write the model folder of a checkpoint, GGUF file or vision model", _CONVERT),
+    "model-check": (
+        _model_check,
+        "check that meshrl trains and samples a model as Transformers computes it",
+        [_arg("model", "MODEL", "a model's folder, or a hub id, of which only config.json is fetched")],
+    ),
+    "config": (
+        _config,
+        "list the config keys with type, default and meaning",
+        [_arg("word", "WORD", "list only keys with this word in name or meaning", nargs="?")],
+    ),
+}

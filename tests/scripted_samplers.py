@@ -13,8 +13,8 @@ from meshrl.config.run import RunConfig
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
+from meshrl.loops.collect import ScoredBatch
 from meshrl.loops.job import Job
-from meshrl.loops.source import ScoredBatch
 from meshrl.monitor.recorder import Spans
 
 PER_STEP, NUM_STEPS = 2, 20

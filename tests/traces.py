@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.monitor.trace import (
+from meshrl.monitor.recorder import (
     FOLDER,
     PROFILE_FILE,
     ClockReading,

@@ -7,9 +7,9 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshrl.agent.flatten import check_turns
 from meshrl.agent.loop import Agent, AgentContext, start_trajectory
 from meshrl.agent.tools import is_being_cancelled
-from meshrl.agent.tree import check_turns
 from meshrl.core.errors import AgentError, Failure, MeshrlError, RequestError
 from meshrl.core.types import Generate, Prompt, Request, Trajectory, Turn
 from meshrl.reward.replies import error_line
@@ -23,9 +23,6 @@ async def attempt(
     """The agent's trajectory, with valid turns; a failed one without turns when the agent raised an exception, or took
     two turns at once, which raises a RuntimeError in it. The agent gets a copy of the prompt: what it changes, no other
     attempt sees. name: of the agent, for errors.
-
-    Raises: the errors of meshrl, such as TurnError and DataError; the first exception of `generate`, except a
-    RequestError, whatever the agent does with it: a lost rank or a bug of an engine is no fault of this attempt.
     """
     of_engine: list[BaseException] = []
     running: set[str] = set()  # ids of requests

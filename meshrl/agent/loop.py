@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from meshrl.agent.flatten import TurnError, attach, path_ids
 from meshrl.agent.tools import TOOLS, Tool, ToolError, as_tool, call_tool, name_and_arguments, tool_calls
-from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import (
@@ -106,10 +106,7 @@ def start_trajectory(prompt: Prompt, index: int, ctx: AgentContext) -> Trajector
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any, tools: list[dict[str, Any]]) -> np.ndarray:
-    """The prompt's ids as data rendered them, else rendered now. int32[C].
-
-    Raises: DataError when the prompt has neither ids nor messages, or has media, which rendering text would drop.
-    """
+    """The prompt's ids as data rendered them, else rendered now. int32[C]."""
     if prompt.media:
         raise DataError(
             f"prompt {prompt.id!r} has media ({', '.join(prompt.media)}), which a text agent does not support"
@@ -136,9 +133,6 @@ async def take_turn(
     media_spans: places of the prompt's media in context_ids. The seed depends only on run, ordinal, index and number of
     the turn. Returns None when no turn could be sampled. The status is then `truncated` if an earlier turn filled the
     context, `failed` if the prompt alone filled it or the engine refused the request.
-
-    Raises: TurnError when the engine returns another context than the one that was sent. All other errors of the
-    engine propagate.
     """
     number, prompt = len(trajectory.turns), trajectory.prompt
     room = ctx.max_context_tokens - len(context_ids)
@@ -189,8 +183,6 @@ def next_context(
     The conversation is the prompt's messages and those of all turns, in order. A template may render it differently
     when other messages follow (it may drop earlier thinking). Then the context is rendered again, and the next turn
     starts a new row.
-
-    Raises: DataError when the prompt has no messages, or the template can't render the conversation.
     """
     if not trajectory.prompt.messages:
         raise DataError(f"prompt {trajectory.prompt.id!r} has no messages; a conversation needs them")
@@ -276,7 +268,7 @@ def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[M
     answers of tools, also after a second call, and that the calls it renders are those that `tool_calls` reads.
     messages: of a prompt. template: what the template is, for errors.
 
-    Returns: a note about a template that renders no calls. Raises: ConfigError."""
+    Returns: a note about a template that renders no calls."""
     if not agent.tools:
         return None
     advice = "Set data.chat_template to a template that describes tools (chatml_tools is built in), or use {}"

@@ -30,11 +30,7 @@ class FunctionAgent:
 
 
 def resolve_agent(cfg: AgentConfig) -> Agent:
-    """The agent that a config names: a class, built with its args, or an async function, called with its args.
-
-    Raises: ConfigError for an unknown name, a dotted path that names no object, args that do not fit, or what is no
-    agent.
-    """
+    """The agent that a config names: a class, built with its args, or an async function, called with its args."""
     kind = look_up(cfg.kind, AGENTS, "agent.kind")
     name = f"agent.kind {cfg.kind!r}"
     if not callable(kind):
@@ -53,7 +49,7 @@ def resolve_agent(cfg: AgentConfig) -> Agent:
 
 
 def as_agent(candidate: Any, name: str) -> Agent:
-    """An object with `run` and `tools`, or an async function, as an agent. name: for errors. Raises: ConfigError."""
+    """An object with `run` and `tools`, or an async function, as an agent. name: for errors."""
     if inspect.iscoroutinefunction(candidate):
         require_parameters(name, candidate, *_PARAMETERS)
         return FunctionAgent(candidate)
@@ -77,9 +73,7 @@ def as_agent(candidate: Any, name: str) -> Agent:
 
 
 def opened(agent: Agent, run: RunOfAgent, kind: str) -> AbstractAsyncContextManager[object]:
-    """The lifetime of an agent in a run; nothing for one without the method `opened`. kind: for errors.
-
-    Raises: ConfigError when the method returns something else than an asynchronous context manager."""
+    """The lifetime of an agent in a run; nothing for one without the method `opened`. kind: for errors."""
     method = getattr(agent, "opened", None)
     context = nullcontext() if method is None else method(run)
     if not isinstance(context, AbstractAsyncContextManager):

@@ -57,7 +57,7 @@ class Tool:
 def as_tool(tool: Any, key: str) -> Tool:
     """A Tool as it is, and a function by its types and docstring.
 
-    key: of the value in errors. Raises: ConfigError for anything else, and for a function without a description.
+    key: of the value in errors.
     """
     if isinstance(tool, Tool):
         return tool
@@ -119,7 +119,7 @@ def is_being_cancelled(error: BaseException) -> bool:
 
 
 async def _in_thread(tool: Tool, arguments: dict[str, Any]) -> Any:
-    """The result of a function that may block. Raises: ToolError for every exception of the function.
+    """The result of a function that may block. Every exception of the function becomes a ToolError.
 
     asyncio.to_thread is not used: the end of a run would wait for its threads, also for one that hangs, and they are
     too few for all trajectories of a step.
@@ -144,7 +144,7 @@ def _description(error: BaseException) -> str:
 
 
 def name_and_arguments(body: str) -> tuple[str, dict[str, Any]]:
-    """Of the body of a call. Raises: ToolError for a malformed one."""
+    """Of the body of a call."""
     try:
         call = json.loads(body)
         json.dumps(call, ensure_ascii=False).encode()  # an escaped half of a surrogate pair is not a text
@@ -185,10 +185,7 @@ def _check_type(tool: Tool, name: str, value: Any) -> None:
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression of numbers, + - * / // % ** and parentheses. Bounded in time and size.
-
-    Raises: ToolError for anything else, a result that is not a finite real number, or integers above MAX_INT_BITS.
-    """
+    """The value of an arithmetic expression of numbers, + - * / // % ** and parentheses. Bounded in time and size."""
     if not isinstance(expression, str) or len(expression) > MAX_EXPRESSION_CHARS:
         raise ToolError(f"the expression must be a string of at most {MAX_EXPRESSION_CHARS} characters")
     try:

@@ -45,14 +45,13 @@ from meshrl.core.device import (
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import POLICY, REFERENCE, Metric, Request, Sample, Turn
 from meshrl.model.attention import attention_text
+from meshrl.model.costs import peak_flops
 from meshrl.model.facts import model_facts
-from meshrl.model.flops import peak_flops
 from meshrl.model.recipe import DTYPES
 from meshrl.model.stream import LoadedWeights
 from meshrl.monitor.metrics import memory_metrics
-from meshrl.monitor.recorder import TRACED, recorder
+from meshrl.monitor.recorder import PROFILE_FILE, TRACED, recorder, write_rank
 from meshrl.monitor.status import RankProcess
-from meshrl.monitor.trace import PROFILE_FILE, write_rank
 from meshrl.parallel.mesh import build_mesh
 from meshrl.parallel.timing import settle
 from meshrl.process.family import family, own_memory

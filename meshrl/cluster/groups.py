@@ -27,7 +27,7 @@ from meshrl.core.terminal import print_message
 from meshrl.core.types import POLICY, Metric, Request, Sample, Turn
 from meshrl.plan.decisions import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES
 from meshrl.plan.ranks import coordinates
-from meshrl.rollout.continuation import join_turns
+from meshrl.rollout.base import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint_files import FileFact

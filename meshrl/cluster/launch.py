@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +23,11 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_count, device_type, keep_freed_memory, may_have_own_device, num_cores
-from meshrl.core.errors import ConfigError, RankFailure
+from meshrl.core.errors import ConfigError, MeshrlError, RankFailure
 from meshrl.core.terminal import print_message
 from meshrl.model.limits import model_numbers
 from meshrl.plan.decisions import Machine
-from meshrl.plan.run_plan import make_plan
+from meshrl.plan.run_plan import RunPlan, make_plan
 from meshrl.sync.layout import Layout
 
 T = TypeVar("T")
@@ -112,6 +112,14 @@ class Groups:
         await self.executor.restart([spec.rank for spec in self.executor.specs if spec.trains])
         if self.rollouts is not None and layout is not None:
             await self.rollouts.reconcile(layout)
+
+
+def plan_of(cfg: RunConfig | SftRunConfig) -> RunPlan:
+    """Of a run on this machine, also if the model's config.json can't be read."""
+    numbers = None
+    with suppress(MeshrlError):  # raised when the ranks are started
+        numbers = model_numbers(cfg.model.path)
+    return make_plan(cfg, numbers, this_machine(cfg.cluster))
 
 
 def this_machine(cluster: ClusterConfig) -> Machine:

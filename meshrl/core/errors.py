@@ -1,5 +1,5 @@
-"""The errors that meshrl raises for users, except TurnError (agent/tree.py). Each states what is wrong, the value, what
-is allowed and what to do."""
+"""The errors that meshrl raises for users, except TurnError (agent/flatten.py). Each states what is wrong, the value,
+what is allowed and what to do."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from meshrl.loops.collect import next_batch
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.finish_step import finish_step
 from meshrl.loops.job import Job
-from meshrl.loops.source import next_batch
 from meshrl.loops.sync_and_probe import first_sync, sync
 from meshrl.loops.train_step import train_step
 

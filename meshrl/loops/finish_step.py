@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from meshrl.agent.attempt import crash_note
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.kinds import compares_groups
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.job import Job
-from meshrl.loops.shared_step import throughput, unknown_device
 from meshrl.monitor.metrics import histogram, memory_metrics
 from meshrl.monitor.sinks import read_metrics
 
@@ -95,6 +95,23 @@ async def finish_step(
     job.cursor = cursor
     if error is not None:
         raise error
+
+
+def throughput(cluster: ClusterConfig, num_tokens: int, wall_s: float) -> Metric:
+    """num_tokens: of the trained rows, with their prompts. wall_s: of the complete step."""
+    num_devices = cluster.num_train_ranks + cluster.num_rollout_ranks
+    return Metric(name="perf/throughput", sum=num_tokens, weight=wall_s * num_devices, unit="tokens/s/device")
+
+
+def unknown_device(step: int, metrics: Sequence[Metric]) -> str | None:
+    """A note, at the first step of a run, that there is no perf/mfu. step: number of finished steps."""
+    names = {metric.name for metric in metrics}
+    if step or "train/model_flops" not in names or "perf/mfu" in names:
+        return None
+    return (
+        "perf/mfu is not reported: the peak FLOP/s of the train ranks' devices is not in the table of "
+        "meshrl/model/costs.py. Divide train/model_flops by it and by the seconds of training"
+    )
 
 
 NO_SIGNAL = "no group has answers with different rewards, so the rewards change no weight"

@@ -18,7 +18,7 @@ from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt, Trajectory
 from meshrl.data.order import PromptFeed
-from meshrl.loops.proof import SamplerProof
+from meshrl.loops.sync_and_probe import SamplerProof
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.recorder import Spans
 from meshrl.monitor.rollout_log import RolloutLog

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 
+from meshrl.loops.collect import ScoredBatch, next_batch
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.finish_step import finish_step
 from meshrl.loops.job import Job
-from meshrl.loops.source import ScoredBatch, next_batch
 from meshrl.loops.sync_and_probe import first_sync, probe_result, sync
 from meshrl.loops.train_step import train_step
 

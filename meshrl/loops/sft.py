@@ -14,8 +14,9 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
 from meshrl.data.order import SftSource
+from meshrl.loops.finish_step import throughput, unknown_device
 from meshrl.loops.job import LoopKeeper, LoopOutputs
-from meshrl.loops.shared_step import optimizer_step, throughput, unknown_device
+from meshrl.loops.train_step import optimizer_step
 from meshrl.monitor.metrics import memory_metrics
 from meshrl.train.optim import learning_rate
 

@@ -13,16 +13,17 @@ from meshrl.algo.correction import correction_summary
 from meshrl.algo.losses import make_policy_loss, rows_without_gradient
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
+from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.rows import PlannedRows
 from meshrl.core.errors import MeshrlError, RewardError
 from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.collect import check_failures
 from meshrl.loops.finish_step import rollout_metrics
 from meshrl.loops.job import Job
-from meshrl.loops.shared_step import optimizer_step
 from meshrl.loops.sync_and_probe import contexts_to_probe, probe_result
 from meshrl.monitor.metrics import histogram
 from meshrl.monitor.token_log import TrainerValues
+from meshrl.train.engine import StepReport
 from meshrl.train.optim import learning_rate
 
 _MAX_REFUSED_STEPS = 3  # in succession
@@ -32,10 +33,6 @@ _MAX_ABSTAINED_STEPS = 3  # in succession
 async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Sequence[Trajectory] = ()) -> list[Metric]:
     """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
     reward there is nothing to train on, and the weights stay. replaced: answers of the step that are not trained.
-
-    Raises: AgentError or RewardError when too many attempts failed, or answers were lost; MeshrlError when the engine
-    refused or aborted every request of the last _MAX_REFUSED_STEPS steps; RewardError when no answer of the last
-    _MAX_ABSTAINED_STEPS steps has a reward, because no term applied.
     """
     answers = [*trajectories, *replaced]
     check_failures(job.cfg, job.scorer, answers)
@@ -170,3 +167,21 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
             )
         metrics += of_the_step
     return metrics + correction_summary(metrics)
+
+
+async def optimizer_step(trainer: TrainGroup, step: int, lr: float) -> tuple[StepReport, list[Metric]]:
+    """Update the weights of all train ranks. step: number of finished steps of the loop."""
+    report = await trainer.optim_step("policy", lr)
+    if report.not_finite:
+        raise MeshrlError(
+            f"step {step + 1}: {report.not_finite} has values that are not finite in model.dtype "
+            f"{trainer.compute_dtype} after the optimizer step (learning rate {lr:g}, gradient norm "
+            f"{report.grad_norm:.4g}). These weights are not used, saved or exported. Lower train.optimizer.lr, or set "
+            "train.optimizer.clip to a value above 0 if it is 0, and continue from the last checkpoint with "
+            "run.resume=auto"
+        )
+    return report, [
+        Metric(name="train/grad_norm", sum=report.grad_norm, unit=""),
+        Metric(name="train/lr", sum=lr, unit="1/step"),
+        Metric(name="train/skipped_steps", sum=float(report.skipped), reduce="sum", unit="steps"),
+    ]

@@ -53,10 +53,7 @@ _INPUTS = {"rowwise": 1, "rowwise_split_input": 1, "packed_rowwise": 2}
 
 
 def cut_model(model: CausalModel, tp: TensorParallel) -> None:
-    """Cut all parameters of a model, before checkpointing and FSDP2 change its blocks.
-
-    Raises: ConfigError when the family has no plan, layers with a state, or a number of heads that tp does not divide.
-    """
+    """Cut all parameters of a model, before checkpointing and FSDP2 change its blocks."""
     lm: Any = model.lm
     if model.has_states:
         raise needs_all_tokens("tp", tp.axis.size)

@@ -48,7 +48,7 @@ class FailedWrites:
             self._unfinished = self._thread.submit(attempt)
 
     def wait(self) -> None:
-        """Until the last `write` has ended. Raises: its exception, unless it was counted."""
+        """Until the last `write` has ended."""
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None:
             unfinished.result()

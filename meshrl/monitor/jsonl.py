@@ -21,8 +21,6 @@ from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_js
 def to_line(record: dict[str, Any]) -> str:
     """One line of strict JSON with its newline. Arrays of one dim become lists of numbers, equal to the bit when they
     are read.
-
-    Raises: TypeError for a value that is not plain JSON.
     """
     strict = _strict(record)
     try:
@@ -61,8 +59,6 @@ def _listed(value: Any) -> Any:
 def read_lines(path: str | Path, containing: bytes = b"", all_complete: bool = False) -> Iterator[dict[str, Any]]:
     """All complete records of a file, of those lines that contain these bytes. A last line without a newline is
     ignored, or an error if all must be complete: its writer was killed, or is writing it.
-
-    Raises: DataError, which names file and line.
     """
     number = 0
     try:
@@ -81,12 +77,12 @@ def read_lines(path: str | Path, containing: bytes = b"", all_complete: bool = F
 
 
 def parse_large(data: bytes) -> Any:
-    """The value of a large JSON text of another program, fast and with few checks. Raises: ValueError."""
+    """The value of a large JSON text of another program, fast and with few checks."""
     return orjson.loads(data)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that contains one object. Raises: DataError, which names the file."""
+    """Read a file that contains one object."""
     try:
         return read_json(path)
     except Unreadable as cause:
@@ -95,10 +91,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def data_errors(place: str, expected: str) -> Iterator[None]:
-    """Context for code that reads fields of a record; the file may be damaged, or written by another program.
-
-    Raises: DataError, which names the `place` and states that the record is not `expected`.
-    """
+    """Context for code that reads fields of a record; the file may be damaged, or written by another program."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as cause:

@@ -31,8 +31,6 @@ def merge(metrics: Iterable[Metric]) -> dict[str, Metric]:
     except for rounding.
 
     mean and sum are added, max and min return the extreme (NaN if any value is), hist adds the counts of equal values.
-
-    Raises: ValueError when two metrics of one name differ in unit or reduction.
     """
     merged: dict[str, Metric] = {}
     for metric in metrics:

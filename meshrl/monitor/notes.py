@@ -14,7 +14,7 @@ from meshrl.monitor.failed_writes import FailedWrites
 NOTES_FILE, REWARDS_FILE = "run_notes.txt", "rewards.log"
 REWARDS_BYTES = 4 << 20  # so much of rewards.log is retained when a new file begins
 _ROUTINE = (
-    *("run ", "eval ", "evaluates ", "first prompt", "ready ", "disk: ", "wrote ", "saved "),
+    *("run ", "eval ", "evaluates ", "decided: ", "first prompt", "ready ", "disk: ", "wrote ", "saved "),
     *("held-out ", "best model", "done: ", "attention auto: "),
 )
 

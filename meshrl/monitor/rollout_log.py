@@ -80,8 +80,6 @@ class RolloutLog:
 
         name: the first word of the file's name; "eval" for evaluations. append: add these groups to the file, without
         token values, which `write_tokens` writes at the end.
-
-        Raises: TypeError when a prompt's answer or meta is not plain JSON.
         """
         if not self.has_file(step, name):
             return None
@@ -174,8 +172,6 @@ def read_rollouts(path: str | Path, notes: list[str] | None = None) -> Iterator[
 def read_records(path: str | Path, convert: Callable[[Record], T], notes: list[str] | None = None) -> Iterator[T]:
     """The converted records of one step's file, one at a time. notes: gets a sentence if the rest of the file can't be
     read. Without notes, this is an error, and an incomplete last line is ignored.
-
-    Raises: DataError for a damaged line or another schema; it names file and line.
     """
     try:
         for number, record in enumerate(read_lines(path, all_complete=notes is not None), start=1):

@@ -6,6 +6,7 @@ is a terminal.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -15,13 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, TextIO, cast
+from typing import IO, Any, Protocol, TextIO, TypeVar, cast
 
 from meshrl.core.errors import OutputError
 from meshrl.core.files import CONTINUE_LATER, output_errors, write_text
 from meshrl.core.terminal import printable
 from meshrl.core.types import SCHEMA, Metric
-from meshrl.monitor.curve import text_curve
 from meshrl.monitor.failed_writes import FailedWrites, GuardedStream
 from meshrl.monitor.jsonl import data_errors, read_lines, to_line
 from meshrl.monitor.metrics import divide, merge, units
@@ -81,10 +81,7 @@ class JsonlSink:
             self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        """Append one step. The line may be incomplete after an OutputError; readers and resumed runs ignore it.
-
-        Raises: ValueError when a name has another unit than in earlier lines of the file.
-        """
+        """Append one step. The line may be incomplete after an OutputError; readers and resumed runs ignore it."""
         changed = {n: (self._units[n], u) for n, u in units.items() if self._units.get(n, u) != u}
         if changed:
             raise ValueError(f"{self._path}: units changed (was, is): {changed}; one name has one unit")
@@ -136,14 +133,13 @@ class MetricsLine:
 
 
 def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
-    """A metrics.jsonl as (lines, units). Raises: DataError, which names file and line."""
+    """A metrics.jsonl as (lines, units)."""
     units: dict[str, str] = {}
     return list(metrics_lines(path, units)), units
 
 
 def metrics_lines(path: str | Path, units: dict[str, str], containing: str = "") -> Iterator[MetricsLine]:
-    """The lines of a metrics.jsonl that contain this text; `units` gets the units of the metrics. Raises: DataError at
-    the first line that can't be read."""
+    """The lines of a metrics.jsonl that contain this text; `units` gets the units of the metrics."""
     for number, record in enumerate(read_lines(path, containing.encode()), start=1):
         with data_errors(str(path) if containing else f"{path}:{number}", "a line of metrics.jsonl"):
             if "units" in record:
@@ -160,8 +156,7 @@ def metrics_lines(path: str | Path, units: dict[str, str], containing: str = "")
 
 def split_lines(path: Path, first_step: int | None) -> tuple[str, str, dict[str, str]]:
     """The complete lines of a metrics.jsonl before step `first_step`, those of this and later steps ("" if there are
-    none), both with all units, and the units. None = all lines are before it. Raises: DataError, which names file and
-    line."""
+    none), both with all units, and the units. None = all lines are before it."""
     before, later, units, has_later = list[str](), list[str](), dict[str, str](), False
     for number, record in enumerate(read_lines(path), start=1):
         with data_errors(f"{path}:{number}", "a line of metrics.jsonl"):
@@ -375,3 +370,43 @@ COLUMNS: tuple[Column, ...] = (  # of the live panel
     ("staleness", "rollout/staleness_versions/p95", "{:.0f}".format),
     ("mem", "memory/rss_bytes", lambda value: number(value, "bytes")),
 )
+
+
+T = TypeVar("T")
+
+
+def text_curve(values: Sequence[float], width: int = 60, height: int = 8) -> str:
+    """A bar chart of block characters, with the lowest and highest value at its left; width and height in characters.
+
+    If there are more values than columns, each column is the mean of equally many. NaN counts as no value; a column
+    without values is empty.
+    """
+    columns = [mean_of_known(part) for part in split(values, width)]
+    numbers = [c for c in columns if not math.isnan(c)]
+    if not numbers:
+        return "no values yet"
+    low, high = min(numbers), max(numbers)
+    labels = [f"{high:.3g}", *[""] * (height - 2), f"{low:.3g}"] if height > 1 else [f"{high:.3g}"]
+    margin = max(len(label) for label in labels)
+    # The lowest value still draws one eighth, so that it differs from no value.
+    shares = [(c - low) / (high - low) if high > low else 0.5 for c in columns]
+    eighths = [0 if math.isnan(c) else 1 + round(share * (8 * height - 1)) for c, share in zip(columns, shares)]
+    lines = []
+    for row in range(height):
+        base = 8 * (height - 1 - row)
+        bars = "".join(" ▁▂▃▄▅▆▇█"[min(8, max(0, e - base))] for e in eighths)
+        lines.append(f"{labels[row]:>{margin}} │{bars}".rstrip())
+    return "\n".join(lines)
+
+
+def split(values: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """The values in this number of parts of almost equal length; each alone if there are not more values than parts."""
+    parts = min(parts, len(values))
+    cuts = [len(values) * i // parts for i in range(parts + 1)] if parts else []
+    return [values[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def mean_of_known(values: Sequence[float]) -> float:
+    """The mean of the finite values; NaN if there are none."""
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan

@@ -55,7 +55,7 @@ _TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may h
 
 
 def read_status(folder: Path) -> Status:
-    """Read a run's status.json. Raises: MeshrlError when it is missing or damaged."""
+    """Read a run's status.json."""
     path = folder / STATUS_FILE
     record = read_object(path)
     with data_errors(str(path), "the status of a run"):

@@ -222,8 +222,6 @@ class TokenFile:
 def read_tokens(path: Path, trajectory: str) -> list[TokenValues]:
     """The tokens of one trajectory, in the order of its turns. path: of the step's rollouts, or of its token values.
     Reads only the row groups that contain it. Empty if there is no such file, or the file does not have it.
-
-    Raises: DataError for a damaged file.
     """
     file = read_token_file(path, trajectory)
     turns = sorted(turn for name, turn in file.rows if name == trajectory) if file is not None else ()
@@ -232,7 +230,7 @@ def read_tokens(path: Path, trajectory: str) -> list[TokenValues]:
 
 def read_token_file(path: Path, trajectory: str | None = None) -> TokenFile | None:
     """All tokens of a step, or only the row groups with this trajectory; None if there is no such file. path: as for
-    `read_tokens`. Raises: DataError."""
+    `read_tokens`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -36,8 +36,6 @@ def open_trackers(
     note: called with a line that contains the address of the curves. writes: counts failed writes of the trackers.
     curve: number of the curve of an evaluation; from 2 on its metrics have other names, such as eval/mean_at_k@2.
     first_step: the first one that a resumed run repeats.
-
-    Raises: ConfigError when W&B can't be reached or the user is not logged in.
     """
     opened: list[Sink] = []
     for name in dict.fromkeys(cfg.sinks):

@@ -14,8 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from meshrl.monitor.recorder import recorder
-from meshrl.monitor.trace import Category
+from meshrl.monitor.recorder import Category, recorder
 
 _queued: deque[tuple[str, Category, Any, Any, dict[str, Any]]] = deque(maxlen=1 << 16)
 _reference: tuple[int, Any] = (0, None)  # an event, and its unix time

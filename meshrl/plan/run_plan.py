@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd
 from typing import Any
 
+from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.values import show
 from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.plan.decisions import Decision, Machine, ModelNumbers, decisions
 from meshrl.plan.ranks import RankPlan, rank_plan
 
 NO_MACHINE = Machine()
+NOTED = ("train.max_tokens_per_microbatch", "rollout.max_context_tokens", "algo.correction.kind")  # at the start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +30,15 @@ class RunPlan:
     decisions: Mapping[str, Decision]
 
     @property
-    def reasons(self) -> dict[str, str]:
-        """By key: the comment of null or auto in a config file."""
-        return {key: f"here {each.shown}" for key, each in self.decisions.items()}
+    def note(self) -> str | None:
+        """What follows from the model or the machine, in one line; None if the config has all of it."""
+        used = [each for key, each in self.decisions.items() if key in NOTED and each.value is not None]
+        return "decided: " + ", ".join(f"{each.key} {show(each.value)}" for each in used) if used else None
+
+    def with_reasons(self, loaded: Loaded[Any]) -> Loaded[Any]:
+        """The config with the decided values, and their reasons, in the origins of null and auto."""
+        here = {key: f"{loaded.origins[key]}, here {each.shown}" for key, each in self.decisions.items()}
+        return replace(loaded, origins=loaded.origins | here)
 
 
 def make_plan(

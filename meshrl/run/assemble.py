@@ -33,10 +33,10 @@ from meshrl.monitor.metrics import memory_metrics
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.plan.decisions import AUTO_SAVE_S
 from meshrl.reward.score import Scorer
-from meshrl.run.folder import LOGS, bytes_of, newest_model, read_best
+from meshrl.run.folder import LOGS, bytes_of, wait_for_folder
 from meshrl.run.inputs import Objects, WriteReport
 from meshrl.run.keeper import Checkpoints, Keeper
-from meshrl.run.lease import wait_for_folder
+from meshrl.run.models import newest_model, read_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.restart import run_to_end
 from meshrl.run.signals import Stop
@@ -184,6 +184,8 @@ def _note_start(run: LiveRun) -> None:
         samplers = f"{counted(num, 'sampler rank')}, " if num else "colocated samplers, "
     trainers = counted(cluster.num_train_ranks, "train rank")
     run.out.note(f"run {run.folder}: starting {trainers}, {samplers}executor {cluster.executor}")
+    if run.run_plan.note is not None:
+        run.out.note(run.run_plan.note)
 
 
 async def _note_ready(run: LiveRun, keeper: Keeper, trainer: TrainGroup, has_evaluations: bool = False) -> None:

@@ -50,8 +50,6 @@ async def run_evaluation(
     """Answer and score the held-out prompts. The folder gets config.yaml, rollouts/ with the answers to each prompt as
     soon as they are scored, metrics.jsonl with one line, result.json and report.html. An evaluation that fails or is
     interrupted has what was scored before. out: the folder, None = a new folder eval_N.
-
-    Raises: MeshrlError without held-out prompts, ConfigError when `out` exists, both before anything is written.
     """
     loaded = with_date(loaded, config_of(subject.run))
     cfg = loaded.config
@@ -147,7 +145,7 @@ class _Answers:
 
 def _new_folder(cfg: RunConfig, run: Path | None, out: Path | None) -> Path:
     """Create the folder of the evaluation: `out`, or the next eval_N in the model's run, else in that of run.name, else
-    in run.folder. Raises: ConfigError when `out` exists."""
+    in run.folder."""
     name = () if cfg.run.name == "auto" else (cfg.run.name,)
     run_folder = Path(cfg.run.folder, *name) if run is None else run
     with output_errors(run_folder if out is None else out, "Make it writable, or name another folder by --out"):

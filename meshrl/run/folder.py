@@ -1,15 +1,20 @@
-"""The folder of a run: its name, the checkpoint that the run starts from, what is moved aside for it, its models,
-and the record of the best one. No torch is imported."""
+"""The folder of a run: its lease, its name, the checkpoint that the run starts from, what is moved aside for it, its
+models, and the record of the best one. No torch is imported."""
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import os
 import shutil
+import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +22,31 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
 from meshrl.config.source import Reader, content, leaves
 from meshrl.core.errors import CheckpointError, ConfigError, DataError, MeshrlError
-from meshrl.core.files import CONTINUE_LATER, Unreadable, is_there, output_errors, read_json, replacing, write_text
+from meshrl.core.files import is_there, replacing, write_text
 from meshrl.core.lookup import similar_names
+from meshrl.core.terminal import print_message
 from meshrl.monitor.notes import NOTES_FILE
+from meshrl.monitor.recorder import FOLDER as TRACES
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import JsonlSink, MetricsLine, metrics_lines, split_lines
-from meshrl.monitor.status import STATUS_FILE
-from meshrl.monitor.trace import FOLDER as TRACES
+from meshrl.monitor.status import STATUS_FILE, Status, read_status
+from meshrl.process.family import has_open
+from meshrl.run.models import BEST_FILE, best_facts, model_folder, restore_best, write_best
 from meshrl.train.checkpoint_files import (
     MANIFEST,
     read_controller,
     read_manifest,
     remove_leftovers,
-    state_folder,
     states,
     step_folders,
-    write_json,
 )
 
-_METRICS, _BEST, _EARLIER = "metrics.jsonl", "best.json", "earlier_"
+_METRICS, _EARLIER = "metrics.jsonl", "earlier_"
 _RESULT = "result.json"  # written when a run ends
 LOGS = "logs"  # of servers that ranks have started
 OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 _OF_A_RUN = (
-    *(_METRICS, f"checkpoints/{_BEST}", _RESULT, "report.html", "view.html", "stacks.txt"),
+    *(_METRICS, f"checkpoints/{BEST_FILE}", _RESULT, "report.html", "view.html", "stacks.txt"),
     *(NOTES_FILE, TRACES, LOGS, "tensorboard", "wandb"),
 )
 
@@ -105,9 +111,6 @@ def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int, note:
     the folder's lease.
 
     kind: "train" or "sft". note: receives a line for each damaged checkpoint that is passed over.
-
-    Raises: MeshrlError when the folder contains a run that would be overwritten; CheckpointError when the checkpoint is
-    damaged, from another command, or beyond num_steps.
     """
     if run.resume == "auto":
         return newest_start(folder, kind, num_steps, note)
@@ -172,8 +175,7 @@ def newest_start(
     folder: Path, kind: str, num_steps: int, note: Callable[[str], None], before: int | None = None
 ) -> Start | None:
     """The newest checkpoint of the run in `folder`, of a step below `before` if that is given. A damaged one is passed
-    over, with a note. Raises: CheckpointError when all are damaged, or when the newest is of another command or beyond
-    num_steps."""
+    over, with a note."""
     first: CheckpointError | None = None
     for step, state in reversed(states(folder / "checkpoints")):
         if before is not None and step >= before:
@@ -214,7 +216,7 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
         os.rename(path, to / path.name)
     if start is not None:
         best = restore_best(folder, start.step, start.saved.get("best") if start.is_of(folder) else None)
-        for path, text in ((aside / _METRICS, later), (aside / "checkpoints" / _BEST, best)):
+        for path, text in ((aside / _METRICS, later), (aside / "checkpoints" / BEST_FILE, best)):
             if text:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, text)
@@ -249,7 +251,7 @@ def _adopt_past(folder: Path, start: Start, theirs: Path) -> None:
         with replacing(model) as aside:
             shutil.copytree(source, aside, copy_function=_link)
     if not best["step"] or model.is_dir():
-        _write_best(folder, best | {"beaten": [], "others": []})
+        write_best(folder, best | {"beaten": [], "others": []})
 
 
 def _link(source: str, target: str) -> None:
@@ -283,140 +285,117 @@ def changed_keys(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield f"changed since the checkpoint: {key} was {before.get(key)!r}, is {after.get(key)!r}"
 
 
-# ---- models and the best one
+LOCK_FILE = "run.lock"
+_WAIT_S = 60.0  # for a run that is ending, such as a requeued job's
+_POLL_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The highest held-out score of a run, the number of finished steps at that evaluation, and the model: its folder,
-    or for step 0 the value of model.path. evaluation: the identity of the evaluation; {} = unknown."""
+class FolderLease:
+    """The lease of one folder, held from `take` to `release`: only the process that holds it writes there, and `meshrl
+    status` and `meshrl stop` find out by it whether the run is alive.
 
-    step: int
-    score: float
-    model: str
-    evaluation: dict[str, str] = field(default_factory=dict)
-
-
-def model_folder(run: Path, step: int) -> Path:
-    return state_folder(run / "checkpoints", step).with_name("model")
-
-
-def newest_model(run: Path) -> str | None:
-    """The folder of the newest model that the run has written; None if it has none."""
-    models = [folder / "model" for _, folder in step_folders(run / "checkpoints")]
-    return next((str(model) for model in reversed(models) if model.is_dir()), None)
-
-
-def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> None:
-    """Record the best model in checkpoints/best.json, and remove the former best models, unless a checkpoint records
-    them as its best. is_retained: whether the model of a step is retained in any case.
-
-    best.json always refers to a complete model: it is replaced after the new model is written and before an old one is
-    removed. It is a file and not a link, so that it survives copies, archives and file systems without links.
+    The lease is a lock (flock) on a file in the folder. The kernel releases it when its holder ends, for any reason, so
+    neither process ids nor times are compared. Processes on other machines see it where the file system passes locks
+    on, as NFS and Lustre do with most mount options (docs/checkpoints.md). On a file system without locks no lease is
+    possible; `take` then returns False.
     """
-    former = best_facts(run) or {}
-    others = former.pop("others", [])
-    if former and former.get("evaluation", {}) != best.evaluation:
-        others.append(_facts(former))
-    beaten = {*former.get("beaten", ()), former["step"]} if former else set()
-    beaten |= {other["step"] for other in others if other["evaluation"] == best.evaluation} - {best.step}
-    others = [other for other in others if other["evaluation"] != best.evaluation]
-    model = best.model
-    if best.step:  # relative, so that the run's folder may move
-        model = os.path.relpath(model, _best_file(run).parent)
-    best_model = {"step": best.step, "score": best.score, "evaluation": best.evaluation, "model": model}
-    _write_best(run, {**best_model, "beaten": sorted(beaten & _best_of_states(run)), "others": others})
-    _remove_models(run, [step for step in beaten if not is_retained(step)])
+
+    def __init__(self, folder: Path):
+        self.path = folder / LOCK_FILE
+        self._fd: int | None = None
+
+    def take(self) -> bool:
+        """Take the lease. Returns False when the file system has no locks."""
+        # Writable, because NFS locks only such files; for this user alone, because every reader could lock it.
+        self._fd = fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        # A process that an agent forks must not hold the lease after this one has ended.
+        os.register_at_fork(after_in_child=partial(_close_of, weakref.ref(self)))
+        until = time.monotonic() + 1.0  # `meshrl status` holds a shared lock for a moment
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    self.release()
+                    raise in_use(self.path.parent) from None
+                time.sleep(_POLL_S / 4)
+            except OSError:
+                return False  # the open file still shows this process to `holds_lease`
+            else:
+                return True
+
+    def release(self) -> None:
+        """Release the lease; safe to call twice."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
-def prune_models(run: Path, keep: int | None) -> None:
-    """Remove the models of a run, except the newest `keep` and those that best.json or a checkpoint records as the
-    best. None = keep all."""
-    steps = [step for step, folder in step_folders(run / "checkpoints") if (folder / "model").is_dir()]
-    if keep is not None:
-        _remove_models(run, steps[:-keep])
+def _close_of(lease: weakref.ref[FolderLease]) -> None:
+    current = lease()
+    if current is not None:
+        current.release()
 
 
-def _remove_models(run: Path, steps: list[int]) -> None:
-    """Remove the models of these steps, except those that best.json or a checkpoint records as the best."""
-    if not steps:
-        return
-    best = best_facts(run)
-    retained = {one["step"] for one in (best, *best["others"])} if best is not None else set()
-    for step in {*steps} - _best_of_states(run) - retained:
-        folder = model_folder(run, step)
-        with suppress(OSError):  # the folder that remains when this is interrupted is not taken for a model
-            shutil.rmtree(folder.rename(folder.with_name("model.aside")))
-            folder.parent.rmdir()  # unless it contains a state
-
-
-def _best_of_states(run: Path) -> set[int]:
-    """The steps whose models the checkpoints record as the best ones."""
-    steps = set()
-    for _, folder in states(run / "checkpoints"):
-        with suppress(CheckpointError):  # damaged: no run continues from there
-            best = read_controller(folder).get("best")
-            if best is not None:
-                steps.add(best["step"])
-    return steps
-
-
-def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> str | None:
-    """If the run found its best model later than step `step`, restore `best`, which was the best at that step. Returns
-    the text of the replaced best.json, None if it stays. Other former best models are removed when the best model
-    changes again."""
-    now = best_facts(run)
-    if now is None or now["step"] <= step:
-        return None
-    replaced = _best_file(run).read_text(encoding="utf-8")
-    if best is None:
-        _best_file(run).unlink()
-    else:
-        _write_best(run, best)
-    return replaced
-
-
-def read_best(run: Path, evaluation: dict[str, str] | None = None) -> Best | None:
-    """The best model recorded in checkpoints/best.json; None before the first evaluation. evaluation: the best model of
-    evaluations with this identity, if they have one that is still there."""
-    saved = best_facts(run)
-    if saved is not None and evaluation is not None and saved.get("evaluation", {}) != evaluation:
-        saved = next((one for one in saved["others"] if one["evaluation"] == evaluation), None)
-        if saved is not None and saved["step"] and not (_best_file(run).parent / saved["model"]).is_dir():
-            return None
-    if saved is None:
-        return None
-    model = str(_best_file(run).parent / saved["model"]) if saved["step"] else saved["model"]
-    return Best(saved["step"], saved["score"], model, saved.get("evaluation", {}))
-
-
-def best_facts(run: Path) -> dict[str, Any] | None:
-    """Contents of best.json: step, score, evaluation, model, beaten (steps of former best ones that states need),
-    others (the best ones of evaluations with other identities: step, score, evaluation, model)."""
-    path = _best_file(run)
-    if not path.exists():
-        return None
+def is_leased(folder: Path) -> bool:
+    """Whether a process holds the lease of this folder."""
     try:
-        saved = read_json(path)
-        return saved | _facts(saved) | {"others": [_facts(other) for other in saved.get("others", ())]}
-    except (Unreadable, KeyError, TypeError, ValueError, OverflowError) as cause:
-        raise CheckpointError(
-            f"{path} is damaged: {cause}. Remove it; the run then takes its next evaluation as the best so far"
+        fd = os.open(folder / LOCK_FILE, os.O_RDONLY)
+    except PermissionError as cause:
+        raise MeshrlError(
+            f"{folder / LOCK_FILE} can't be opened, so it is unknown whether the run is alive. Use the account "
+            "that started it"
         ) from cause
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks here
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
-def _facts(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of one best model. Raises: KeyError, TypeError, ValueError, OverflowError."""
-    facts = {"step": int(saved["step"]), "score": float(saved["score"]), "model": str(saved["model"])}
-    return facts | {"evaluation": dict(saved.get("evaluation", {}))}
+def holds_lease(pid: int, folder: Path) -> bool:
+    """Whether the process of this machine with this id has the lease's file open. Process ids of another container, or
+    of a process that has ended, may belong to any process here."""
+    return has_open(pid, folder / LOCK_FILE)
 
 
-def _write_best(run: Path, content: dict[str, Any]) -> None:
-    with output_errors(_best_file(run), CONTINUE_LATER):
-        _best_file(run).parent.mkdir(exist_ok=True)
-        with replacing(_best_file(run)) as aside:
-            write_json(aside, content)  # flushed to disk, because a resume needs it
+def is_running(folder: Path, status: Status) -> bool:
+    """Whether the run in `folder` is alive: its process holds the folder's lease."""
+    return is_leased(folder) or (status.host == socket.gethostname() and holds_lease(status.pid, folder))
 
 
-def _best_file(run: Path) -> Path:
-    return run / "checkpoints" / _BEST
+def _holder_of(folder: Path) -> str:
+    """The process that holds a folder's lease, for messages."""
+    try:
+        status = read_status(folder)
+    except MeshrlError:
+        return "a run that is starting"
+    return f"the run of process {status.pid} on {status.host}"
+
+
+async def wait_for_folder(run: RunSection) -> None:
+    """If this start continues the run in a folder, wait until no earlier process of that run, such as that of a
+    requeued job, holds the folder's lease, at most _WAIT_S."""
+    folder = Path(run.folder) / run.name
+    if run.resume == "never" or run.name == "auto" or not is_leased(folder):
+        return
+    print_message(f"{folder} is in use by {_holder_of(folder)}; waiting up to {_WAIT_S:.0f} s for its end")
+    until = time.monotonic() + _WAIT_S
+    while is_leased(folder):
+        if time.monotonic() > until:
+            raise in_use(folder)
+        await asyncio.sleep(_POLL_S)
+
+
+def in_use(folder: Path) -> MeshrlError:
+    """The error of a start in a folder whose lease another process holds."""
+    return MeshrlError(
+        f"{folder} is in use by {_holder_of(folder)}. Wait until that run has ended (`meshrl stop` ends it), or choose "
+        "another run.name"
+    )

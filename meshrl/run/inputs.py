@@ -96,7 +96,7 @@ def objects_of(
     on_step: OnStep | None = None,
     quiet: bool = False,
 ) -> Objects:
-    """Check a caller's arguments. rows: None for a key = the config contains its path. Raises: ConfigError."""
+    """Check a caller's arguments. rows: None for a key = the config contains its path."""
     if rewards is not None and not isinstance(rewards, Mapping):
         raise ConfigError(f"rewards is {shown(rewards)}; it must be a dict {{name of the term: function}}")
     for term, function in (rewards or {}).items():
@@ -134,9 +134,7 @@ def load_run(
     of_run: Path | None = None,
 ) -> Loaded[RunConfig]:
     """The checked config. The check constructs rewards and built-in agents from their args, but not a user's agent.
-    starts: False where the run starts later, or elsewhere. of_run: as in load_run_config.
-
-    Raises: ConfigError that lists all problems at once."""
+    starts: False where the run starts later, or elsewhere. of_run: as in load_run_config."""
     names = {
         "reward": {*REWARDS, *(_name_of(function) for function in objects.rewards.values())},
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
@@ -151,7 +149,7 @@ def load_run(
 def load_sft(
     source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS, starts: bool | None = True
 ) -> Loaded[SftRunConfig]:
-    """The checked config of an SFT run. starts: as in load_run. Raises: ConfigError, as load_run."""
+    """The checked config of an SFT run. starts: as in load_run."""
     return load_sft_config(source, overrides, objects.in_memory(), [check_data], starts)
 
 

@@ -20,7 +20,8 @@ from meshrl.data.chat import ChatFiles, read_tokenizer, write_chat
 from meshrl.loops.job import Resumable
 from meshrl.model.lora import ADAPTER_FOLDER, LEAST_MERGED
 from meshrl.plan.decisions import AUTO_SAVE_S
-from meshrl.run.folder import OTHER_FOLDER, Best, best_facts, model_folder, prune_models, read_best, replace_best
+from meshrl.run.folder import OTHER_FOLDER
+from meshrl.run.models import Best, best_facts, model_folder, prune_models, read_best, replace_best
 from meshrl.run.outputs import LiveRun
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
@@ -74,8 +75,6 @@ class Checkpoints:
     async def save(self, step: int, saved: dict[str, Any], continues: bool = True) -> None:
         """Save the state after `step` finished steps, unless it is saved already. Waits for the previous save.
         continues: whether training goes on before the state is on disk.
-
-        Raises: CheckpointError when the disk is full, and the error of the previous save.
         """
         if step == (self.newest_on_disk() if self._writing is None else self._step):
             return
@@ -117,7 +116,7 @@ class Checkpoints:
             self._writing = None
 
     async def settle(self) -> None:
-        """Wait until the current save, if there is one, is on disk. Raises: its error."""
+        """Wait until the current save, if there is one, is on disk."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
             self._writing = None
@@ -159,6 +158,9 @@ class Keeper:
         self._run, self.checkpoints, self._trainer = run, checkpoints, checkpoints.trainer
         self._chat, self._evaluation, self.restarts = chat, dict(evaluation or {}), 0
 
+    def count_restart(self) -> None:
+        self.restarts += 1
+
     @contextmanager
     def updating(self, job: Resumable) -> Iterator[None]:
         with self._run.stop.updating(job, lambda: self.checkpoints.newest_on_disk() > 0):
@@ -199,7 +201,7 @@ class Keeper:
 
     async def _export(self, step: int) -> Path:
         """Write the trainer's model, once for each step, in the compute dtype and with its tokenizer; a folder of this
-        name is always complete. Raises: CheckpointError when the disk is full."""
+        name is always complete."""
         run, cfg, trainer = self._run, self._run.loaded.config, self._trainer
         path = model_folder(run.folder, step)
         if path.is_dir():
@@ -225,7 +227,7 @@ class Keeper:
 
     async def try_export(self) -> None:
         """Write all files of a model except its weights to a temporary folder, and load its tokenizer, so that nothing
-        refuses the model after the steps that made it. Raises: ConfigError; DataError; OutputError."""
+        refuses the model after the steps that made it."""
         folder = self._run.folder
         if not self._run.objects.saves:
             return

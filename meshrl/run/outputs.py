@@ -1,4 +1,5 @@
-"""A running run: its folder, and all that it writes there except checkpoints and models."""
+"""A running run: its folder, and all that it writes there except checkpoints and models; and when ranks and controller
+write what they have recorded into RUN/traces/."""
 
 from __future__ import annotations
 
@@ -7,13 +8,17 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.executor import Executor
+from meshrl.cluster.launch import plan_of
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.core.errors import MeshrlError, RankFailure
@@ -23,15 +28,23 @@ from meshrl.core.types import Metric
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.notes import REWARDS_BYTES, REWARDS_FILE, NotesFile
-from meshrl.monitor.recorder import Spans
+from meshrl.monitor.recorder import (
+    FOLDER,
+    ClockReading,
+    ControllerTrace,
+    Phase,
+    RankFacts,
+    Spans,
+    Step,
+    write_controller,
+)
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.status import STOP_FILE, StatusFile
 from meshrl.monitor.trackers import open_trackers
-from meshrl.run.folder import OTHER_FOLDER, Start, choose_start, run_name, set_aside, with_date
+from meshrl.plan.run_plan import RunPlan
+from meshrl.run.folder import OTHER_FOLDER, FolderLease, Start, choose_start, run_name, set_aside, with_date
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback, WriteReport
-from meshrl.run.lease import FolderLease
 from meshrl.run.signals import Stop
-from meshrl.run.tracing import Tracing
 
 
 class RunOutputs:
@@ -145,7 +158,7 @@ class RunOutputs:
 
     def continue_from(self, start: Start | None) -> None:
         """Move the output of later steps aside, and write from this state on; None: from the beginning. Called again
-        when the run returns to an earlier state. Raises: ConfigError when a sink can't be opened."""
+        when the run returns to an earlier state."""
         self.writes.wait()  # files of later steps are moved
         if self._is_open:
             self._sinks.pop(0).close(failed=True)
@@ -235,6 +248,7 @@ class LiveRun:
     new run."""
 
     loaded: Loaded[Any]
+    run_plan: RunPlan
     kind: str
     num_steps: int
     folder: Path
@@ -268,9 +282,7 @@ def live_run(
     status, error and wall_s, those of the run's result and, if writes to an output have failed, failed_writes with
     their number by output; and then the report. A refused run changes no file.
 
-    kind: "train", "sft" or "eval", whose steps are answers. Raises: MeshrlError when another process has the folder's
-    lease; MeshrlError and CheckpointError, as choose_start; ConfigError when a sink can't be opened; OutputError when
-    the folder or the metrics can't be written.
+    kind: "train", "sft" or "eval", whose steps are answers.
     """
     root, notes = Path(loaded.config.run.folder), list[str]()  # notes: until the run's terminal is open
     with output_errors(root, OTHER_FOLDER):
@@ -282,6 +294,8 @@ def live_run(
         with output_errors(folder, OTHER_FOLDER):
             start = choose_start(loaded.config.run, folder, kind, num_steps, notes.append)
         loaded = with_date(loaded, {} if start is None else start.saved.get("config", {}))
+        run_plan = plan_of(loaded.config)
+        loaded = run_plan.with_reasons(loaded)
         stop.is_in(folder)
         out = RunOutputs(loaded, kind, num_steps, folder, start, objects)
         for note in notes:
@@ -294,6 +308,7 @@ def live_run(
                 out.note(f"the file system of {folder} has no locks: a second run in this folder is not refused")
             yield LiveRun(
                 loaded=loaded,
+                run_plan=run_plan,
                 kind=kind,
                 num_steps=num_steps,
                 folder=folder,
@@ -313,3 +328,97 @@ def live_run(
             out.close(status, error, write_report)
     finally:
         lease.release()
+
+
+T = TypeVar("T")
+_BEFORE = 2  # steps before the profiler starts: the first ones are slower, and the last of them shows its slow-down
+_EARLY = 3  # without the profiler, traces/ is written after this number of steps, and at the end of the run
+
+
+class Tracing:
+    """The trace of one run. It never ends the run: failed writes are counted, and lost ranks are left out."""
+
+    def __init__(
+        self, folder: Path, num_steps: int, trace_steps: int, spans: Spans, writes: FailedWrites, facts: dict[str, Any]
+    ):
+        self._folder, self._spans, self._writes, self._facts = folder / FOLDER, spans, writes, facts
+        self._num_steps, self._trace_steps = num_steps, trace_steps
+        self._steps: deque[Step] = deque(maxlen=64)
+        self._first: int | None = None  # finished steps when this process started or continued the run
+        self._since_ns = 0
+        self._profiling = self._is_complete = False
+        self._clocks: dict[int, list[ClockReading]] = {}
+
+    def step_ended(self, step: int, sync: Mapping[str, float]) -> None:
+        """sync: the metrics sync/* of this step, without the prefix."""
+        now = time.time_ns()
+        while self._steps and self._steps[-1].step >= step:  # the run has returned to an earlier step
+            self._steps.pop()
+        self._steps.append(Step(step, self._since_ns, now, self._profiling, sync))
+        self._since_ns = now
+
+    async def between_steps(self, executor: Executor, step: int, is_over: bool) -> None:
+        """Start the profiler or write the trace, if it is time. step: finished steps."""
+        if self._first is None:
+            self._first, self._since_ns = step, time.time_ns()
+        done, count = step - self._first, self._trace_steps
+        begin = min(_BEFORE, max(0, self._num_steps - self._first - count))
+        is_time = self._profiling and done >= begin + count if count else done == _EARLY
+        if (is_over or is_time) and not self._is_complete:
+            with self._spans("trace"):
+                await self._write(executor)
+            self._profiling, self._is_complete = False, count > 0
+        elif count and done >= begin and not (self._profiling or self._is_complete):
+            with self._spans("trace"):
+                await self._read_clocks(executor)
+                await _everywhere(executor, lambda rank: executor.call(rank, RankWorker.start_profiler))
+            self._profiling = True
+
+    async def _write(self, executor: Executor) -> None:
+        with self._writes.attempt(FOLDER):
+            self._folder.mkdir(exist_ok=True)
+            for path in self._folder.glob("rank_*"):  # of an earlier part of the run, with other ranks
+                path.unlink()
+        answers = await _everywhere(executor, lambda rank: executor.call(rank, RankWorker.write_trace, self._folder))
+        await self._read_clocks(executor)
+        ranks = {}
+        for rank, (host, device, error) in answers.items():
+            spec, clock = executor.specs[rank], self._clocks.get(rank, [])
+            ranks[rank] = RankFacts(host=host, device=device, trains=spec.trains, samples=spec.samples, clock=clock)
+            with self._writes.attempt(FOLDER):
+                if error:
+                    raise OSError(error)
+        phases = [Phase(*interval) for interval in self._spans.intervals]
+        with self._writes.attempt(FOLDER):
+            trace = ControllerTrace(phases=phases, steps=[*self._steps], ranks=ranks, facts=self._facts)
+            write_controller(self._folder, trace)
+
+    async def _read_clocks(self, executor: Executor) -> None:
+        """Add the offset of each rank's clock, measured over the command channel."""
+
+        async def exchange(rank: int) -> ClockReading:
+            before = time.time_ns()
+            theirs = await executor.call(rank, RankWorker.clock)
+            after = time.time_ns()
+            middle = (before + after) // 2
+            return ClockReading(middle, theirs - middle, (after - before + 1) // 2)
+
+        best: dict[int, ClockReading] = {}
+        for _ in range(16):  # of clocks; the one with the shortest round trip counts
+            for rank, reading in (await _everywhere(executor, exchange)).items():
+                if rank not in best or reading.error_ns < best[rank].error_ns:
+                    best[rank] = reading
+        for rank, reading in best.items():
+            self._clocks.setdefault(rank, []).append(reading)
+
+
+async def _everywhere(executor: Executor, call: Callable[[int], Awaitable[T]]) -> dict[int, T]:
+    """The answers of all ranks, except those that are lost: the next command reports their failure."""
+    ranks = [spec.rank for spec in executor.specs]
+    outcomes = await asyncio.gather(*map(call, ranks), return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, MeshrlError):
+            raise outcome
+    return {
+        rank: outcome for rank, outcome in zip(ranks, outcomes, strict=True) if not isinstance(outcome, BaseException)
+    }

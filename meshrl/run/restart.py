@@ -32,10 +32,7 @@ async def run_to_end(
     checkpoint; a run without one begins again, unless it saves none. A run that is ended by a signal or by an error
     saves a checkpoint of its last finished step. At the end the last checkpoint is on disk.
 
-    layout: of the syncs, if the run samples. Raises: errors of restoring and of the loop; a RankFailure that reports an
-    exception (it would occur again), or that occurs after cluster.max_restarts restarts, under torchrun (use its
-    --max-restarts), or without a checkpoint if save_every_steps is 0. If ranks are lost again while new ones start, the
-    first failure is raised.
+    layout: of the syncs, if the run samples.
     """
     cfg = run.loaded.config
     start, origin = run.start, run.start or Start(0, None, job.snapshot())
@@ -116,8 +113,6 @@ async def _save_at_the_end(run: LiveRun, keeper: Keeper, job: Resumable, how: st
 async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bool) -> None:
     """Set the job, its trainer and the run's folder to the state of `start`, or if it is damaged and may_fall_back, to
     that of the newest older checkpoint of the run that is not.
-
-    Raises: the error of `start` if there is none; errors other than CheckpointError at once.
     """
     first: CheckpointError | None = None
     chosen: Start | None = start
@@ -142,8 +137,7 @@ async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bo
 async def _next_start(
     run: LiveRun, keeper: Keeper, groups: Groups, first: RankFailure, failure: RankFailure, origin: Start
 ) -> Start:
-    """The state from which new train ranks continue; the restart is counted and noted. Raises: `first`, with the reason
-    why the run can't continue."""
+    """The state from which new train ranks continue; the restart is counted and noted."""
     if not groups.can_restart_after(failure):
         raise first
     if keeper.restarts >= run.loaded.config.cluster.max_restarts:
@@ -164,7 +158,7 @@ async def _next_start(
             "this key to save the state at each evaluation and every ten minutes, or set a number of steps"
         )
         raise first
-    keeper.restarts += 1
+    keeper.count_restart()
     count = f"restart {keeper.restarts} of {run.loaded.config.cluster.max_restarts}"
     run.out.note(f"{str(failure).splitlines()[0]}; starting the train ranks again after step {start.step}, {count}")
     if (stacks := run.out.keep_stacks(failure)) is not None:

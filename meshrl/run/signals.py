@@ -83,8 +83,6 @@ class Stop:
         """Context of one step's update: no signal interrupts it after its first optimizer step, which changes the
         weights. An error in it leaves the trainer invalid, unless the step was counted before the error. can_fall_back:
         whether there is a checkpoint.
-
-        Raises: CancelledError at its end, if the end of the run was requested meanwhile.
         """
         optim_steps, step = job.trainer.num_optim_steps, job.step
         self._has_changed = lambda: job.trainer.num_optim_steps > optim_steps
@@ -100,7 +98,7 @@ class Stop:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context of a save: no signal interrupts it. Raises: as `updating`."""
+        """Context of a save: no signal interrupts it."""
         with self.delayed():
             yield
         self._end_if_requested()

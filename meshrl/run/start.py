@@ -71,10 +71,6 @@ def _run(
     """Remove temporary resources of dead runs on this machine, then run `main` to its end. Ctrl-C, SIGTERM and
     SIGHUP cancel it, so that no rank outlives the run. Under torchrun only the process of rank 0 does this; the others
     are node agents. num_ranks: that train, that only sample.
-
-    Raises: ConfigError when this machine has too few devices; KeyboardInterrupt after Ctrl-C; SystemExit with 143 after
-    SIGTERM, with 129 after SIGHUP, and in a node agent's process with its exit code; under torchrun with 0 after
-    `meshrl stop`, and at once when torchrun or Slurm has started the stopped run again.
     """
     prepare_ranks(cfg.cluster)
     sweep()

@@ -13,7 +13,8 @@ from typing import Any
 from meshrl.config.source import HUB_ID
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.core.files import is_there
-from meshrl.run.folder import read_best, similar_runs, state_in
+from meshrl.run.folder import similar_runs, state_in
+from meshrl.run.models import read_best
 from meshrl.train.checkpoint_files import MANIFEST, read_controller, step_folders
 
 _MODEL_PATH = re.compile(r"""model(\.path=|=.*[{,]\s*["']?path["']?\s*:)""")  # overrides of this key
@@ -32,7 +33,7 @@ class Subject:
     state: Path | None = None
 
     def overrides(self, given: Sequence[str]) -> list[str]:
-        """The given overrides, and that of model.path. Raises: ConfigError when they name another model."""
+        """The given overrides, and that of model.path."""
         if self.model is None:
             return [*given]
         if other := next((text for text in given if _MODEL_PATH.match(text)), None):
@@ -43,8 +44,6 @@ class Subject:
 def subject_of(config: Any, model: str | Path | None, step: int | None = None) -> tuple[Any, Subject]:
     """The config and the subject of an evaluation. A folder in place of the config is one that `find_subject` accepts;
     then the config is the config.yaml of its run. step: of the run that is evaluated.
-
-    Raises: ConfigError and CheckpointError, as find_subject.
     """
     if not isinstance(config, str | Path) or not Path(config).is_dir():
         return config, Subject() if model is None and step is None else find_subject(model or config, step)
@@ -60,9 +59,6 @@ def subject_of(config: Any, model: str | Path | None, step: int | None = None) -
 def find_subject(given: str | Path, step: int | None = None) -> Subject:
     """The model that a folder or a hub id names. A run's folder names its best model, or if it has none its newest.
     step: it names the model after so many steps.
-
-    Raises: ConfigError for a file, for a path that does not exist, when the folder has no model and no checkpoint, and
-    for a step that is not saved; CheckpointError when a checkpoint or best.json is damaged.
     """
     folder = Path(given)
     run = folder.parent if folder.resolve().name == "checkpoints" else folder

@@ -30,8 +30,6 @@ _SHOWN = 4  # special tokens in a note
 def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     """Load tokenizer, agent and prompts, without importing the code of loops and ranks, which takes seconds. training:
     also load the training rows.
-
-    Raises: ConfigError, also for tools that the chat template does not describe; DataError.
     """
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs, cfg.run.date)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent

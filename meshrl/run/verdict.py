@@ -16,7 +16,7 @@ from typing import Any
 from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.sinks import MetricsLine, read_metrics
-from meshrl.run.folder import Best, read_best
+from meshrl.run.models import Best, read_best
 
 HELD_OUT = "eval/mean_at_k"
 Z = 1.96

@@ -19,8 +19,8 @@ from meshrl.monitor.notes import NOTES_FILE, important
 from meshrl.monitor.sinks import MetricsLine, duration, metrics_lines
 from meshrl.monitor.status import STATUS_FILE, STOP_FILE, RankProcess, Status, read_status
 from meshrl.process.family import FamilyMember, family
-from meshrl.run.folder import read_best
-from meshrl.run.lease import holds_lease, is_running
+from meshrl.run.folder import holds_lease, is_running
+from meshrl.run.models import read_best
 from meshrl.run.verdict import HELD_OUT, evaluations, name_of, verdict_of
 from meshrl.tools.report.folder import read_settings, text_of_file
 from meshrl.tools.state import METRICS_FILE, State, is_run, read_part, read_state, require_run

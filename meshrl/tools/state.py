@@ -11,8 +11,7 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.files import is_there
 from meshrl.monitor.jsonl import data_errors, read_object
 from meshrl.monitor.status import STATUS_FILE, Status, read_status
-from meshrl.run.folder import similar_runs
-from meshrl.run.lease import is_leased, is_running
+from meshrl.run.folder import is_leased, is_running, similar_runs
 
 T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"

@@ -30,8 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import Unreadable
-from meshrl.model.folder import not_finite
-from meshrl.model.weight_files import KINDS, opened
+from meshrl.model.folder import KINDS, not_finite, opened
 from meshrl.parallel.boxes import Box, Values, boxes, index_of, overlap, replica
 from meshrl.parallel.gather import all_gather_json
 from meshrl.train.checkpoint_files import FileFact, faults, read_manifest, write_file

@@ -27,8 +27,8 @@ from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric, RoleSpec, Sample
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
+from meshrl.model.costs import ModelFlops, model_flops
 from meshrl.model.facts import ModelFacts
-from meshrl.model.flops import ModelFlops, model_flops
 from meshrl.model.folder import not_finite
 from meshrl.model.hub_names import HubNames
 from meshrl.model.lora import (

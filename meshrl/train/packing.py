@@ -16,6 +16,7 @@ from meshrl.core.batch import Batch
 from meshrl.core.columns import TokenColumn, columns_for, values_of
 from meshrl.core.device import upload
 from meshrl.core.types import Sample, unsampled_row
+from meshrl.model.inputs import model_kwargs, positions
 from meshrl.parallel.peers import chunk_tokens
 
 
@@ -111,15 +112,16 @@ def pack(
     scored = mask.nonzero()[0]
     chunks = previous[scored] // chunk_tokens(int(cu[-1]), num_ulysses, num_tp)
     tensors = {
-        "position_ids": torch.from_numpy(np.concatenate([np.arange(p.start, p.stop) for p in pieces])),
+        "position_ids": torch.from_numpy(positions(np.array([p.start for p in pieces]), np.array(lengths))),
         "previous": torch.from_numpy(previous),
         "scored": torch.from_numpy(scored[np.argsort(chunks, kind="stable")]),
         "trained": torch.from_numpy(trained),
         "temperature": torch.from_numpy(temperature),
     }
-    groups = tensors | columns, token_extras, _model_kwargs(pieces)
+    kwargs = model_kwargs((p.sample, p.start, p.stop) for p in pieces)
+    groups = tensors | columns, token_extras, {name: torch.from_numpy(array) for name, array in kwargs.items()}
     sent: Iterator[Any] = iter(upload([x for group in groups for x in group.values()], torch.device(device)))
-    fields, token_extras, model_kwargs = ({name: next(sent) for name in group} for group in groups)
+    fields, token_extras, sent_kwargs = ({name: next(sent) for name in group} for group in groups)
     return Batch(
         cu_seqlens=torch.from_numpy(cu),
         rows=[p.row for p in pieces],
@@ -128,7 +130,7 @@ def pack(
         scored_of_chunk=np.bincount(chunks, minlength=num_ulysses).tolist(),
         trained_lengths=np.unique(per_row[trained], return_counts=True)[1].tolist(),
         token_extras=token_extras,
-        model_kwargs=model_kwargs,
+        model_kwargs=sent_kwargs,
         **fields,
     )
 
@@ -152,17 +154,6 @@ def _column(pieces: Sequence[_Piece], column: TokenColumn, arrays: Sequence[np.n
     )
     rows = [array[p.start : p.stop] for p, array in zip(pieces, filled)]
     return torch.from_numpy(np.concatenate(rows, dtype=column.dtype, casting="unsafe"))
-
-
-def _model_kwargs(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
-    """Processor outputs of all media, in the order of their spans in the pack."""
-    parts: dict[str, list[np.ndarray]] = {}
-    for p in pieces:
-        for media_id, start, _ in sorted(p.sample.media_spans, key=lambda span: span[1]):
-            if p.start <= start < p.stop:
-                for name, array in p.sample.media[media_id].outputs.items():
-                    parts.setdefault(name, []).append(array)
-    return {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
 
 
 def bare_row(name: str, tokens: Sequence[int], scored: bool) -> Sample:

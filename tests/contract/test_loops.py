@@ -20,9 +20,9 @@ from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import phase
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Generate, Prompt, Trajectory
+from meshrl.monitor.recorder import CONTROLLER, PROFILE_FILE, SPANS_FILE, read_controller, read_rank
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import TerminalSink
-from meshrl.monitor.trace import CONTROLLER, PROFILE_FILE, SPANS_FILE, read_controller, read_rank
 from meshrl.sync.transaction import SyncOrder
 
 pytestmark = pytest.mark.timeout(240)
@@ -166,6 +166,7 @@ def test_running_answers_meet_new_weights_in_each_mode(config, mode, monkeypatch
     assert {"0 of 2 groups", "1 of 2 groups"} <= shown and not [text for text in shown if "answers" in text]
 
 
+@pytest.mark.slow
 def test_the_turns_of_a_conversation_may_have_different_versions(config):
     """A multi-turn agent whose tool calls last longer than a step of the trainer."""
 

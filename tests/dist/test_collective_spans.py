@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from meshrl.algo.losses import sft_loss
-from meshrl.monitor.recorder import recorder
-from meshrl.monitor.trace import Span
+from meshrl.monitor.recorder import Span, recorder
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack

@@ -24,6 +24,7 @@ from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
 from meshrl.model.facts import model_facts
+from meshrl.model.folder import stored_tensors
 from meshrl.model.hub_names import tied_names
 from meshrl.model.recipe import (
     DTYPES,
@@ -37,7 +38,6 @@ from meshrl.model.recipe import (
     verify,
 )
 from meshrl.model.stream import BUCKET_BYTES, LoadedWeights
-from meshrl.model.weight_files import stored_tensors
 from meshrl.parallel.fsdp import local_shard
 from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine

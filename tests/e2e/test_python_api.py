@@ -21,7 +21,7 @@ from tiny_run import ascii_share, steps_of, write_run
 import meshrl
 from meshrl.agent.loop import SingleTurn, prompt_ids, start_trajectory, take_turn
 from meshrl.core.errors import AgentError, ConfigError, MeshrlError
-from meshrl.monitor.trace import CONTROLLER, read_controller
+from meshrl.monitor.recorder import CONTROLLER, read_controller
 
 INLINE = {"cluster": {"executor": "inline"}}
 ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
@@ -139,6 +139,7 @@ def test_false_from_on_step_ends_the_run_as_after_its_last_step(config):
     assert resumed.metrics["train/grad_norm"] == full.metrics["train/grad_norm"]
 
 
+@pytest.mark.slow
 def test_an_exception_of_on_step_ends_the_run(home, config):
     def broken(step: int, metrics: dict[str, float]) -> None:
         raise KeyError("mine")

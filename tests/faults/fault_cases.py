@@ -1,7 +1,7 @@
 """The injected faults by phase, and the expected behaviour and error of the run: the table of docs/faults.md.
 
 `test_named_faults.py` runs every case; `scripts/make_docs.py` writes the page from this file and
-`other_faults.py`.
+`other_faults.txt`.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ the kernel really kills it; the test is skipped on systems that do not allow thi
 _OTHER = """
 ## Faults outside the ranks
 
-The test of each is named in `tests/faults/other_faults.py`."""
+The test of each is named in `tests/faults/other_faults.txt`."""
 
 _TAIL = """
 ## Ranks that only sample

@@ -57,6 +57,7 @@ def _marks(case: Case) -> Any:
     return pytest.param(case, id=case.id, marks=() if case.fast else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [_marks(case) for case in CASES if not case.is_replaced])
 def test_a_fault_in_a_rank_ends_the_run_and_is_named(case, config, planted, capfd):
     """Rank, phase and cause are in the first line; the stacks of the others are below it and in the run's folder."""

@@ -31,6 +31,19 @@ def plant(fault: Fault, source: str) -> str:
     Raises LookupError if the place does not exist, or if `old` does not occur exactly once in it.
     """
     tree = ast.parse(source)
+    (parent, field, index), old, new = find(fault, tree)
+    if index is None:
+        setattr(parent, field, new[0])
+    else:
+        getattr(parent, field)[index : index + len(old)] = new
+    return ast.unparse(tree)
+
+
+def find(fault: Fault, tree: ast.AST) -> tuple[tuple[ast.AST, str, int | None], list[ast.AST], list[ast.AST]]:
+    """Where the fault is planted in the tree of its file (parent, field, index), and its old and new nodes.
+
+    Raises LookupError as `plant`.
+    """
     old_text, new_text = fault.change.split(" => ")
     old, new = _nodes(old_text, new_text)
     definition = fault.place.removeprefix(fault.file).removeprefix("::")
@@ -43,12 +56,7 @@ def plant(fault: Fault, source: str) -> str:
             f"{fault.name!r}: `{old_text}` occurs {len(found)} times in {fault.place}, but it must occur once; "
             "correct the place or the change of the fault"
         )
-    parent, field, index = found[0]
-    if index is None:
-        setattr(parent, field, new[0])
-    else:
-        getattr(parent, field)[index : index + len(old)] = new
-    return ast.unparse(tree)
+    return found[0], old, new
 
 
 def _nodes(*texts: str) -> list[list[ast.AST]]:

@@ -86,37 +86,37 @@ FAULTS = [
     ),
     Fault(
         "groups are started without a limit of staleness",
-        "meshrl/loops/group_limits.py::GroupLimits.may_start",
+        "meshrl/loops/buffer.py::GroupLimits.may_start",
         "self._step + self._staleness + 1 => self._step + self._staleness + 2",
         _BUFFER + "test_in_any_order_no_group_is_too_old_and_none_is_lost",
     ),
     Fault(
         "a step does not wait for groups that become too old",
-        "meshrl/loops/group_limits.py::GroupLimits.take",
+        "meshrl/loops/buffer.py::GroupLimits.take",
         "position > num_steps * self._per_step + self._spare => False",
         _BUFFER + "test_a_slow_group_is_waited_for_before_it_is_too_old",
     ),
     Fault(
         "a step lets more groups age than later steps can train",
-        "meshrl/loops/group_limits.py::GroupLimits.take",
+        "meshrl/loops/buffer.py::GroupLimits.take",
         "position > num_steps * self._per_step + self._spare => num_steps == 0 and position > self._spare",
         _BUFFER + "test_in_any_order_no_group_is_too_old_and_none_is_lost",
     ),
     Fault(
         "a step takes the newest groups",
-        "meshrl/loops/group_limits.py::GroupLimits.take",
+        "meshrl/loops/buffer.py::GroupLimits.take",
         "sorted(self.versions, key=self.versions.__getitem__) => sorted(self.versions, reverse=True)",
         _BUFFER + "test_the_oldest_groups_are_trained_first",
     ),
     Fault(
         "with staleness 0 spare groups start while the trainer trains",
-        "meshrl/loops/group_limits.py::GroupLimits.may_start",
+        "meshrl/loops/buffer.py::GroupLimits.may_start",
         "self._staleness == 0 and self._has_taken => False",
         _BUFFER + "test_with_staleness_0_no_group_starts_while_the_trainer_trains",
     ),
     Fault(
         "the number of groups falls after a wait that ended with more than the step takes",
-        "meshrl/loops/group_limits.py::GroupLimits.take",
+        "meshrl/loops/buffer.py::GroupLimits.take",
         "max(1, step // 2) => max(1, step // 2) * (len(self.scored) == step)",
         _BUFFER + "test_the_number_of_groups_rises_after_a_wait_that_ended_with_more_groups_than_the_step_takes",
     ),
@@ -158,13 +158,13 @@ FAULTS = [
     ),
     Fault(
         "a group of equal rewards counts as one with a gradient",
-        "meshrl/loops/source.py::GroupFilter.accepts",
+        "meshrl/loops/collect.py::GroupFilter.accepts",
         "min(len(rewards), len(scores)) > 1 => min(len(rewards), len(scores)) > 0",
         _REPLACED + "test_a_group_is_accepted_if_its_rewards_differ_or_the_limit_is_reached",
     ),
     Fault(
         "a one-step-off run resumes after the batch that was sampled ahead",
-        "meshrl/loops/source.py::next_batch",
+        "meshrl/loops/collect.py::next_batch",
         "prompts, batch.cursor = job.next_prompts(missing)"
         " => prompts, _ = job.next_prompts(missing); "
         'batch.cursor = {**job.feed.state(), "next_ordinal": job.feed.state()["next_ordinal"] + len(prompts)}',
@@ -172,19 +172,19 @@ FAULTS = [
     ),
     Fault(
         "the proof takes one mean over all samplers",
-        "meshrl/loops/proof.py::SamplerProof.check",
+        "meshrl/loops/sync_and_probe.py::SamplerProof.check",
         "{name: _mean(rows[names == name]) for name in dict.fromkeys(engines)} => {engines[-1]: _mean(rows)}",
         _SAMPLER_PROOF + "test_one_stale_engine_among_many_is_named",
     ),
     Fault(
         "one engine of many may sample with other weights",
-        "meshrl/loops/proof.py::SamplerProof.check",
+        "meshrl/loops/sync_and_probe.py::SamplerProof.check",
         "row / ROW_MARGIN => 0.0",
         _SAMPLER_PROOF + "test_one_stale_row_among_many_ends_the_run",
     ),
     Fault(
         "a sampler may stay above the limit for ever",
-        "meshrl/loops/proof.py::SamplerProof.check",
+        "meshrl/loops/sync_and_probe.py::SamplerProof.check",
         "self.num_above >= PERSISTENT => False",
         _SAMPLER_PROOF + "test_a_difference_that_lasts_ends_the_run",
     ),

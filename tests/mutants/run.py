@@ -133,7 +133,8 @@ def _try(copy: Path, fault: Fault) -> Verdict:
     text = path.read_text(encoding="utf-8")
     try:
         planted = plant(fault, text)
-    except LookupError as error:
+        compile(planted, fault.file, "exec")
+    except (LookupError, SyntaxError) as error:
         return Verdict(fault.name, False, str(error), 0.0)
     try:
         path.write_text(planted, encoding="utf-8")

@@ -122,7 +122,7 @@ FAULTS = [
     ),
     Fault(
         "the memory of the largest shards is that of the mean",
-        "meshrl/model/memory.py::_num_bytes",
+        "meshrl/model/costs.py::_num_bytes",
         "ceil(p.shape[0] / num_shards) => p.shape[0] // num_shards",
         "tests/dist/test_memory_facts.py::test_the_bytes_of_train_engines_follow_from_config_json[False-FULL_SHARD]",
     ),
@@ -206,9 +206,15 @@ FAULTS = [
         _CAUSAL_MODEL + "test_the_logprob_of_a_token_comes_from_the_position_before_it",
     ),
     Fault(
+        "the longest list of modules is taken for the blocks",
+        "meshrl/model/parts.py::parts_of",
+        "next((each for each in lists if len(each) == text.num_hidden_layers), None) => max(lists, key=len)",
+        "tests/unit/model/test_parts.py::test_a_list_of_more_modules_than_the_model_has_layers_is_not_taken_for_its_blocks",
+    ),
+    Fault(
         "positions count through the entire pack",
         "meshrl/train/packing.py::pack",
-        "np.concatenate([np.arange(p.start, p.stop) for p in pieces]) => np.arange(cu[-1])",
+        "positions(np.array([p.start for p in pieces]), np.array(lengths)) => np.arange(cu[-1])",
         _PACKING + "test_rows_lie_end_to_end_and_each_starts_at_position_0",
     ),
     Fault(
@@ -417,7 +423,7 @@ FAULTS = [
     ),
     Fault(
         "an expert more than the model has is left to Transformers",
-        "meshrl/model/names.py::_assign",
+        "meshrl/model/stream.py::_assign",
         "target not in names.computed => target in names.computed",
         _UNLOADED + "[extra expert]",
     ),
@@ -447,7 +453,7 @@ FAULTS = [
     ),
     Fault(
         "an index of weights names files outside its folder",
-        "meshrl/model/weight_files.py::_by_index",
+        "meshrl/model/folder.py::_by_index",
         "Path(file).name == file => True",
         _FUZZ_MODEL + "test_a_damaged_index_is_refused_and_no_file_outside_is_read",
     ),

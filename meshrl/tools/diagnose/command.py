@@ -15,7 +15,7 @@ from meshrl.config.load import is_sft
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import is_there, output_errors, write_text
 from meshrl.core.terminal import print_message
-from meshrl.monitor.trace import FOLDER
+from meshrl.monitor.recorder import FOLDER
 from meshrl.tools.diagnose.diagnosis import SYNC_STAGES, Diagnosis, as_record, diagnose, perfetto
 from meshrl.tools.diagnose.read import CONFIG, Trace, read_trace
 from meshrl.tools.page.charts import Line, figure, number

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from meshrl.monitor.trace import Span
+from meshrl.monitor.recorder import Span
 from meshrl.tools.diagnose.read import Intervals, Rank, Trace, overlap, total, union, without
 
 TRAIN_COMMANDS = ("annotate", "train", "optim")

@@ -16,7 +16,7 @@ from meshrl.config.values import scalar
 from meshrl.core.errors import DataError, MeshrlError
 from meshrl.core.files import Unreadable, is_there, open_plain
 from meshrl.monitor.jsonl import data_errors, parse_large
-from meshrl.monitor.trace import (
+from meshrl.monitor.recorder import (
     BETWEEN_STEPS,
     CONTROLLER,
     FOLDER,

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshrl.monitor.curve import mean_of_known, split
-from meshrl.monitor.sinks import number
+from meshrl.monitor.sinks import mean_of_known, number, split
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, WIDTH - 16, 10, HEIGHT - 24

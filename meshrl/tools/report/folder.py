@@ -15,12 +15,11 @@ from meshrl.config.values import scalar
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
 from meshrl.core.types import Trajectory
-from meshrl.monitor.curve import mean_of_known
 from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import answer_files, read_rollouts
-from meshrl.monitor.sinks import MetricsLine, metrics_lines
-from meshrl.run.folder import read_best
+from meshrl.monitor.sinks import MetricsLine, mean_of_known, metrics_lines
+from meshrl.run.models import read_best
 from meshrl.run.verdict import Verdict, evaluations, verdict_of
 from meshrl.tools.state import METRICS_FILE, State, read_part, read_state, require_run
 

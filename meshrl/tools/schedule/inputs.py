@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshrl.agent.tree import path_ids
+from meshrl.agent.flatten import path_ids
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Trajectory

@@ -2,7 +2,7 @@
 
     colocated      sampling + training + sync + step_s
     one_step_off   max(sampling, training + step_s) + sync
-    fully_async    group by group, with the limits of loops/group_limits.py
+    fully_async    group by group, with the limits of loops/buffer.py
 
 Sampling is counted in decode steps: a row that joins after step j and has n tokens ends after step j + n, and if all
 max_running slots are in use, it joins when a slot becomes free. The steps from i to j take decode_step_s * (j - i) +
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.config.loop import LoopConfig
-from meshrl.loops.group_limits import GroupLimits
+from meshrl.loops.buffer import GroupLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

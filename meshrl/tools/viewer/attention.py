@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.agent.tree import check_turns, leaf_paths, path_ids
+from meshrl.agent.flatten import check_turns, leaf_paths, path_ids
 from meshrl.config.source import HUB_ID
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.terminal import printable

@@ -8,7 +8,7 @@ import pytest
 from scripted_agent import ScriptedEngine, scripted_context
 from tiny_tokenizers import DROPS_THINKING, SHOWS_TOOLS, tiny_tokenizer
 
-from meshrl.agent.flatten import flatten
+from meshrl.agent.flatten import TurnError, attach, flatten, path_ids
 from meshrl.agent.loop import (
     MultiTurn,
     SingleTurn,
@@ -20,7 +20,6 @@ from meshrl.agent.loop import (
 )
 from meshrl.agent.resolve import resolve_agent
 from meshrl.agent.tools import Tool
-from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.types import Media, Prompt, Request, SamplingParams, Turn, turn_seed

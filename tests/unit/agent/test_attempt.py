@@ -11,8 +11,8 @@ import pytest
 from scripted_agent import ScriptedAgent, ScriptedEngine, generate_to_the_end, scripted_context, scripted_prompt
 
 from meshrl.agent.attempt import attempt, check_attempts
+from meshrl.agent.flatten import TurnError
 from meshrl.agent.loop import start_trajectory, take_turn
-from meshrl.agent.tree import TurnError
 from meshrl.core.errors import AgentError, DataError, Failure, MeshrlError, RankFailure, RequestError
 from meshrl.core.types import Trajectory
 

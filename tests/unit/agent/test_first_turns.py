@@ -10,9 +10,9 @@ import pytest
 from scripted_agent import IMAGE, ScriptedEngine, scripted_context, scripted_prompt
 from tiny_tokenizers import tiny_tokenizer
 
+from meshrl.agent.flatten import path_ids
 from meshrl.agent.loop import MultiTurn, start_trajectory, take_turn
 from meshrl.agent.resolve import resolve_agent
-from meshrl.agent.tree import path_ids
 from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import Prompt, SamplingParams

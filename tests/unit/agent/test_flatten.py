@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scripted_agent import NUM_CHOSEN, NUM_LAYERS, scripted_trajectories
 
-from meshrl.agent.flatten import flatten
-from meshrl.agent.tree import TurnError
+from meshrl.agent.flatten import TurnError, flatten
 from meshrl.core.errors import Failure
 from meshrl.core.types import Media, Prompt, SamplingParams, Trajectory, Turn
 

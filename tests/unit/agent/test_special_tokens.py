@@ -14,8 +14,8 @@ from tiny_run import write_run
 from tiny_tokenizers import DROPS_THINKING, SHOWS_TOOLS, tiny_tokenizer
 
 from meshrl import evaluate
+from meshrl.agent.flatten import path_ids
 from meshrl.agent.loop import MultiTurn, SingleTurn
-from meshrl.agent.tree import path_ids
 from meshrl.core.types import Prompt, SamplingParams
 from meshrl.data.chat import render
 from meshrl.run.inputs import Objects, load_run

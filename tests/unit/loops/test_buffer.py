@@ -10,8 +10,7 @@ from scripted_samplers import NUM_STEPS, PER_STEP, Samplers, job_of, settled, ta
 
 from meshrl.cluster.routes import Routes
 from meshrl.core.errors import DataError
-from meshrl.loops.buffer import GroupBuffer
-from meshrl.loops.group_limits import GroupLimits
+from meshrl.loops.buffer import GroupBuffer, GroupLimits
 
 
 @pytest.mark.parametrize("oversampling", [0.0, 0.5, 1.0])

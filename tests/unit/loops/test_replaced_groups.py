@@ -13,8 +13,8 @@ from meshrl.config.run import RunConfig
 from meshrl.core.errors import Failure
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.loops.buffer import GroupBuffer
+from meshrl.loops.collect import GroupFilter
 from meshrl.loops.job import Job
-from meshrl.loops.source import GroupFilter
 
 
 def answers(*rewards: float | None) -> list[Trajectory]:

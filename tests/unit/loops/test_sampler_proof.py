@@ -11,7 +11,7 @@ from tiny_samples import sampled_row
 
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.core.errors import SamplerMismatchError
-from meshrl.loops.proof import CEILING_NATS, FLOOR_NATS, MARGIN, PERSISTENT, SamplerProof
+from meshrl.loops.sync_and_probe import CEILING_NATS, FLOOR_NATS, MARGIN, PERSISTENT, SamplerProof
 
 Gaps = Sequence[tuple[float, int, str]]
 

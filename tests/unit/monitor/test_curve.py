@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshrl.monitor.curve import text_curve
+from meshrl.monitor.sinks import text_curve
 
 NAN = float("nan")
 

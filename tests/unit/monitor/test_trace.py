@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from meshrl.core.errors import DataError
-from meshrl.monitor.trace import (
+from meshrl.monitor.recorder import (
     CONTROLLER,
     SPANS_FILE,
     ClockReading,
@@ -94,5 +94,5 @@ def test_files_are_plain_json(tmp_path):
 
 
 def test_traces_are_read_without_torch():
-    code = "import sys, meshrl.monitor.trace; assert 'torch' not in sys.modules"
+    code = "import sys, meshrl.monitor.recorder; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,7 +22,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
 from meshrl.core.types import Turn
 from meshrl.data.chat import load_tokenizer, stop_token_ids
-from meshrl.loops.proof import FLOOR_NATS
+from meshrl.loops.sync_and_probe import FLOOR_NATS
 from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import load_causal_lm
 from meshrl.rollout.embedded.engine import build_embedded_engine

@@ -32,7 +32,8 @@ def next_start(
     executor: Any = SimpleNamespace(specs=[SimpleNamespace(trains=True)], can_restart_trainers=True)
     loaded = load_run_config(config, ["run.name=lost", "cluster.executor=processes", *overrides])
     with live_run(loaded, "train", 4, Stop(), lambda folder: None) as run:
-        keeper: Any = SimpleNamespace(checkpoints=SimpleNamespace(abandon=abandon), restarts=restarts)
+        checkpoints = SimpleNamespace(abandon=abandon)
+        keeper: Any = SimpleNamespace(checkpoints=checkpoints, restarts=restarts, count_restart=lambda: None)
         origin = ORIGIN if folder is None else Start(0, folder, {})
 
         async def found() -> Start:

@@ -22,9 +22,11 @@ from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import MeshrlError, RewardError
 from meshrl.monitor.sinks import JsonlSink, read_metrics
-from meshrl.run import lease, start
-from meshrl.run.folder import Best, Start, read_best, run_name, set_aside
+from meshrl.run import folder as lease
+from meshrl.run import start
+from meshrl.run.folder import Start, run_name, set_aside
 from meshrl.run.inputs import Objects
+from meshrl.run.models import Best, read_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.tools.report.page import write_report
@@ -41,7 +43,7 @@ def _recorded(loaded: Loaded[RunConfig]) -> AbstractContextManager[LiveRun]:
 HOLDER = """
 import sys
 from pathlib import Path
-from meshrl.run.lease import FolderLease
+from meshrl.run.folder import FolderLease
 from meshrl.monitor.status import StatusFile
 lease = FolderLease(Path(sys.argv[1]))
 assert lease.take()
@@ -254,6 +256,7 @@ def test_a_signal_after_an_error_ends_the_run_with_the_error_and_a_saved_step(co
     assert (result["status"], result["error"]) == ("failed", "_Broken: ")
 
 
+@pytest.mark.slow
 def test_the_own_checkpoint_of_a_run_may_be_given_by_a_relative_path(config: Path, tmp_path: Path):
     """It is then no branch: the run keeps its best model."""
     script = tmp_path / "script"

@@ -23,7 +23,8 @@ from meshrl.monitor.notes import important
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.monitor.status import read_status
 from meshrl.run import keeper
-from meshrl.run.folder import Best, Start, model_folder, prune_models, read_best, replace_best
+from meshrl.run.folder import Start
+from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.run.verdict import read_verdict
@@ -78,6 +79,8 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     assert notes[-3].endswith("); best: 0.750 at step 3") and notes[-2] == f"best model: {best.model}"
     assert result["verdict"]["outcome"] == "unchanged" and result["verdict"]["text"] == notes[-3]
     assert (folder / "rewards.log").read_text().splitlines()[0].endswith(r"  worker 0: graded \x1b[2J")
+    assert notes[1] == 'decided: rollout.max_context_tokens 256, algo.correction.kind "off"'
+    assert "  # default, here 0: loop.kind is colocated\n" in (folder / "config.yaml").read_text()
     (cut,) = important((folder / "run_notes.txt").read_text())
     assert "step 1: 75% of the answers were cut off" in cut
     assert notes[-1].startswith("done: 4 steps") and not any("grad " in note for note in notes)  # no lines of steps
@@ -118,6 +121,7 @@ def test_old_models_are_removed_unless_they_are_the_best_of_the_run_or_of_a_stat
     assert not list(checkpoints.glob("*/model.aside"))
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_newest_models_and_writes_one_again_that_it_needs(config: Path, tmp_path: Path):
     """Step 1 is the best. When the state of step 4 is lost, the run continues from step 3, whose model is removed
     already, and ends there."""
@@ -257,6 +261,7 @@ def test_a_run_that_returns_to_a_checkpoint_of_another_run_has_neither_its_best_
         assert read_best(record.folder) is None and not record.out.ends_early
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -351,6 +356,7 @@ def test_the_phases_of_a_run_are_in_its_status_file_and_on_the_terminal(config: 
             assert wait_until(lambda: "reward" in terminal.getvalue()[before:])
 
 
+@pytest.mark.slow
 def test_a_best_model_whose_export_was_interrupted_is_written_after_the_resume(config: Path, tmp_path: Path):
     """Its evaluation is not repeated."""
     script = tmp_path / "script"

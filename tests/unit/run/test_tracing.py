@@ -16,9 +16,8 @@ from tiny_specs import worker_spec
 from meshrl.cluster.actors import RankWorker
 from meshrl.core.errors import RankFailure
 from meshrl.monitor.failed_writes import FailedWrites
-from meshrl.monitor.recorder import Spans, recorder
-from meshrl.monitor.trace import CONTROLLER, PROFILE_FILE, SPANS_FILE, read_controller, read_rank
-from meshrl.run.tracing import Tracing
+from meshrl.monitor.recorder import CONTROLLER, PROFILE_FILE, SPANS_FILE, Spans, read_controller, read_rank, recorder
+from meshrl.run.outputs import Tracing
 
 
 class Ranks:

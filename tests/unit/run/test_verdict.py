@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.loops.evaluate import standard_error
 from meshrl.monitor.sinks import JsonlSink, MetricsLine
-from meshrl.run.folder import Best
+from meshrl.run.models import Best
 from meshrl.run.verdict import Verdict, evaluations, read_verdict, verdict_of
 
 UNITS = {"eval/mean_at_k": "score", "eval/standard_error": "score"}

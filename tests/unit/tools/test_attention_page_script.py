@@ -10,6 +10,7 @@ from chromium import chromium
 from meshrl.tools.page.document import data_block, document, package_text, write_page
 
 __all__ = ["chromium"]
+pytestmark = pytest.mark.slow  # test_view_page.py has a page in a browser in each run of the suite
 TOKENS = ["<b>Is</b>", "\n" + "w" * 900, "</script><script>alert(1)</script>", " am", " I"]
 HERE = "meshrl.tools.viewer"
 

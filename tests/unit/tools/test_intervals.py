@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from meshrl.monitor.trace import Phase, RankFacts, Span, Step
+from meshrl.monitor.recorder import Phase, RankFacts, Span, Step
 from meshrl.tools.diagnose.diagnosis import diagnose
 from meshrl.tools.diagnose.measure import Lanes, phase_time
 from meshrl.tools.diagnose.read import Rank, Trace, overlap, total, union, without

@@ -17,7 +17,7 @@ from meshrl.core.errors import MeshrlError
 from meshrl.monitor.recorder import Spans
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.status import RankProcess, StatusFile, read_status
-from meshrl.run.lease import FolderLease, is_leased
+from meshrl.run.folder import FolderLease, is_leased
 from meshrl.tools import runs as module
 from meshrl.tools.runs import describe, stop
 from tests.waiting import wait_until
@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 RUNNER = """
 import json, signal, sys, time
 from pathlib import Path
-from meshrl.run.lease import FolderLease
+from meshrl.run.folder import FolderLease
 from meshrl.monitor.status import StatusFile
 folder = Path(sys.argv[1])
 lease = FolderLease(folder)

@@ -15,7 +15,7 @@ from meshrl.api import Evaluation
 from meshrl.cli import main
 from meshrl.core.errors import DataError, MeshrlError
 from meshrl.monitor.status import StatusFile
-from meshrl.run.lease import FolderLease
+from meshrl.run.folder import FolderLease
 from meshrl.tools.runs import describe, list_runs, read_facts
 from tests.made_runs import answer, made_run, settings
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from meshrl.cli import main
 from meshrl.core.errors import DataError, MeshrlError
-from meshrl.monitor.trace import FOLDER, PROFILE_FILE
+from meshrl.monitor.recorder import FOLDER, PROFILE_FILE
 from meshrl.tools.diagnose.command import run
 from meshrl.tools.diagnose.diagnosis import diagnose
 from meshrl.tools.diagnose.read import read_profile, read_trace
