@@ -191,10 +191,9 @@ def expand(layer: Layer, keys: dict[str, Key]) -> Iterator[tuple[Names, Value]]:
         path, (key, rest) = ".".join(names), locate(keys, ".".join(names))
         _, meaning = SHORT_FORMS.get(path, ("", None))
         value = meaning(entry.value) if meaning else entry.value
-        is_empty = key is not None and key.is_section and not rest and (value is None or value == {})
-        if (
-            is_empty and key is not None
-        ):  # it takes nothing from weaker layers, except from a dict with the user's names
+        is_known = key is not None and (key.is_section or key.is_dict) and not rest
+        if key is not None and is_known and (value is None or value == {}):
+            # A section that is left empty takes nothing from weaker layers, but a dict with the user's names does.
             if key.path.endswith(f".{NAME}") or key.is_dict:
                 yield names, replace(entry, value={} if key.is_dict else REMOVED)
         elif isinstance(value, dict) and value:
