@@ -56,7 +56,7 @@ def _synced(
     own, buffers = persistent_buffers(trainer.model.lm), persistent_buffers(sampler._weights.lm)
     (row,) = random_samples(0, [20])
     row.mask[1:], row.temperature = True, 1.0
-    scored = trainer.forward([pack([row], [0])])[0][0]
+    scored = trainer.forward([pack([row], [0])])[0]
     theirs = {**dict(sampler._weights.lm.named_parameters()), **dict(sampler._weights.lm.named_buffers())}
     found = {
         "read_back": ack.read_back,
