@@ -42,9 +42,6 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         "(?!one machine, apart-(a bit flipped|cut short)-delta$)(?!(machines|one group).*-sender ends half-way-delta$)"
         "(?!(one machine, colocated|all-gather)-a bit flipped-full$).*",
     },
-    "tests/dist/test_buffers_out.py": {
-        "test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them": "1-.*",
-    },
     "tests/dist/test_checkpoint_reshard.py": {
         "test_training_does_not_change_a_state_that_was_copied": "1",
         "test_four_to_two_to_one_to_four_ranks_is_equal_to_the_bit": "untied",
@@ -144,6 +141,7 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         "|(qwen2-attention|qwen3_moe-.*|qwen3_5_text-state)-bf16",
     },
     "tests/dist/test_states_out.py": {
+        "test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them": "1-.*",
         "test_a_sampler_gets_what_computes_the_states_and_proves_it": "qwen3_next|minimax",
     },
     "tests/dist/test_streamed_load.py": {

@@ -14,7 +14,7 @@ from meshrl.model.logprob import Head, Vocabulary, token_logprobs
 from meshrl.model.parts import TEXT, Parts, blocks_of, parts_of
 from meshrl.model.routing import Routing
 from meshrl.model.state_layers import cache_argument, use_state_layers
-from meshrl.parallel.peers import Peers
+from meshrl.parallel.mesh import Peers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

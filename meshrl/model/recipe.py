@@ -33,11 +33,9 @@ from meshrl.model.lora import add_adapters, init_adapters
 from meshrl.model.routing import require_routing
 from meshrl.model.tensor_parallel import cut_model, uncut_layers
 from meshrl.model.verify import ComparedModel, in_fp32, require_same
-from meshrl.parallel.checkpointing import checkpoint_blocks
 from meshrl.parallel.compute_dtype import compute_in
-from meshrl.parallel.fsdp import is_sharded, reshard, shard_model
-from meshrl.parallel.mesh import fsdp_mesh
-from meshrl.parallel.peers import Peers
+from meshrl.parallel.fsdp import checkpoint_blocks, is_sharded, reshard, shard_model
+from meshrl.parallel.mesh import Peers, fsdp_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -24,7 +24,7 @@ from meshrl.model.folder import INDEX, SINGLE, not_finite, write_tensors
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import Adapter, RoundedChange, adapters_of, is_adapter, merged, named_weights
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
-from meshrl.parallel.gather import all_gather_json
+from meshrl.parallel.exchange import all_gather_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.model.attention import needs_all_tokens
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import ExpertsAdapter, wire_name
-from meshrl.parallel.peers import sizes_for
+from meshrl.parallel.mesh import sizes_for
 from meshrl.parallel.tp import EACH, Cut, TensorParallel
 
 # Which layers are cut by their outputs (columns of x W^T), and which by their inputs, after which parts are summed.

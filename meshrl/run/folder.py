@@ -30,7 +30,7 @@ from meshrl.monitor.recorder import FOLDER as TRACES
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import JsonlSink, MetricsLine, metrics_lines, split_lines
 from meshrl.monitor.status import STATUS_FILE, Status, read_status
-from meshrl.process.family import has_open
+from meshrl.process.diagnosis import has_open
 from meshrl.run.models import BEST_FILE, best_facts, model_folder, restore_best, write_best
 from meshrl.train.checkpoint_files import (
     MANIFEST,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from meshrl.core.device import abort_group, exports_memory, separate_group, synchronize, transfer_device
 from meshrl.core.errors import SyncInterrupted
-from meshrl.parallel.store import listening_store
+from meshrl.parallel.exchange import listening_store
 from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, Transport, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer, aligned
 from meshrl.sync.shared_memory import DeviceMemory, SharedRing

@@ -1,11 +1,12 @@
-"""From rows and their batch plan to a Batch: rows end to end, a group's prompt once.
+"""From rows and their batch plan to a Batch: rows end to end, a group's prompt once; and the check before training that
+packed rows do not affect each other.
 
 The controller makes the batch plan from the rows' lengths, groups and shared prompts (train/batch_plan.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from meshrl.core.batch import Batch
 from meshrl.core.columns import TokenColumn, columns_for, values_of
 from meshrl.core.device import upload
+from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample, unsampled_row
 from meshrl.model.inputs import model_kwargs, positions
-from meshrl.parallel.peers import chunk_tokens
+from meshrl.model.verify import TOLERANCE_NATS
+from meshrl.parallel.mesh import chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +164,38 @@ def bare_row(name: str, tokens: Sequence[int], scored: bool) -> Sample:
     row = unsampled_row(name, np.array(tokens, np.int32), (np.arange(len(tokens)) > 0) & scored)
     row.advantages = np.zeros(len(tokens), np.float32)
     return row
+
+
+def require_independent_rows(
+    model: str, vocab_size: int, score: Callable[[Sequence[Sample]], Mapping[int, np.ndarray]]
+) -> None:
+    """Score a row between two others twice, and a third time with these two swapped. The first two scores must be equal
+    to the bit, the third within TOLERANCE_NATS.
+
+    Swapping the neighbours keeps the shape of every matrix product, also those of experts, so the row is rounded as
+    before. With other neighbours experts would multiply other numbers of rows, and in bf16 that rounding may route a
+    token to another expert, which changes a logprob as much as a leak does. A leak that does not depend on the order,
+    such as a mean over the pack, is found by `recipe.verify`, in fp32.
+
+    model: its name in errors. score: logprobs of samples packed in this order, by index.
+    """
+    before, row, after = (
+        bare_row("before", [(1 + i) % vocab_size for i in range(9)], scored=True),
+        bare_row("row", [3, 1, 2, 4, 1], scored=True),
+        bare_row("after", [(2 + i) % vocab_size for i in range(9)], scored=True),
+    )
+    first, again = (score([before, row, after])[1] for _ in range(2))
+    swapped = score([after, row, before])[1]
+    if not np.array_equal(first, again):
+        raise ConfigError(
+            f"{model} gives random scores: a row's logprobs differ by {np.abs(first - again).max():.2g} nats when one "
+            "pack is scored twice, so ratios of new to old logprobs would be noise. It is in eval mode, without "
+            "dropout, so one of its modules draws random numbers even there. Choose another model"
+        )
+    difference = np.abs(first - swapped).max()
+    if not difference <= TOLERANCE_NATS:
+        raise ConfigError(
+            f"rows of one pack affect each other in {model}: a row's logprobs differ by {difference:.2g} nats "
+            f"(allowed: {TOLERANCE_NATS:g}) when its neighbours are swapped. It can't be trained packed. Choose "
+            "another model"
+        )

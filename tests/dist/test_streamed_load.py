@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import engine_over
+from harness import STRATEGIES, engine_over
 from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_lm
@@ -52,12 +52,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "mistral": ("mistral", {}),
     "uneven": ("qwen2", {"tie_word_embeddings": True, **UNEVEN}),
-}
-STRATEGIES = {
-    "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {},
-    "NO_SHARD": {},
-    "HYBRID_SHARD": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fault import Fault
 
-_BUFFERS_OUT = "tests/dist/test_buffers_out.py::"
+_BUFFERS_OUT = "tests/dist/test_states_out.py::"
 _CHECKPOINT_RESHARD = "tests/dist/test_checkpoint_reshard.py::"
 _LORA = "tests/dist/test_lora.py::"
 _LORA_EXPERTS = "tests/dist/test_lora_experts.py::"
@@ -225,13 +225,13 @@ FAULTS = [
     ),
     Fault(
         "a model with random scores is accepted",
-        "meshrl/train/probe.py::require_independent_rows",
+        "meshrl/train/packing.py::require_independent_rows",
         "not np.array_equal(first, again) => first.shape != again.shape",
         _START_PROBE + "test_a_model_that_scores_at_random_in_eval_mode_is_refused_at_start",
     ),
     Fault(
         "the start probe accepts leaks between rows of up to ten nats",
-        "meshrl/train/probe.py::require_independent_rows",
+        "meshrl/train/packing.py::require_independent_rows",
         "difference <= TOLERANCE_NATS => difference <= 10",
         _START_PROBE + "test_a_model_whose_packed_rows_see_each_other_is_refused_at_start[qwen3_moe-attention-bf16]",
     ),
@@ -307,7 +307,7 @@ FAULTS = [
     ),
     Fault(
         "activation checkpointing keeps every activation",
-        "meshrl/parallel/checkpointing.py::checkpoint_blocks",
+        "meshrl/parallel/fsdp.py::checkpoint_blocks",
         "partial(checkpoint, block.forward, use_reentrant=False) => partial(block.forward)",
         _START_PROBE + "test_checkpointed_blocks_are_computed_twice_with_a_backward_pass[checkpointed]",
     ),

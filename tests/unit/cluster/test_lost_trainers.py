@@ -19,8 +19,9 @@ from tiny_samples import random_samples, weigh
 
 from meshrl.algo.losses import sft_loss
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.launch import Groups, launched
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.config.data import DataConfig

@@ -19,7 +19,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample
 from meshrl.model.attention import KERNELS, NAMES, AttentionSpec, PackedAttention, attention_text
 from meshrl.model.causal import CausalModel
-from meshrl.train.probe import require_independent_rows
+from meshrl.train.packing import require_independent_rows
 
 CPU = torch.device("cpu")
 OWN = ["sdpa", "eager"]

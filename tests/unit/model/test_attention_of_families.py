@@ -22,7 +22,7 @@ from meshrl.model.costs import model_memory
 from meshrl.model.own_attention import use_context_attention
 from meshrl.model.parts import eager_attention
 from meshrl.model.recipe import load_causal_lm
-from meshrl.parallel.checkpointing import checkpoint_blocks
+from meshrl.parallel.fsdp import checkpoint_blocks
 
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 _ROPE = {"rope_theta": 1e4, "factor": 2.0}

@@ -11,7 +11,7 @@ from tiny_models import tiny_lm
 from tiny_specs import worker_spec
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshrl.cluster.shared_device import SharedDevice
+from meshrl.cluster.rank_sync import SharedDevice
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import (
