@@ -105,12 +105,13 @@ def test_status_lists_the_processes_of_all_machines(tmp_path, monkeypatch):
     words = ["-c", started, "meshrl.cluster.worker", "rank_1"]
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, start_new_session=True) as rank:
         assert rank.stdout.readline()
-        file.ranks = lambda: [
+        ranks = [
             RankProcess(here, rank.pid, "rank_1", "trains"),
             RankProcess(here, os.getppid(), "rank_2", "trains"),
             RankProcess("far", 77, "rank_3", "samples"),
             RankProcess("far", 78, "other", "rank_3"),
         ]
+        file.show_processes(lambda: ranks)
         file.entered("train")
         assert wait_until(lambda: len(read_status(tmp_path).ranks) == 4)
         near = [line.split() for line in describe(tmp_path).splitlines()]
@@ -135,7 +136,7 @@ def test_status_lists_the_processes_of_all_machines(tmp_path, monkeypatch):
 @pytest.mark.parametrize("pid", [-1, 0, 1 << 40, "7", True])
 def test_a_status_with_a_wrong_process_of_a_rank_is_damaged(tmp_path, pid):
     file = StatusFile(tmp_path, 10)
-    file.ranks = lambda: [RankProcess("far", pid, "rank_0", "trains")]
+    file.show_processes(lambda: [RankProcess("far", pid, "rank_0", "trains")])
     file.close()
     with pytest.raises(MeshrlError, match=r"status\.json: not the status of a run"):
         read_status(tmp_path)
