@@ -57,7 +57,8 @@ from meshrl.algo.correction import correction_summary
 from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.batch import Outputs
 from meshrl.core.device import keep_freed_memory

@@ -33,8 +33,9 @@ from meshrl.algo.advantages import assign_advantages
 from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.launch import launched
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.cluster import ClusterConfig

@@ -53,8 +53,8 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.device import empty_cache, free_bytes, reset_peak_memory
 from meshrl.core.types import POLICY, Sample
 from meshrl.model.attention import AttentionSpec, PackedAttention
+from meshrl.model.costs import model_memory
 from meshrl.model.limits import stored_numbers
-from meshrl.model.memory import model_memory
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 

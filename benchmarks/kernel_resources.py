@@ -26,7 +26,6 @@ from measure import Report, parser
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from meshrl.model import decoder_kernels as decoder
 from meshrl.model import kernels as head
 from meshrl.model.logprob import CHUNK_LOGITS
 from meshrl.rollout.embedded import kernels as decode
@@ -112,9 +111,9 @@ def decode_attention(rows: int, heads: int, kv_heads: int, size: int) -> None:
 def between_products() -> None:
     """What the fast decoder computes there, for 256 rows."""
     qkv, x = (torch.empty(256, *shape, dtype=torch.bfloat16, device="meta") for shape in ((36, 128), (2 * DIM,)))
-    decoder.rotate(qkv, qkv[:, :1], qkv[:, :1], (28, 4), (qkv[0, 0], qkv[0, 0], 1e-6))
-    decoder.gate(x)
-    decoder.norm(x, x[0], 1e-6)
+    head.rotate(qkv, qkv[:, :1], qkv[:, :1], (28, 4), (qkv[0, 0], qkv[0, 0], 1e-6))
+    head.gate(x)
+    head.norm(x, x[0], 1e-6)
 
 
 HEAD = ("forward_kernel", "backward_kernel")
@@ -127,7 +126,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...], Callable[[], None]]] = {
     "one token, 129 columns": (head, HEAD, lambda: score(tokens=1, vocab=129)),  # the last slice has one column
     "decode, 256 rows": (decode, ATTEND, lambda: decode_attention(256, 28, 4, 128)),
     "decode, one row": (decode, ATTEND, lambda: decode_attention(1, 14, 2, 64)),
-    "fast decoder": (decoder, DECODER, between_products),
+    "fast decoder": (head, DECODER, between_products),
     "digest of a transfer": (sync, ("sum64_kernel",), digest),
     "changes, fp32 to bf16": (sync, ("count_kernel", "compact_kernel"), delta),
 }

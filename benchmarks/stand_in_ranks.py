@@ -179,7 +179,7 @@ class _Ranks:
         return UpdateReport(metrics=metrics, mismatch=mismatch, values=of_tokens)
 
     def optim_step(self, rank: int, role: str, lr: float) -> StepReport:
-        return StepReport(grad_norm=1.0, skipped=False, lr=lr, num_optimizer_steps=1)
+        return StepReport(grad_norm=1.0, skipped=False)
 
     def memory(self, rank: int) -> list[Metric]:
         names = ("allocated", "reserved", "peak_allocated", "peak_reserved", "free", "total")

@@ -37,7 +37,7 @@ from meshrl.core.types import POLICY
 from meshrl.model.recipe import load_causal_lm
 from meshrl.monitor.recorder import RING, TRACED, recorder
 from meshrl.parallel.mesh import build_mesh
-from meshrl.process.family import own_memory
+from meshrl.process.diagnosis import own_memory
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import secrets
 import sys
@@ -38,6 +40,16 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_slow_cases(items, all_of_a_test=not any("[" in arg for arg in config.args))
     items.sort(key=lambda item: place_of(item.nodeid))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function, in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_collection_finish() -> None:

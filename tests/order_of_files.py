@@ -10,20 +10,27 @@ from typing import Any
 
 LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     ("tests/dist/test_real_weights.py",),
-    # they use the `pool` of ranks; two processes have one each
-    (*(f"tests/dist/test_{letter}" for letter in "oprsuw"), "tests/unit/cluster/test_flight_recorder.py"),
-    ("tests/dist/", "tests/unit/run/test_own_loop.py", "tests/contract/test_model_families.py"),
+    # they use the `pool` of ranks, which starts four processes
+    (
+        *("tests/dist/", "tests/unit/run/test_own_loop.py", "tests/contract/test_model_families.py"),
+        "tests/unit/cluster/test_flight_recorder.py",
+    ),
     # they use a fork server that has imported what ranks need
-    ("tests/contract/test_executors.py", "tests/contract/test_loops.py", "tests/e2e/test_lora_run.py"),
+    (
+        *("tests/contract/test_executors.py", "tests/contract/test_loops.py", "tests/e2e/test_lora_run.py"),
+        *("tests/e2e/test_own_algorithm_run.py", "tests/e2e/test_mixture_run.py"),
+    ),
+    (
+        *(f"tests/unit/cluster/test_{name}.py" for name in ("lost_trainers", "process_executor", "in_flight")),
+        *("tests/unit/cluster/test_remote_executor.py", "tests/faults/test_named_faults.py"),
+        "tests/faults/test_schedules.py",
+    ),
     ("tests/contract/test_rollout_engines.py", "tests/contract/test_weight_sync.py"),
-    ("tests/unit/cluster/test_remote_executor.py",),
     ("tests/e2e/test_release_memory.py",),
     ("tests/e2e/test_benchmarks.py",),
     ("tests/unit/process/test_fork_server.py",),
-    ("tests/faults/test_named_faults.py", "tests/faults/test_schedules.py"),
     ("tests/e2e/test_python_api.py",),
     ("tests/unit/reward/test_reward_sandbox.py",),
-    ("tests/unit/cluster/test_lost_trainers.py", "tests/unit/cluster/test_process_executor.py"),
     ("tests/policy/",),  # the files' syntax trees
     ("tests/e2e/test_resume.py",),
     ("tests/faults/test_trainers_restarted.py",),

@@ -21,7 +21,7 @@ import numpy as np
 from meshrl.agent.flatten import path_ids
 from meshrl.agent.loop import AgentContext, start_trajectory, take_turn
 from meshrl.core.types import Generate, Media, Prompt, Request, SamplingParams, Times, Trajectory, Turn, mix64
-from meshrl.rollout.continuation import join_turns
+from meshrl.rollout.base import join_turns
 
 STOP = 1
 IMAGE = 2  # the placeholder's id; text ids start at 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.cluster.routes import Routes
+from meshrl.cluster.sampler_group import Routes
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.data.order import PromptSource

@@ -42,9 +42,6 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         "(?!one machine, apart-(a bit flipped|cut short)-delta$)(?!(machines|one group).*-sender ends half-way-delta$)"
         "(?!(one machine, colocated|all-gather)-a bit flipped-full$).*",
     },
-    "tests/dist/test_buffers_out.py": {
-        "test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them": "1-.*",
-    },
     "tests/dist/test_checkpoint_reshard.py": {
         "test_training_does_not_change_a_state_that_was_copied": "1",
         "test_four_to_two_to_one_to_four_ranks_is_equal_to_the_bit": "untied",
@@ -54,6 +51,7 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         "test_another_model_is_refused": "untied|fewer layers",
     },
     "tests/dist/test_collective_spans.py": {
+        "test_the_bytes_of_all_collectives_are_those_of_the_strategy": "(SHARD_GRAD_OP|NO_SHARD).*",
         "test_recording_and_profiling_do_not_change_a_bit": "NO_SHARD",
     },
     "tests/dist/test_compute_dtype.py": {
@@ -64,7 +62,7 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     "tests/dist/test_equality.py": {
         "test_the_gradient_does_not_depend_on_ranks_micro_batches_or_packs": "1-.*|2-fp64|4-fp32",
         "test_a_group_that_shares_its_prompt_gives_the_same_gradient": "1-.*|2-fp64",
-        "test_every_sharding_strategy_gives_the_same_gradient": "NO_SHARD",
+        "test_every_sharding_strategy_gives_the_same_gradient": "NO_SHARD|SHARD_GRAD_OP",
         "test_masked_positions_are_never_read": "inf|1000000.0",
     },
     "tests/dist/test_export_shards.py": {
@@ -78,14 +76,14 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     },
     "tests/dist/test_lora_experts.py": {
         "test_gradients_equal_the_unsharded_models": "1-.*|2-fp64|4-fp32",
-        "test_peft_loads_the_exported_adapter_and_a_checkpoint_restores_it_on_other_ranks": "transposed, with biases",
+        "test_peft_loads_the_exported_adapter_and_a_checkpoint_restores_it_on_other_ranks": "(?!shared experts).*",
     },
     "tests/dist/test_memory_facts.py": {
-        "test_the_bytes_of_train_engines_follow_from_config_json": "False-NO_SHARD|True-FULL_SHARD",
+        "test_the_bytes_of_train_engines_follow_from_config_json": "False-.*|True-FULL_SHARD",
     },
     "tests/dist/test_mesh_equal.py": {
         # the families below are on two other meshes
-        "test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh": "ulysses.*|(shard 2 x )?tp 2"
+        "test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh": "ulysses.*|(shard 2 x )?tp 2|tp 4"
         "|replicate.*ulysses 2",
         # four families, each on one of the meshes
         "test_the_gradient_of_a_family_does_not_depend_on_the_mesh": "(untied head|biases|parallel|fused experts"
@@ -144,6 +142,7 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         "|(qwen2-attention|qwen3_moe-.*|qwen3_5_text-state)-bf16",
     },
     "tests/dist/test_states_out.py": {
+        "test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them": "1-.*",
         "test_a_sampler_gets_what_computes_the_states_and_proves_it": "qwen3_next|minimax",
     },
     "tests/dist/test_streamed_load.py": {
@@ -158,6 +157,9 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         "test_names_and_values_equal_a_fresh_model_to_the_bit": "1-.*|4-fp32|2-bf16",
         "test_every_sharding_strategy_holds_all_of_the_weights": "SHARD_GRAD_OP|NO_SHARD",
         "test_from_pretrained_of_an_exported_folder_gives_the_same_logits": "qwen2-bf16|gemma2-fp32",
+    },
+    "tests/e2e/test_python_api.py": {
+        "test_ctrl_c_ends_the_run_with_a_checkpoint": "notebook",
     },
     "tests/e2e/test_release_memory.py": {
         "test_a_run_that_releases_memory_is_the_same_to_the_bit": "two ranks|LoRA",
@@ -187,6 +189,8 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     "tests/unit/reward/test_reward_sandbox.py": {
         "test_a_reply_that_user_code_writes_breaks_the_worker_and_is_no_reward": "(?!forge ..item.: 1, .value.: 7.0.$"
         "|answer_as 2|forge nonsense|forge_bytes).*",
+        "test_a_daemon_in_a_session_of_its_own_ends_with_its_worker": "os_exit|close",
+        "test_workers_die_with_a_killed_parent": "hang_in_c",
     },
     "tests/unit/rollout/test_embedded_generation.py": {
         "test_logprobs_equal_the_trainers": "qwen2-1..|gemma2-(0.6|1.0)",

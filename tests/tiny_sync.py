@@ -227,7 +227,7 @@ class Rank:
 
 async def sync_ranks(ranks: Sequence[Rank], weights: Tensors, version: int, connection_id: str = "first") -> list[Ack]:
     """A sync of all ranks, of changes only if all have the same version. The first failure cancels all other ranks, as
-    in `cluster.groups`."""
+    in `cluster.train_group`."""
     states = [rank.state(connection_id) for rank in ranks]
     header = make_header(ranks[0].layout, version, states, "delta")
     samplers = [rank for rank in ranks if rank.engine is not None]

@@ -25,9 +25,8 @@ import torch.distributed as dist
 
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.cluster.executor import WorkerSpec, ignored, phase
-from meshrl.cluster.rank_sync import RankSync
+from meshrl.cluster.rank_sync import RankSync, SharedDevice
 from meshrl.cluster.rows import RowsMessage
-from meshrl.cluster.shared_device import SharedDevice
 from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
     device_name,
@@ -45,8 +44,8 @@ from meshrl.core.device import (
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import POLICY, REFERENCE, Metric, Request, Sample, Turn
 from meshrl.model.attention import attention_text
+from meshrl.model.costs import peak_flops
 from meshrl.model.facts import model_facts
-from meshrl.model.flops import peak_flops
 from meshrl.model.recipe import DTYPES
 from meshrl.model.stream import LoadedWeights
 from meshrl.monitor.metrics import memory_metrics
@@ -54,7 +53,7 @@ from meshrl.monitor.recorder import PROFILE_FILE, TRACED, recorder, write_rank
 from meshrl.monitor.status import RankProcess
 from meshrl.parallel.mesh import build_mesh
 from meshrl.parallel.timing import settle
-from meshrl.process.family import family, own_memory
+from meshrl.process.diagnosis import family, own_memory
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
 from meshrl.sync.digest import DigestKind, kind_for
@@ -178,8 +177,8 @@ class RankWorker:
         self._memory.for_training()
         batches = self._batches(message, message.samples())
         if role == REFERENCE.name and self.spec.model.lora.enabled:
-            return self._policy.forward(batches, adapter=False)[0]
-        return self.engines[role].forward(batches)[0]
+            return self._policy.forward(batches, adapter=False)
+        return self.engines[role].forward(batches)
 
     @phase("train")
     def forward_backward(self, message: RowsMessage, role: str, loss: LossFn, values: bool = False) -> UpdateReport:
@@ -292,10 +291,7 @@ class RankWorker:
     @phase("load")
     async def set_layout(self, layout: Layout) -> tuple[bool, bool]:
         """Set the layout of later syncs, and compare it with the parameters of this rank's sampler. Returns whether
-        this rank's sampler releases its memory for training, and whether sampler and trainer use a device in turns.
-
-        Raises: UnloadedParamsError.
-        """
+        this rank's sampler releases its memory for training, and whether sampler and trainer use a device in turns."""
         if self._weight_sync is None or self._weight_sync.layout.hash != layout.hash:
             if self._weight_sync is not None:
                 self._weight_sync.close()

@@ -14,10 +14,11 @@ import torch
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import Executor, WorkerSpec, ignored
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.cluster.processes import ProcessExecutor
-from meshrl.cluster.torchrun import TorchrunExecutor, is_launched
+from meshrl.cluster.remote import TorchrunExecutor, is_launched
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
@@ -103,10 +104,7 @@ class Groups:
     async def restart_trainers(self, layout: Layout | None) -> None:
         """Replace lost train ranks by new ones. They and their colocated samplers have the weights of the model's
         folder. Samplers in their own ranks continue to run, and wait for weights. layout: of the syncs; None when no
-        rank samples.
-
-        Raises: RankFailure; a retry is allowed.
-        """
+        rank samples."""
         if self.rollouts is not None:
             await self.rollouts.invalidate()
         await self.executor.restart([spec.rank for spec in self.executor.specs if spec.trains])
@@ -140,10 +138,7 @@ async def launched(
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. model: in place of
     the config's. logs: an absolute path, see WorkerSpec. note: gets a line for each rank that is replaced. progress:
     of the train ranks, see TrainGroup. Under torchrun all processes of the run share run.folder
-    (process/run_token.py).
-
-    Raises: RankFailure when a rank does not start, or fails while it ends.
-    """
+    (process/run_token.py)."""
     cluster = cfg.cluster
     cfg = cfg if model is None else cfg.model_copy(update={"model": model})
     numbers, num_ranks = model_numbers(cfg.model.path), (num_train_ranks, num_rollout_ranks)
@@ -201,10 +196,7 @@ def check_devices(
     cluster: ClusterConfig, rollout: RolloutConfig | None, num_train_ranks: int, num_rollout_ranks: int
 ) -> str | None:
     """Returns a note when ranks on the CPU share cores. Under Ray there is nothing to check: it reserves a device for
-    each rank. Under torchrun every process calls this, for its own machine.
-
-    Raises: ConfigError when ranks would share a device, which NCCL does not support.
-    """
+    each rank. Under torchrun every process calls this, for its own machine."""
     if cluster.executor == "ray":
         return None
     num_ranks = num_train_ranks + num_rollout_ranks

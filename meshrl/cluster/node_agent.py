@@ -22,8 +22,7 @@ from meshrl.process import frames, spawn
 from meshrl.process.connect import LOST_AFTER_S, connect, interface_of
 from meshrl.process.diagnosis import Snapshot
 from meshrl.process.leases import sweep
-from meshrl.process.private_caches import use_private_caches
-from meshrl.process.spawn import Program, SpawnedProcess
+from meshrl.process.spawn import Program, SpawnedProcess, use_private_caches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +49,7 @@ class NodeAgent:
 
     def serve(self) -> int:
         """Remove temporary resources that killed runs have left on this machine, then be a rank's node agent until the
-        controller ends it. Returns the exit code: 0 when the run ended without a failure.
-
-        Raises: ConnectionError when the controller can't be reached.
-        """
+        controller ends it. Returns the exit code: 0 when the run ended without a failure."""
         sweep()
         use_private_caches()
         self.control = self.connect("control")

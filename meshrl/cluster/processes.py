@@ -29,7 +29,7 @@ from typing import Any, Literal
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec, ignored, phase, phase_of
 from meshrl.cluster.node_agent import RemoteProcess
-from meshrl.cluster.rank_program import RANK, common_environment
+from meshrl.cluster.worker import RANK, common_environment
 from meshrl.core.device import device_type
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.recorder import latest_span

@@ -98,7 +98,7 @@ class RayExecutor(RemoteExecutor):
         )
 
     async def _wait_for_machines(self, bundle: dict[str, float]) -> None:
-        """Wait until enough machines have joined. Raises: ConfigError when the cluster is too small, even if idle."""
+        """Wait until enough machines have joined."""
         until, nodes = time.monotonic() + _JOINING_S, self.specs[0].nodes
         while True:
             alive = [node for node in ray.nodes() if node["Alive"]]

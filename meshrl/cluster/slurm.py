@@ -87,8 +87,7 @@ def batch_file(
     """The text of the file. The number of ranks that follows from the job's size is added to the overrides.
 
     gpus_per_node: None = one for each rank of the config; 0 = no GPUs, the ranks run on CPUs. options: of sbatch; None
-    = the default of the cluster. measured: folder of a run, from which the time to end is taken. Raises: ConfigError
-    when the config can't run, or can't run on this number of GPUs, or when the time limit is too short.
+    = the default of the cluster. measured: folder of a run, from which the time to end is taken.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes}: give 1 or more")

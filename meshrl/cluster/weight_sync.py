@@ -8,17 +8,15 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.core.errors import RankFailure, SyncError, SyncInterrupted
 from meshrl.sync.layout import Ack, Layout, SyncHeader
 from meshrl.sync.transaction import SyncOrder, SyncState, make_header, with_reports
 
 
 async def sync_weights(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout) -> list[Ack]:
-    """Send every sampler the trainer's weights as version + 1; the version rises when all samplers have verified them.
-
-    Raises: SyncError, which names the tensor or the stage; the samplers then refuse to generate.
-    """
+    """Send every sampler the trainer's weights as version + 1, which rises when all samplers have verified them."""
     async with rollouts.drained():
         version = trainer.version + 1
         async with rollouts.replacement.lock:

@@ -1,7 +1,9 @@
-"""The process of one rank: reads commands from its socket, runs them on a RankWorker, sends the answers back.
+"""The process of one rank: how it is prepared, and its program, which reads commands from its socket, runs them on a
+RankWorker, and sends the answers back.
 
 One asyncio loop, one thread. Plain methods (training) block the loop until they return; coroutine methods (sampling)
-become tasks and interleave. Answers of one iteration of the loop are sent together.
+become tasks and interleave. Answers of one iteration of the loop are sent together. Importing this file imports no
+torch, so that the processes of a run can import it while the controller still does.
 """
 
 from __future__ import annotations
@@ -11,15 +13,39 @@ import inspect
 import os
 import pickle
 import socket
+import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NoReturn
 
+from meshrl.config.cluster import ClusterConfig
 from meshrl.core.errors import EngineEnded
-from meshrl.core.terminal import print_message
+from meshrl.core.terminal import open_standard_streams, print_message
 from meshrl.process import frames
-from meshrl.process.spawn import inherited_channel
+from meshrl.process.spawn import Program, inherited_channel, prepare, use_private_caches
+
+RANK = Program(
+    "meshrl.cluster.worker",
+    preload=("meshrl.cluster.actors", "transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+)
+
+
+def common_environment() -> dict[str, str]:
+    """Environment variables of every rank: it must find all modules that its controller finds."""
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def prepare_ranks(cluster: ClusterConfig) -> None:
+    """Let modules of the working folder be found, and start the imports of this machine's ranks. Under torchrun they
+    start later, with environment variables that the controller sends. Safe to call again."""
+    open_standard_streams()  # ranks inherit them
+    use_private_caches()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder
+    if cluster.executor == "processes" and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        prepare(RANK, common_environment())
+
 
 _REPORT_S = 0.5
 

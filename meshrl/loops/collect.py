@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from meshrl.agent.attempt import attempt, check_attempts
 from meshrl.agent.loop import AgentContext, Task
-from meshrl.cluster.groups import RolloutGroup
+from meshrl.cluster.sampler_group import RolloutGroup
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import DeadlineError, MeshrlError

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.agent.loop import Task
-from meshrl.cluster.groups import RolloutGroup
+from meshrl.cluster.sampler_group import RolloutGroup
 from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.reward import has_passed
 from meshrl.config.run import RunConfig

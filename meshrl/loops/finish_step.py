@@ -110,7 +110,7 @@ def unknown_device(step: int, metrics: Sequence[Metric]) -> str | None:
         return None
     return (
         "perf/mfu is not reported: the peak FLOP/s of the train ranks' devices is not in the table of "
-        "meshrl/model/flops.py. Divide train/model_flops by it and by the seconds of training"
+        "meshrl/model/costs.py. Divide train/model_flops by it and by the seconds of training"
     )
 
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshrl.agent.loop import Task
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt, Trajectory
 from meshrl.data.order import PromptFeed

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshrl.algo.losses import sft_loss
 from meshrl.algo.reduce import assign_loss_weights
-from meshrl.cluster.groups import TrainGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric

@@ -13,8 +13,8 @@ from meshrl.algo.correction import correction_summary
 from meshrl.algo.losses import make_policy_loss, rows_without_gradient
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
-from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.rows import PlannedRows
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.core.errors import MeshrlError, RewardError
 from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.collect import check_failures

@@ -32,7 +32,7 @@ from meshrl.model.attention_kernels import (
     sdpa_attention,
 )
 from meshrl.parallel.exchange import Axis, swapped
-from meshrl.parallel.peers import sizes_for
+from meshrl.parallel.mesh import sizes_for
 
 NAME = "meshrl"
 OWN_CODE = ("gptj", "falcon", "bloom")  # model types that compute attention by themselves

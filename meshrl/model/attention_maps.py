@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from meshrl.model.causal import CausalModel
+from meshrl.model.parts import TEXT, blocks_of, eager_attention, parts_of
 
 SIDE = 512  # most rows and columns of a map
 MAX_VALUES = 1 << 26  # of all maps together: with many layers and heads they have fewer rows
@@ -46,7 +46,7 @@ class AttentionMaps:
 def attention_maps(lm: Any, ids: np.ndarray, max_values: int = MAX_VALUES) -> AttentionMaps:
     """The maps of ids int32[T] under a Transformers causal LM. One layer's weights, float32[H, T, T], are in memory at
     a time."""
-    num_layers, num_heads = len(CausalModel(lm).layers), int(lm.config.get_text_config().num_attention_heads)
+    num_layers, num_heads = len(blocks_of(lm, parts_of(lm)[TEXT])), int(lm.config.get_text_config().num_attention_heads)
     side = max(1, min(SIDE, math.isqrt(max_values // (num_layers * num_heads))))
     block = -(-len(ids) // side)
     layers: list[LayerMaps | None] = [None] * num_layers
@@ -65,7 +65,7 @@ def attention_maps(lm: Any, ids: np.ndarray, max_values: int = MAX_VALUES) -> At
 @torch.no_grad()
 def read_weights(lm: Any, tokens: torch.Tensor, use: Callable[[int, torch.Tensor], None]) -> None:
     """Call `use(layer, weights float32[H, T, T])` for each layer with softmax attention, in order. tokens: int64[T]."""
-    size, read = (len(tokens), len(tokens)), set[int]()
+    size, read, parts = (len(tokens), len(tokens)), set[int](), parts_of(lm)
 
     def read_output(layer: int, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
@@ -75,13 +75,12 @@ def read_weights(lm: Any, tokens: torch.Tensor, use: Callable[[int, torch.Tensor
 
     hooks = [
         module.register_forward_hook(partial(read_output, layer))
-        for layer, block in enumerate(CausalModel(lm).layers)
+        for layer, block in enumerate(blocks_of(lm, parts[TEXT]))
         for module in block.modules()
     ]
-    name, lm.config._attn_implementation = lm.config._attn_implementation, "eager"
     try:
-        lm.base_model(input_ids=tokens[None], use_cache=False)
+        with eager_attention(lm, parts):
+            lm.base_model(input_ids=tokens[None], use_cache=False)
     finally:
-        lm.config._attn_implementation = name
         for hook in hooks:
             hook.remove()

@@ -11,9 +11,10 @@ import torch
 from meshrl.model.attention import ONLY_CACHE, AttentionContext, ContextCache, UlyssesAttention
 from meshrl.model.limits import head_scale
 from meshrl.model.logprob import Head, Vocabulary, token_logprobs
+from meshrl.model.parts import TEXT, Parts, blocks_of, parts_of
 from meshrl.model.routing import Routing
 from meshrl.model.state_layers import cache_argument, use_state_layers
-from meshrl.parallel.peers import Peers
+from meshrl.parallel.mesh import Peers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,9 +32,11 @@ class CausalModel(torch.nn.Module):
     peers: Peers | None = None
     vocab_start: int = 0
 
-    def __init__(self, lm: PreTrainedModel):
+    def __init__(self, lm: PreTrainedModel, parts: Parts | None = None):
+        """parts: of a model of the same class and config, if they are known."""
         super().__init__()
         self.lm: PreTrainedModel = lm
+        self.parts = parts or parts_of(lm)
         text = lm.config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.replays_routing: bool = getattr(lm, "replays_routing", False)  # takes routed_experts int16[T, L, K]
@@ -50,9 +53,13 @@ class CausalModel(torch.nn.Module):
 
     @property
     def layers(self) -> torch.nn.ModuleList:
-        """The decoder blocks: the longest ModuleList of the backbone."""
-        lists = [m for m in self.lm.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
-        return max(lists, key=len)
+        """The blocks of the language model."""
+        return blocks_of(self.lm, self.parts[TEXT])
+
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        """The blocks of all parts."""
+        return [block for part in self.parts.values() for block in blocks_of(self.lm, part)]
 
     def head(self) -> Head:
         """The output head, with the current parameters; under tensor parallelism, this rank's part of it."""

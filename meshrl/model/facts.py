@@ -21,6 +21,9 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import read_json
 from meshrl.model import attention
 from meshrl.model.folder import (
+    INDEX,
+    SINGLE,
+    StoredTensor,
     check_folder,
     loaded_faults,
     not_finite,
@@ -30,10 +33,9 @@ from meshrl.model.folder import (
 )
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.limits import import_plugins
-from meshrl.model.names import match_names
+from meshrl.model.parts import Parts, parts_of, text_attention
 from meshrl.model.state_layers import ATTENTION_KINDS, layer_kinds, require_known_layers
-from meshrl.model.stream import LoadedWeights, StoredWeights
-from meshrl.model.weight_files import INDEX, SINGLE, StoredTensor
+from meshrl.model.stream import LoadedWeights, StoredWeights, match_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,20 +45,17 @@ if TYPE_CHECKING:
 class ModelFacts:
     """path: the value of model.path. lm: a Transformers causal LM with attention "meshrl", whose parameters are on the
     meta device in fp32, and whose buffers are ready on the CPU; it has the class, the blocks, the head and the ties of
-    the model, and is never changed. weights: fills a model with its values."""
+    the model, and is never changed. weights: fills a model with its values. parts: by name."""
 
     path: str
     lm: PreTrainedModel
     weights: StoredWeights | LoadedWeights
+    parts: Parts
 
 
 def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
     """Read config.json and the headers of the weight files. If only Transformers can compute the values from the files,
-    the full model is loaded into host memory.
-
-    Raises: ConfigError when the folder holds no model that Transformers knows, or one of which meshrl does not know the
-    attention; UnloadedParamsError when its files don't fill the model of its config.json.
-    """
+    the full model is loaded into host memory."""
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
@@ -70,8 +69,7 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
         stored, faults = check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _require_attention_interface(config, path)
-        own_code = config.model_type in attention.OWN_CODE
-        name = "eager" if own_code else attention.NAMES[implementation]
+        name = text_attention(config.model_type, implementation)
         lm = _skeleton(config, folder, name)
         require_known_layers(lm, path)
         quantized = getattr(config, "quantization_config", None) is not None
@@ -89,13 +87,14 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
             lm, weights = meta_copy(full), LoadedWeights(full)
         else:
             weights = StoredWeights(matched, names)
-        if own_code:
+        if config.model_type in attention.OWN_CODE:
             from meshrl.model.own_attention import use_context_attention
 
             use_context_attention(lm, implementation)
         lm.config.use_cache = False
         _disable_dropout(lm)
-    return ModelFacts(str(path), lm.eval(), weights)
+        parts = parts_of(lm)
+    return ModelFacts(str(path), lm.eval(), weights, parts)
 
 
 def require_config(path: str | Path) -> None:
@@ -164,10 +163,7 @@ def _load_full(stored: dict[str, StoredTensor], folder: Path, name: str) -> PreT
 
 
 def text_model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The language model of a folder with a tower, as a model of its own class. dtype: None = as in the folder.
-
-    Raises: ConfigError when Transformers can't load the folder, or has no such class.
-    """
+    """The language model of a folder with a tower, as a model of its own class. dtype: None = as in the folder."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging as transformers_logging
 

@@ -260,7 +260,7 @@ class _Layer:
 
 
 def _kernels(x: torch.Tensor) -> Any:
-    """decoder_kernels, for 16-bit numbers on a device that has them; None otherwise."""
+    """The kernels, for 16-bit numbers on a device that has them; None otherwise."""
     return _kernels_of(x.device) if x.dtype.itemsize == 2 else None
 
 
@@ -268,9 +268,9 @@ def _kernels(x: torch.Tensor) -> Any:
 def _kernels_of(device: torch.device) -> Any:
     if not has_triton(device):
         return None
-    from meshrl.model import decoder_kernels
+    from meshrl.model import kernels
 
-    return decoder_kernels
+    return kernels
 
 
 @lru_cache(maxsize=64)
@@ -290,29 +290,25 @@ def _fits(base: Any) -> bool:
     """Whether the model has exactly the submodules that are computed here. Their arithmetic is compared afterwards."""
     from transformers.activations import SiLUActivation  # here, because a controller does not need it
 
-    return _children(base) == _BACKBONE and all(
-        _children(block) == _BLOCK
-        and _children(block.self_attn) in (_ATTENTION, _ATTENTION | _HEAD_NORMS)
-        and _children(block.mlp) == _MLP
-        and isinstance(block.mlp.act_fn, torch.nn.SiLU | SiLUActivation)
-        and all(type(base_layer_of(m)) is torch.nn.Linear for m in _linears(block))
-        and all(hasattr(m, "variance_epsilon") for m in _norms(base, block))
-        and len({getattr(block.self_attn, name).bias is None for name in _QKV}) == 1
-        and (block.mlp.gate_proj.bias is None) == (block.mlp.up_proj.bias is None)
-        and hasattr(block.self_attn, "head_dim")
-        for block in base.layers
-    )
+    def children(module: torch.nn.Module) -> set[str]:
+        return {name for name, _ in module.named_children()}
 
+    def block_fits(block: Any) -> bool:
+        if children(block) != _BLOCK:
+            return False
+        attention, mlp = block.self_attn, block.mlp
+        parts = children(attention)
+        if parts not in (_ATTENTION, _ATTENTION | _HEAD_NORMS) or children(mlp) != _MLP:
+            return False
+        linears = [*(getattr(attention, name) for name in _ATTENTION), mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        norms = [*(getattr(block, name) for name in _NORMS), *(getattr(attention, n) for n in parts & _HEAD_NORMS)]
+        return (
+            isinstance(mlp.act_fn, torch.nn.SiLU | SiLUActivation)
+            and all(type(base_layer_of(m)) is torch.nn.Linear for m in linears)
+            and all(hasattr(m, "variance_epsilon") for m in [base.norm, *norms])
+            and len({getattr(attention, name).bias is None for name in _QKV}) == 1
+            and (mlp.gate_proj.bias is None) == (mlp.up_proj.bias is None)
+            and hasattr(attention, "head_dim")
+        )
 
-def _children(module: torch.nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _linears(block: Any) -> list[torch.nn.Module]:
-    attention, mlp = block.self_attn, block.mlp
-    return [getattr(attention, name) for name in _ATTENTION] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-
-
-def _norms(base: Any, block: Any) -> list[torch.nn.Module]:
-    inner = [getattr(block.self_attn, name) for name in _HEAD_NORMS if hasattr(block.self_attn, name)]
-    return [base.norm, *(getattr(block, name) for name in _NORMS), *inner]
+    return children(base) == _BACKBONE and all(map(block_fits, base.layers))

@@ -29,8 +29,6 @@ def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> 
     Quantised weights are dequantised; the precision that the quantisation removed is not restored.
 
     Other files of its folder are not read, and no code is run. Needs host memory for the model in float32, twice.
-    Raises: ConfigError without the package gguf, and for a file that Transformers can't read, or that lacks tensors;
-    OutputError when `out` can't be written.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"{path} is a GGUF file, and the package gguf is not installed: pip install 'meshrl[gguf]'")

@@ -20,10 +20,7 @@ from meshrl.plan.decisions import ModelNumbers
 
 
 def limits_of(path: str, asked: int | None) -> tuple[int, int]:
-    """(max_context_tokens, vocab_size). asked: rollout.max_context_tokens; None = the model's own limit.
-
-    Raises: ConfigError when `asked` exceeds the model's positions, or neither number is given.
-    """
+    """(max_context_tokens, vocab_size). asked: rollout.max_context_tokens; None = the model's own limit."""
     config = text_config(path)
     positions = num_positions(config.to_dict())
     tokens = asked or positions
@@ -37,7 +34,7 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
 
 
 def model_numbers(path: str) -> ModelNumbers:
-    """What plans read of the model's config.json. Raises: ConfigError."""
+    """What plans read of the model's config.json."""
     config = text_config(path)
     return ModelNumbers(
         num_positions=num_positions(config.to_dict()),
@@ -49,13 +46,13 @@ def model_numbers(path: str) -> ModelNumbers:
 
 
 def has_experts(path: str) -> bool:
-    """Whether layers of the model have experts, of which a router chooses. Raises: ConfigError."""
+    """Whether layers of the model have experts, of which a router chooses."""
     counts = [count for name, count in text_config(path).to_dict().items() if name.endswith("experts")]
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def note_on_balance_loss(model: ModelConfig, train: TrainConfig) -> str | None:
-    """Of a model whose config.json has a load-balance loss that is not used. Raises: ConfigError."""
+    """Of a model whose config.json has a load-balance loss that is not used."""
     coef = getattr(text_config(model.path), "router_aux_loss_coef", None)
     if not coef or train.router_aux_loss_coef > 0:
         return None
@@ -66,7 +63,7 @@ def note_on_balance_loss(model: ModelConfig, train: TrainConfig) -> str | None:
 
 
 def text_config(path: str) -> Any:
-    """Transformers' config of the language model. Raises: ConfigError, or DataError for a hub that can't be reached."""
+    """Transformers' config of the language model."""
     require_reachable(path)
     import_plugins()
     try:

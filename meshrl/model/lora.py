@@ -24,7 +24,8 @@ import torch
 
 from meshrl.config.model import EXPERTS, LoraConfig
 from meshrl.core.errors import ConfigError
-from meshrl.model.weight_files import write_tensors
+from meshrl.model.folder import write_tensors
+from meshrl.model.parts import TEXT, part_of, parts_of
 from meshrl.parallel.boxes import Box, boxes, index_of
 from meshrl.parallel.fsdp import full_tensor, local_shard
 
@@ -40,10 +41,7 @@ EXPERTS_SUFFIX = "_adapter"  # of an adapter's module in the experts, after the 
 
 def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path: str | Path) -> None:
     """Give the target layers an A and a B in `dtype`, on the layer's device. Only these require a gradient afterwards.
-    Their values are set later, by `init_adapters`, a checkpoint or a sync.
-
-    Raises: ConfigError when a target is no linear layer of the model, or is its head.
-    """
+    Their values are set later, by `init_adapters`, a checkpoint or a sync."""
     from peft import inject_adapter_in_model
 
     on_meta = next(lm.parameters()).is_meta
@@ -361,8 +359,8 @@ def joint_experts(lm: torch.nn.Module) -> list[str]:
 def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> tuple[list[str], list[str]]:
     """Full names of the layers, and of the joint tensors, that get adapters. peft itself would accept targets that are
     no linear layer, and ignore targets that do not exist. Routers get no adapter."""
-    head = lm.get_output_embeddings()
-    linear = [name for name, m in lm.named_modules() if type(m) is torch.nn.Linear and m is not head]
+    parts = parts_of(lm)
+    linear = [name for name, m in lm.named_modules() if type(m) is torch.nn.Linear and part_of(name, parts) == TEXT]
     joint, targets = joint_experts(lm), [target for target in cfg.targets if target != EXPERTS]
     if len(targets) < len(cfg.targets) and not joint:
         raise ConfigError(

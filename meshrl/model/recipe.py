@@ -12,6 +12,8 @@ verify        our forward equals Transformers' own
 from __future__ import annotations
 
 import gc
+import importlib.util
+import sysconfig
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,19 +24,18 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.config.model import LoraConfig
+from meshrl.core.errors import ConfigError
+from meshrl.model import attention
 from meshrl.model.causal import CausalModel
-from meshrl.model.compiling import compile_blocks
 from meshrl.model.facts import ModelFacts, as_config_error, meta_copy, model_facts
 from meshrl.model.hub_names import tied_names
 from meshrl.model.lora import add_adapters, init_adapters
 from meshrl.model.routing import require_routing
 from meshrl.model.tensor_parallel import cut_model, uncut_layers
 from meshrl.model.verify import ComparedModel, in_fp32, require_same
-from meshrl.parallel.checkpointing import checkpoint_blocks
 from meshrl.parallel.compute_dtype import compute_in
-from meshrl.parallel.fsdp import is_sharded, reshard, shard_model
-from meshrl.parallel.mesh import fsdp_mesh
-from meshrl.parallel.peers import Peers
+from meshrl.parallel.fsdp import checkpoint_blocks, is_sharded, reshard, shard_model
+from meshrl.parallel.mesh import Peers, fsdp_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,11 +74,7 @@ class Recipe:
 
 def build_model(path: str | Path, recipe: Recipe, facts: ModelFacts | None = None) -> CausalModel:
     """The model of a folder, in eval mode. Extra memory: a bucket on the host; on the device, for the comparison of a
-    model that is not sharded, one block in fp32. facts: of this folder, if they are known.
-
-    Raises: ConfigError when the folder holds no model that Transformers can load, or one that we compute differently;
-    UnloadedParamsError when its files don't fill the model.
-    """
+    model that is not sharded, one block in fp32. facts: of this folder, if they are known."""
     facts = facts or model_facts(path, recipe.attention)
     model = skeleton(facts, recipe)
     adapt(model, facts, recipe)
@@ -93,10 +90,7 @@ def build_model(path: str | Path, recipe: Recipe, facts: ModelFacts | None = Non
 
 def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A full Transformers causal LM on the CPU with attention "meshrl", parameters in `dtype` and trained, buffers
-    untouched.
-
-    Raises: ConfigError, as build_model.
-    """
+    untouched."""
     return build_model(path, Recipe(trains=True, dtype=dtype)).lm
 
 
@@ -104,7 +98,7 @@ def skeleton(facts: ModelFacts, recipe: Recipe) -> CausalModel:
     """The modules in eval mode; for training too, since in train mode some families sample experts, jitter routers or
     skip layers."""
     lm = cast_parameters(meta_copy(facts.lm), recipe.dtype)
-    model = CausalModel(lm.eval())
+    model = CausalModel(lm.eval(), facts.parts)
     if recipe.router_dtype is not None:
         require_routing(model.routing, facts.path, "model.router_dtype=auto").dtype = recipe.router_dtype
     return model
@@ -121,7 +115,7 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
     """Change the blocks and shard them, with or without values. Without a mesh there is nothing to do."""
     if recipe.mesh is None:
         return
-    blocks, mesh = list(model.layers), fsdp_mesh(recipe.mesh)
+    blocks, mesh = model.blocks, fsdp_mesh(recipe.mesh)
     model.peers = Peers.of(recipe.mesh)
     tp = None if model.peers is None else model.peers.tp
     if recipe.torch_compile:
@@ -180,13 +174,10 @@ def randomize(model: CausalModel) -> None:
 
 def verify(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
     """Compare our forward with Transformers' own (a collective if the model is sharded), in fp32 whatever dtype the
-    model computes in: a second skeleton, sharded for fp32, gets the tensors of the model, without a copy.
-
-    Raises: ConfigError when they differ.
-    """
+    model computes in: a second skeleton, sharded for fp32, gets the tensors of the model, without a copy."""
     plain = replace(recipe, torch_compile=False, activation_checkpointing=False, keep_unsharded=False)
     wide = replace(plain, compute_dtype=torch.float32)
-    compared = ComparedModel(skeleton(facts, wide).lm)
+    compared = ComparedModel(skeleton(facts, wide).lm, facts.parts)
     adapt(compared, facts, wide)
     parallelize(compared, wide)
     compared.lm.load_state_dict(model.lm.state_dict(), assign=True)
@@ -209,3 +200,33 @@ def cast_parameters(model: M, dtype: torch.dtype) -> M:
     for p in model.parameters():  # yields a tied tensor once
         p.data = p.data.to(dtype)
     return model
+
+
+def compile_blocks(model: CausalModel, device: torch.device, by_module: bool) -> None:
+    """Call it before the blocks are cut, checkpointed and sharded, so that none of this is traced. by_module: compile
+    the modules of a block each by itself, since the ranks of tp exchange tokens between them."""
+    problem = no_compiler(device)
+    if model.routing is not None or model.has_states:
+        part = "routers of experts" if model.routing is not None else "layers with a state"
+        problem = f"{type(model.lm).__name__} has {part}, which would be compiled again for each pack"
+    if problem:
+        raise ConfigError(f"train.torch_compile is true, but {problem}. Set train.torch_compile=false")
+    attention.register(outside_graphs=True)
+    for block in model.blocks:
+        for module in block.children() if by_module else [block]:
+            module.forward = torch.compile(module.forward, dynamic=True)
+
+
+def no_compiler(device: torch.device) -> str:
+    """Why torch.compile can't run on this device; "" if it can."""
+    if device.type != "cpu":
+        return "" if importlib.util.find_spec("triton") else "Triton, its compiler for accelerators, is not installed"
+    from torch._inductor.cpp_builder import get_cpp_compiler  # imports the compiler, which no other run needs
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler (g++, or the one that CXX names)"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header.is_file() else f"Python's headers, which its C++ code includes, are not installed: no {header}"

@@ -166,7 +166,7 @@ class Routing:
 
 
 def require_routing(routing: Routing | None, path: str, without: str) -> Routing:
-    """The routers, for a key that needs them. without: the key's value for other models. Raises: ConfigError."""
+    """The routers, for a key that needs them. without: the key's value for other models."""
     if routing is None:
         raise ConfigError(
             f"{path!r} is no mixture of experts, or its routers do not return logits, scores and selected experts, by "

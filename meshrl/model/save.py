@@ -20,12 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.core.errors import CheckpointError
 from meshrl.model.facts import as_config_error, local_folder
-from meshrl.model.folder import not_finite
+from meshrl.model.folder import INDEX, SINGLE, not_finite, write_tensors
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import Adapter, RoundedChange, adapters_of, is_adapter, merged, named_weights
-from meshrl.model.weight_files import INDEX, SINGLE, write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
-from meshrl.parallel.gather import all_gather_json
+from meshrl.parallel.exchange import all_gather_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,10 +48,7 @@ def save_pretrained(
 ) -> float | None:
     """Write the folder, parameters in `dtype` and LoRA adapters merged (a collective, if there is a process group).
     Each rank receives only the tensors of its own file. Returns the share of the adapters' change that the weights have
-    (`RoundedChange`), which is also in the files' metadata; None without adapters, or if they change nothing.
-
-    Raises: CheckpointError on every rank, before anything is written, when a value is not finite in `dtype`.
-    """
+    (`RoundedChange`), which is also in the files' metadata; None without adapters, or if they change nothing."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     ignored = lm._keys_to_ignore_on_save or ()
     weights = {name: p for name, p in named_weights(lm) if not is_adapter(name) and name not in ignored}
@@ -79,7 +75,9 @@ def save_pretrained(
     written = _write(lm, mine, path / _file_name(rank, num_files), metadata) if rank < num_files else {}
     everywhere = all_gather_json(written)  # the folder is complete when this returns
     if rank == 0 and num_files > 1:
-        _write_index(path, everywhere, num_files)
+        places = {name: _file_name(i, num_files) for i, names in enumerate(everywhere) for name in sorted(names)}
+        index = {"metadata": {"total_size": sum(map(sum, map(dict.values, everywhere)))}, "weight_map": places}
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if dist.is_initialized():
         dist.barrier()
     return share
@@ -155,10 +153,7 @@ def assign_files(sizes: Sequence[tuple[str, int]], num_ranks: int, min_file_byte
 
 def write_configs(lm: PreTrainedModel, dtype: torch.dtype, path: Path, tokenizer_from: str | Path | None) -> None:
     """Write all files of the folder except the weights: config.json, generation_config.json, and copies of those of the
-    tokenizer. tokenizer_from: a folder or a hub id; None = no copies.
-
-    Raises: ConfigError when Transformers does not write the config.
-    """
+    tokenizer. tokenizer_from: a folder or a hub id; None = no copies."""
     config = copy.deepcopy(lm.config)
     config.use_cache = True
     config._attn_implementation = None
@@ -197,11 +192,3 @@ def _write(
 
 def _file_name(number: int, num_files: int) -> str:
     return SINGLE if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
-
-
-def _write_index(path: Path, written: Sequence[dict[str, int]], num_files: int) -> None:
-    index = {
-        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in written)},
-        "weight_map": {name: _file_name(i, num_files) for i, names in enumerate(written) for name in sorted(names)},
-    }
-    (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.model.attention import needs_all_tokens
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import ExpertsAdapter, wire_name
-from meshrl.parallel.peers import sizes_for
+from meshrl.parallel.mesh import sizes_for
 from meshrl.parallel.tp import EACH, Cut, TensorParallel
 
 # Which layers are cut by their outputs (columns of x W^T), and which by their inputs, after which parts are summed.
@@ -53,10 +53,7 @@ _INPUTS = {"rowwise": 1, "rowwise_split_input": 1, "packed_rowwise": 2}
 
 
 def cut_model(model: CausalModel, tp: TensorParallel) -> None:
-    """Cut all parameters of a model, before checkpointing and FSDP2 change its blocks.
-
-    Raises: ConfigError when the family has no plan, layers with a state, or a number of heads that tp does not divide.
-    """
+    """Cut all parameters of a model, before checkpointing and FSDP2 change its blocks."""
     lm: Any = model.lm
     if model.has_states:
         raise needs_all_tokens("tp", tp.axis.size)

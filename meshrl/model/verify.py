@@ -13,6 +13,7 @@ import torch
 from meshrl.core.errors import ConfigError
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
+from meshrl.model.parts import eager_attention
 from meshrl.model.routing import require_routing
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def in_fp32(model: CausalModel) -> Iterator[None]:
     """A context in which the forward of a model that is not sharded computes in fp32, whatever dtype its parameters
     have. Norm, embedding and head are cast until its end, the latter two for the first COMPARED_IDS ids only, since
     they may be a third of a model; and each block while it computes."""
-    blocks = list(model.layers)
+    blocks = model.blocks
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     embedding: Any = model.lm.get_input_embeddings()
     head: Any = model.lm.get_output_embeddings()
@@ -100,13 +101,10 @@ class ComparedModel(CausalModel):
         single = _RecordedAttention(self._padded([0, len(rows[0])]), device)
         ours = self._logprobs(tokens, positions, packed)
         alone = self._logprobs(rows[0], positions[: len(rows[0])], single)
-        name = lm.config._attn_implementation
-        lm.config._attn_implementation = "eager"  # implemented in every model's own file
-        with nullcontext() if self.peers is None else self.peers.without_tp():
+        with eager_attention(lm, self.parts), nullcontext() if self.peers is None else self.peers.without_tp():
             theirs = torch.cat([torch.log_softmax(lm(row[None]).logits[0].float(), dim=-1) for row in rows])
         if self.peers is not None:
             theirs = theirs.gather(1, tokens.roll(-1)[:, None])
-        lm.config._attn_implementation = name
         return ScoreDifferences((alone - theirs[: len(alone)]).abs().max(), (ours - theirs).abs().max(), single.layers)
 
     def _logprobs(
@@ -130,7 +128,7 @@ class ComparedModel(CausalModel):
 @torch.no_grad()
 def require_replay(model: CausalModel, path: str) -> None:
     """Check that routers compute with the experts that they are to select: with their own ones as without, and with
-    others by scores that are not 0. Raises: ConfigError."""
+    others by scores that are not 0."""
     routing = require_routing(model.routing, path, "rollout.router_replay=false")
     device = model.head().weight.device
     tokens = torch.arange(11, device=device) * 5 % (model.vocab_size - 1) + 1
@@ -162,10 +160,7 @@ def require_replay(model: CausalModel, path: str) -> None:
 
 
 def require_same(compared: ScoreDifferences, model: str, path: str, uncut: Sequence[str] | None) -> None:
-    """model: its class. uncut: the layers that no plan of tensor parallelism cuts; None without it.
-
-    Raises: ConfigError.
-    """
+    """model: its class. uncut: the layers that no plan of tensor parallelism cuts; None without it."""
     name, alone, packed = f"{model} of {path!r}", float(compared.alone), float(compared.packed)
     if math.isnan(alone) or math.isnan(packed):
         raise ConfigError(
@@ -178,10 +173,15 @@ def require_same(compared: ScoreDifferences, model: str, path: str, uncut: Seque
             "tokens, but a KV cache of meshrl has one key and value of each token in a layer. Choose another model"
         )
     if not alone <= TOLERANCE_NATS:
+        of_tp = ""
+        if uncut is not None:
+            layers = f"; it does not cut {', '.join(uncut)}" if uncut else ""
+            of_tp = "; or meshrl's plan of tensor parallelism for this family is wrong (then train.mesh.tp=1 is right"
+            of_tp += f"{layers})"
         raise ConfigError(
             f"{name} gives a single row logprobs that differ by {alone:.2g} nats from Transformers' own forward "
             f"(allowed: {TOLERANCE_NATS:g}): its attention or its head computes something that meshrl does not, such "
-            f"as attention to later tokens or a position bias{_of_plan(uncut)}. Choose another model"
+            f"as attention to later tokens or a position bias{of_tp}. Choose another model"
         )
     if not packed <= TOLERANCE_NATS:
         raise ConfigError(
@@ -189,11 +189,3 @@ def require_same(compared: ScoreDifferences, model: str, path: str, uncut: Seque
             f"(allowed: {TOLERANCE_NATS:g}), but not a single row: its rows affect each other, or it counts positions "
             "by itself. Choose another model"
         )
-
-
-def _of_plan(uncut: Sequence[str] | None) -> str:
-    """What else may differ under tensor parallelism."""
-    if uncut is None:
-        return ""
-    layers = f"; it does not cut {', '.join(uncut)}" if uncut else ""
-    return f"; or meshrl's plan of tensor parallelism for this family is wrong (then train.mesh.tp=1 is right{layers})"

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshrl.core.lookup import similar_names
 from meshrl.core.types import Metric
-from meshrl.process.family import family
+from meshrl.process.diagnosis import family
 
 
 class NamedValues(dict[str, Any]):

@@ -21,8 +21,8 @@ _SHOWN = ("reward/mean", "loss/nll", "run/train_idle", "run/rollout_idle", "roll
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """The process of a rank, or one that it has started. name: of process/family.py. role: what the rank does, or the
-    rank that has started it."""
+    """The process of a rank, or one that it has started. name: of process/diagnosis.py. role: what the rank does, or
+    the rank that has started it."""
 
     host: str
     pid: int

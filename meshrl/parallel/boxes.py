@@ -40,10 +40,7 @@ Values = Callable[[torch.Tensor], torch.Tensor]
 
 def boxes(tensor: torch.Tensor, readable: Values = torch.Tensor.detach) -> list[LocalBox]:
     """What this rank holds of a tensor, in as few boxes as possible, ordered by offsets. A tensor that is not sharded
-    is one box; an empty shard has no box. readable: from a shard to one with its values, if it may be released.
-
-    Raises: ValueError for placements that FSDP2, HSDP and TP never make, or that disagree with the shard.
-    """
+    is one box; an empty shard has no box. readable: from a shard to one with its values, if it may be released."""
     if not isinstance(tensor, DTensor):
         return [LocalBox((0,) * tensor.dim(), readable(tensor.detach()))] if tensor.numel() else []
     local = tensor.to_local().detach()
@@ -62,7 +59,10 @@ def _place(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The size of each axis, and this rank's index along it, which a DeviceMesh would compute again for each tensor."""
     by_rank, rank = _places.setdefault(mesh, {}), mesh.get_rank()
     if rank not in by_rank:
-        by_rank[rank] = tuple(mesh.shape), tuple(_coordinate(mesh))
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"rank {rank} is not part of {mesh}, so it holds no boxes of a tensor there")
+        by_rank[rank] = tuple(mesh.shape), tuple(coordinate)
     return by_rank[rank]
 
 
@@ -144,10 +144,7 @@ def owners(tensor: DTensor, near: int) -> dict[int, list[Box]]:
 def held_ranges(
     shape: tuple[int, ...], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> list[Ranges]:
-    """For each dim, the indices held by the rank at this coordinate of a mesh of these sizes.
-
-    Raises: ValueError, as `boxes`.
-    """
+    """For each dim, the indices held by the rank at this coordinate of a mesh of these sizes."""
     held: list[Ranges] = [[(0, size)] if size else [] for size in shape]
     for axis in _order_of_cuts(placements, sizes):
         placement, size, rank = placements[axis], sizes[axis], coordinate[axis]
@@ -159,14 +156,6 @@ def held_ranges(
             groups = [_chunk(held[dim], splits, i) for i in range(splits)]
         held[dim] = _joined([r for group in groups for r in _chunk(group, size, rank)])
     return held
-
-
-def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
-    """This rank's index along each axis."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"rank {mesh.get_rank()} is not part of {mesh}, so it holds no boxes of a tensor there")
-    return coordinate
 
 
 def _order_of_cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[int]:
@@ -191,12 +180,8 @@ def _order_of_cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> lis
 
 def _shards_to_the_right(placements: Sequence[Placement], sizes: Sequence[int], axis: int) -> int:
     """The number of shards into which the axes to the right of this one cut the same dim."""
-    dim = placements[axis].dim  # type: ignore[attr-defined]
-    return prod(sizes[other] for other in range(axis + 1, len(sizes)) if _cuts(placements[other], dim))
-
-
-def _cuts(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+    dim, right = placements[axis].dim, zip(placements[axis + 1 :], sizes[axis + 1 :])  # type: ignore[attr-defined]
+    return prod(size for p, size in right if isinstance(p, Shard | _StridedShard) and p.dim == dim)
 
 
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:

@@ -94,10 +94,7 @@ class Listener:
 
 
 def connect(address: tuple[str, int], token: bytes, hello: Callable[[str], Any]) -> socket.socket:
-    """Connect to the controller. `hello` gets this machine's address on this connection and returns the first message.
-
-    Raises: ConnectionError when no process listens there, or a process that is not the run's controller.
-    """
+    """Connect to the controller. `hello` gets this machine's address on it and returns the first message."""
     sock = socket.create_connection(address, timeout=_HANDSHAKE_S)
     nonce, ours = _receive(sock, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
     sock.sendall(ours + _prove(token, b"rank", nonce + ours))

@@ -5,6 +5,9 @@ program. Such a process starts in milliseconds.
 socket for each child carries its process id and its exit code to the process that requested it, and signals to the
 child, so that no signal can reach a later process with the same id. Forked processes end with the fork server. The fork
 server ends with the process that started it, or after its last child when no more requests can come. Needs Linux.
+
+multiprocessing's fork server starts a process in the same time. But its children import the caller's main module, keep
+the environment and the output of its first call, and continue when the caller is killed.
 """
 
 from __future__ import annotations
@@ -110,7 +113,7 @@ class _RequestServer:
             words = command(module, channel, stacks, self.pid, name)
             if not self.may_fork:
                 os.execv(words[0], words)
-            # Overwrite this process's command line, which `ps` and process/family.py read.
+            # Overwrite this process's command line, which `ps` and process/diagnosis.py read.
             fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
             start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end of proc(5)
             title = f"{' '.join(words[:3])} {name}".encode()[: end - start - 2] + b"\0"

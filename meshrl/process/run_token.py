@@ -33,8 +33,7 @@ class RunToken:
     """The controller's token. key: for `connect.Listener`. The file exists until `remove`."""
 
     def __init__(self, folder: Path):
-        """folder: of the file; it is created if it does not exist. Raises: MeshrlError when the file system can't
-        protect a file; OSError."""
+        """folder: of the file; it is created if it does not exist."""
         self._path: Path | None = None
         self._file_id, secret = _BY_VARIABLE, _environment_secret()
         if secret is None:
@@ -64,10 +63,7 @@ class RunToken:
 
 def read_announcement(text: bytes, name: str, folder: Path) -> tuple[tuple[str, int], bytes]:
     """(address of the controller, key) from the launcher's store, by a process that has the secret. Nothing in the
-    text is used before its proof is checked, except the id of a file in `folder`.
-
-    Raises: MeshrlError when the text, the file or the proof is not of this run's controller.
-    """
+    text is used before its proof is checked, except the id of a file in `folder`."""
     match = _ANNOUNCEMENT.fullmatch(text.decode("ascii", errors="replace"))
     if match is None:
         raise MeshrlError(

@@ -6,6 +6,9 @@ starts; when one of them has changed in this process, a new fork server replaces
 reads. Each child gets the present working folder.
 
 The module's `main` calls `inherited_channel()` first. This module does not import torch.
+
+All processes have folders of compiled code that no other user can write. By default PyTorch loads such code from a
+folder of the system's temporary folder whose name is known, and which another user can create first.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshrl.core.files import is_private
 from meshrl.process.diagnosis import Snapshot, how_it_ended, oom_kills, snapshot
 from meshrl.process.guard import OF_A_RANK, end_with_parent
-from meshrl.process.leases import sweep
-from meshrl.process.private_caches import CACHES
+from meshrl.process.leases import LeasedFolder, sweep
 
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "QUACK_CACHE_DIR": "quack"}
+"""Environment variable -> name of its folder. Triton, vLLM and FlashInfer have theirs in the user's home."""
 STOPS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 """End a run with a checkpoint: SIGUSR2 is sent by submitit, and SIGHUP by a lost terminal."""
 _OWN_VARIABLES = {
@@ -266,3 +271,27 @@ def _end_server() -> None:
     if _server is not None:
         _server.process.kill()
         _server.process.wait()
+
+
+_temporary: LeasedFolder | None = None  # in place of a home that can't be written
+
+
+def use_private_caches() -> None:
+    """Set the variables for this process and those that it starts. A folder that the user has set stays; PyTorch sets
+    its default when it is imported."""
+    for name, folder in CACHES.items():
+        value = os.environ.get(name)
+        if not value or value.startswith(str(Path(tempfile.gettempdir(), "torchinductor_"))):
+            os.environ[name] = str(_home() / folder)
+
+
+def _home() -> Path:
+    """The folder meshrl in the user's cache, or a temporary folder of this process."""
+    global _temporary
+    path = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "meshrl"
+    with contextlib.suppress(OSError):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if is_private(path) and os.access(path, os.W_OK):
+        return path
+    _temporary = _temporary or LeasedFolder()
+    return _temporary.path

@@ -23,10 +23,7 @@ class Bounds:
 
 
 def check_admission(request: Request, engine_id: str, version: int, closed: bool, unfinished: Container[str]) -> None:
-    """version: the weight version that the engine will sample with. unfinished: ids of unfinished requests.
-
-    Raises: StaleWeightsError, RequestError.
-    """
+    """version: the weight version that the engine will sample with. unfinished: ids of unfinished requests."""
     if version < max(request.min_version, 0):
         raise StaleWeightsError(
             f"{engine_id} has weight version {version}, request {request.id} needs {request.min_version} or more (-1 = "
@@ -43,7 +40,7 @@ def check_supported(
 ) -> None:
     """Refuse what no engine supports yet, and extras that this one does not return.
 
-    engine, extras: their names in the error. Raises: CapabilityError.
+    engine, extras: their names in the error.
     """
     if request.media or request.media_spans:
         raise CapabilityError(f"request {request.id} has media; {engine} takes text only")
@@ -62,10 +59,7 @@ def topk_of(name: str) -> int:
 
 def bounds_of(request: Request, stop_token_ids: tuple[int, ...], max_context_tokens: int, vocab_size: int) -> Bounds:
     """A request ends at the engine's stop ids (unless ignore_eos) or its own, at max_new_tokens ("length"), or where
-    max_context_tokens leaves no room ("context"). Stop strings are searched separately (stop_strings.py).
-
-    Raises: RequestError.
-    """
+    max_context_tokens leaves no room ("context"). Stop strings are searched separately (stop_strings.py)."""
     context, prefix = np.asarray(request.context_ids), np.asarray(request.prefix_output)
     _check_ids(request, "context_ids", context, vocab_size)
     _check_ids(request, "prefix_output", prefix, vocab_size)

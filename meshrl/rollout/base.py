@@ -5,12 +5,15 @@ One contract suite (tests/contract/test_rollout_engines.py) runs over all implem
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from meshrl.core.errors import CapabilityError
-from meshrl.core.types import Request, Turn
+from meshrl.core.types import Request, Times, Turn
 from meshrl.sync.transaction import WeightReceiver
 
 PARTS = {"weights", "kv_cache"}  # parts of an engine's memory that can be released
@@ -42,7 +45,7 @@ class EngineStats:
 
 
 def check_parts(parts: set[str]) -> None:
-    """Check the argument of `release` and `restore`. Raises: CapabilityError."""
+    """Check the argument of `release` and `restore`."""
     if not parts <= PARTS:
         raise CapabilityError(f"parts {sorted(parts - PARTS)} are unknown; allowed: {', '.join(sorted(PARTS))}")
 
@@ -83,3 +86,30 @@ class RolloutEngine(WeightReceiver, Protocol):
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None: ...
+
+
+def join_turns(parts: Sequence[Turn]) -> Turn:
+    """The turn that an uninterrupted request would have returned: concatenated outputs, the last part's stop_reason.
+
+    Each part is an engine's answer to the same request, with all earlier outputs as its prefix_output; all but the
+    last were aborted. Later parts may have higher versions. Routed experts that a part did not record are -1; times
+    are summed; engine_id lists the engines in order. The parts are not modified.
+    """
+    stages = [field.name for field in dataclasses.fields(Times)]
+    sampled = [p for p in parts if len(p.output_ids)] or [parts[-1]]  # the others have no extras
+    num_context, routed = len(parts[0].context_ids), None
+    if recorded := [p.routed_experts for p in parts if p.routed_experts is not None]:
+        shape = recorded[0].shape[1:]
+        lacking = (np.full((num_context + len(p.output_ids), *shape), -1, np.int16) for p in parts)
+        own = [of if p.routed_experts is None else p.routed_experts for p, of in zip(parts, lacking, strict=True)]
+        routed = np.concatenate([recorded[0][:num_context], *(routes[num_context:] for routes in own)])
+    return dataclasses.replace(
+        parts[-1],
+        output_ids=np.concatenate([p.output_ids for p in parts]),
+        logprobs=np.concatenate([p.logprobs for p in parts]),
+        versions=np.concatenate([p.versions for p in parts]),
+        routed_experts=routed,
+        extras={name: np.concatenate([p.extras[name] for p in sampled]) for name in sampled[0].extras},
+        engine_id=",".join(dict.fromkeys(p.engine_id for p in parts)),
+        times=Times(**{stage: sum(getattr(p.times, stage) for p in parts) for stage in stages}),
+    )

@@ -33,10 +33,7 @@ def build_rollout_engine(
     synced: bool = False,
 ) -> RolloutEngine:
     """The engine on this rank's device, without a weight version. Blocks until it can take requests. logs: the folder
-    of the log of a server that is started. facts, synced: as for the embedded engine; servers load their weights.
-
-    Raises: ConfigError when rollout.max_context_tokens is more than the model has positions; EngineFailure.
-    """
+    of the log of a server that is started. facts, synced: as for the embedded engine; servers load their weights."""
     engine_id = f"{rollout_cfg.engine}-{rank}"
     if rollout_cfg.engine == "embedded":
         return build_embedded_engine(model_cfg, rollout_cfg, device, engine_id, stop_token_ids, facts, synced)

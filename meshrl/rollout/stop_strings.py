@@ -36,7 +36,7 @@ class StopStrings:
 
     def search(self, request: Request) -> StopSearch | None:
         """None for a request without stop strings. In a continuation, a stop string may begin in the output of the
-        earlier parts. Raises: CapabilityError."""
+        earlier parts."""
         if not request.sampling.stop:
             return None
         if self._tokenizer is None:

@@ -14,8 +14,8 @@ from typing import Any
 from meshrl.agent.loop import RunOfAgent, Task
 from meshrl.agent.resolve import opened
 from meshrl.algo.trial import try_user_functions
-from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.launch import Groups, launched
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.load import Loaded
 from meshrl.config.model import ModelConfig
 from meshrl.config.run import RunConfig, SftRunConfig

@@ -20,7 +20,7 @@ from typing import Any
 
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
-from meshrl.config.source import Reader, leaves, plain
+from meshrl.config.source import Reader, content, leaves
 from meshrl.core.errors import CheckpointError, ConfigError, DataError, MeshrlError
 from meshrl.core.files import is_there, replacing, write_text
 from meshrl.core.lookup import similar_names
@@ -30,7 +30,7 @@ from meshrl.monitor.recorder import FOLDER as TRACES
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import JsonlSink, MetricsLine, metrics_lines, split_lines
 from meshrl.monitor.status import STATUS_FILE, Status, read_status
-from meshrl.process.family import has_open
+from meshrl.process.diagnosis import has_open
 from meshrl.run.models import BEST_FILE, model_folder, read_bests, restore_best, write_bests
 from meshrl.train.checkpoint_files import (
     MANIFEST,
@@ -91,7 +91,7 @@ def config_of(run: Path | None) -> dict[str, Any]:
     """The config.yaml of a run; {} if there is none that can be read."""
     if run is not None:
         with suppress(ConfigError):
-            return dict(plain(Reader(run).files(run / "config.yaml")[0]))
+            return dict(content(Reader(run).files(run / "config.yaml")[0]))
     return {}
 
 

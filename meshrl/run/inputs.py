@@ -15,7 +15,7 @@ import numpy as np
 
 from meshrl.agent.loop import AGENTS, Agent
 from meshrl.agent.resolve import AgentFunction, FunctionAgent, as_agent, require_parameters, resolve_agent, shown
-from meshrl.cluster.rank_program import prepare_ranks
+from meshrl.cluster.worker import prepare_ranks
 from meshrl.config.case import Check
 from meshrl.config.kinds import REWARDS
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
-from meshrl.cluster.groups import TrainGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.core.errors import CheckpointError, DataError, MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors, replacing
 from meshrl.core.types import Metric

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.cluster.launch import check_devices
-from meshrl.cluster.rank_program import prepare_ranks
-from meshrl.cluster.torchrun import follow, is_follower, is_launched, is_restarted
+from meshrl.cluster.remote import follow, is_follower, is_launched, is_restarted
+from meshrl.cluster.worker import prepare_ranks
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice

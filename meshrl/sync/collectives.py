@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from meshrl.core.device import abort_group, exports_memory, separate_group, synchronize, transfer_device
 from meshrl.core.errors import SyncInterrupted
-from meshrl.parallel.store import listening_store
+from meshrl.parallel.exchange import listening_store
 from meshrl.sync.delivery import NUM_SLOTS, Address, Delivery, Transport, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer, aligned
 from meshrl.sync.shared_memory import DeviceMemory, SharedRing
@@ -54,7 +54,7 @@ class Collectives(Transport):
     async def connect(
         self, connection_id: str, senders: Mapping[int, Address], number: int, num_receivers: int
     ) -> None:
-        """Form the groups; with an unchanged connection_id, keep them. Waits for: their members. Raises: SyncError."""
+        """Form the groups; with an unchanged connection_id, keep them. Waits for: their members."""
         if connection_id == self._connection_id:
             return
         if self._sender != 0:
@@ -178,8 +178,7 @@ class AllGather(Collectives):
     ):
         """num_workers: of a server, each on the device of a rank, that meshrl has started on this machine; they open
         the transfers where they are if they can, else the server gets copies. replica: the process group of these
-        ranks, for accelerators that can't form a `separate_group`. Raises: SyncError when shared memory is too small.
-        """
+        ranks, for accelerators that can't form a `separate_group`."""
         super().__init__(layout, sender, host, device, timeout_s)
         cpu = torch.device("cpu")
         self._devices = [device for device in dict.fromkeys((cpu, device)) if device == transfer_device(device)]

@@ -91,7 +91,7 @@ def delivery_from_facts(
     slot: torch.Tensor,
     slot_address: SlotAddress | None = None,
 ) -> Delivery:
-    """slot: has the payload, or gets it afterwards. Raises: SyncError when the facts are of another transfer."""
+    """slot: has the payload, or gets it afterwards."""
     number, num_bytes, payload_digest = _HEAD.unpack_from(facts)
     if number != transfer.number or num_bytes > slot.numel():
         raise SyncError(f"{transfer} was expected; transfer {number} with {num_bytes} bytes was received")
@@ -114,7 +114,7 @@ def delivery_to_json(delivery: Delivery, slot_address: SlotAddress) -> dict[str,
 def delivery_from_json(
     layout: Layout, message: dict[str, Any], open_slots: Callable[[SlotAddress], list[torch.Tensor]]
 ) -> Delivery:
-    """The transfer of a message of `delivery_to_json`. Raises: SyncError for an unknown number."""
+    """The transfer of a message of `delivery_to_json`."""
     transfers, number = layout.transfers, message["number"]
     if not 0 <= number < len(transfers):
         raise SyncError(f"transfer {number} was received; the layout has {len(transfers)}")

@@ -203,7 +203,7 @@ class BlockDigests:
 
 
 def require_in_place(name: str, version: int, faults: Sequence[str], num_tensors: int) -> None:
-    """name: of the receiver. faults: an error text for each tensor with other values. Raises: SyncError."""
+    """name: of the receiver. faults: an error text for each tensor with other values."""
     if faults:
         lines = "\n".join(f"    {fault}" for fault in faults[:_MAX_LISTED])
         raise SyncError(

@@ -156,11 +156,7 @@ def make_layout(
     digest: DigestKind = "xxh3",
 ) -> Layout:
     """tensors: {name: (shape, dtype)}, in the order of sending. boxes_of_ranks: the boxes of each rank; if several
-    ranks hold the same box, the first one sends it. None = one sender holds everything.
-
-    Raises: ValueError for an unknown dtype, a limit below the alignment, an alias of nothing, and boxes that overlap,
-    leave a part of a tensor out, or do not lie inside it.
-    """
+    ranks hold the same box, the first one sends it. None = one sender holds everything."""
     if transfer_bytes < ALIGNMENT_BYTES:
         raise ValueError(f"transfer_bytes is {transfer_bytes}; allowed: {ALIGNMENT_BYTES} or more, best 1 MiB and up")
     specs = {name: TensorSpec(name, tuple(shape), dtype) for name, (shape, dtype) in tensors.items()}
@@ -213,7 +209,7 @@ def _interleaved(names: Sequence[str], sender_of: Mapping[Box, int]) -> list[str
 
 
 def _require_cover(specs: Mapping[str, TensorSpec], boxes: set[Box]) -> None:
-    """Check that every element of every tensor is in exactly one box. Raises: ValueError."""
+    """Check that every element of every tensor is in exactly one box."""
     by_name: dict[str, list[Box]] = {name: [] for name in specs}
     for box in boxes:
         by_name[box.name].append(box)

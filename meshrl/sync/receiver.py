@@ -53,7 +53,7 @@ class Receiver:
         self._committed: BlockDigests | None = None
 
     def reconcile(self, layout: Layout) -> None:
-        """Set the layout of later syncs. Raises: UnloadedParamsError when targets and layout don't fit."""
+        """Set the layout of later syncs."""
         _bind(layout, self._find_targets(), self.state.name)
         self.state.reconcile(layout)
         self._incoming = self._committed = None
@@ -63,12 +63,12 @@ class Receiver:
         return {} if self._incoming is None else self._incoming.targets()
 
     def begin(self, header: SyncHeader) -> None:
-        """Open a sync. Raises: SyncError; UnloadedParamsError when the targets no longer fit the layout."""
+        """Open a sync."""
         with self.state.begin(header) as layout:
             self._incoming = Incoming(layout, header, self._find_targets(), self.state.name)
 
     def receive(self, delivery: Delivery) -> None:
-        """Check one transfer's order, length and digests, and write it into the targets. Raises SyncError."""
+        """Check one transfer's order, length and digests, and write it into the targets."""
         with self.state.step(delivery.transfer):
             assert self._incoming is not None
             self._incoming.take(delivery)
@@ -102,7 +102,7 @@ class Incoming(Progress):
         return {name: tensors[0] for name, tensors in self._writes.items()}
 
     def take(self, delivery: Delivery) -> None:
-        """Check one transfer, and write it into the targets. Raises: SyncError."""
+        """Check one transfer, and write it into the targets."""
         self.check(delivery)
         if delivery.payload is None:
             for part in delivery.transfer.parts:
@@ -160,7 +160,6 @@ class Incoming(Progress):
         read_back: for the read-back proof. None = the engine can't read back; then the targets are compared with
         the trainer's digests, which still verifies cutting and joining, and the Ack has read_back None. before: digests
         of the last committed sync.
-        Raises: SyncError naming the first incomplete tensor, or the tensors that differ.
         """
         self.check_complete()
         started_at = time.perf_counter()
@@ -252,8 +251,6 @@ def reconcile(
 
     params: {wire name: (shape, dtype)} of the receiver's parameters. tied: its aliases -> the parameter whose memory
     they share; an alias may be in `params`, too.
-    Raises: UnloadedParamsError with all faults: names never sent, names unknown to the receiver, other shapes or
-    dtypes, weights that are tied in the receiver but not in the trainer.
     """
     tied = tied or {}
     sent = layout.by_name

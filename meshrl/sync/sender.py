@@ -106,11 +106,7 @@ class WeightSender:
 
     def begin(self, boxes_by_name: Mapping[str, Sequence[SourceBox]], changes: bool = False) -> None:
         """boxes_by_name: {name: this rank's boxes of it}, in any floating dtype. changes: send what changed since
-        base_version: with keep_base the elements that differ, without it all tensors that are not frozen.
-
-        Raises: SyncError when a box is missing, or its size differs from the layout's; ValueError for changes without a
-        base.
-        """
+        base_version: with keep_base the elements that differ, without it all tensors that are not frozen."""
         if changes and self.base_version is None:
             raise ValueError("a sync of changes was begun, but nothing was sent before; send everything first")
         self.base_version = None  # until the last transfer, the base is a mix of two versions

@@ -54,7 +54,6 @@ class SharedRing(SharedRingView):
 
     Extra memory of a sync: num_slots * slot_bytes, once for all receivers.
     If this process is killed, a sweep (process/leases.py) removes the segment.
-    Raises: SyncError when the machine's shared memory is too small.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int):

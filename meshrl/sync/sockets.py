@@ -39,7 +39,7 @@ class Sockets(Transport):
     def __init__(self, layout: Layout, sender: int | None, host: str, machine: int, timeout_s: float = 600.0):
         """sender: this rank's number among the senders; None = it only receives. host: the address under which other
         ranks reach this machine. machine: ranks of one number share memory. timeout_s: for each wait for another
-        rank. Raises: SyncError when shared memory is too small."""
+        rank."""
         self._layout, self._machine, self._timeout_s = layout, machine, timeout_s
         self._connection_id = ""
         self._ring: SharedRing | None = None
@@ -65,7 +65,7 @@ class Sockets(Transport):
         self, connection_id: str, senders: Mapping[int, Address], number: int, num_receivers: int
     ) -> None:
         """Connect to each sender, and accept a connection of each receiver. With an unchanged connection_id, keep the
-        connections. Waits for: the other ranks. Raises: SyncError when a sender can't be reached."""
+        connections. Waits for: the other ranks."""
         if connection_id == self._connection_id:
             return
         self.disconnect()

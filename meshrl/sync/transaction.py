@@ -81,10 +81,7 @@ class WeightState:
         return self.state == "released" or self._header is not None
 
     def trust(self, version: int) -> None:
-        """Use the weights of the model folder under this version number: for evaluation, where no trainer sends any.
-
-        Raises: StaleWeightsError when a sync, a cancel or a release has replaced them.
-        """
+        """Use the weights of the model folder under this version number: for evaluation, where no trainer sends any."""
         if self.state != "loaded":
             raise StaleWeightsError(
                 f"{self.name} never had or no longer has the weights of its model folder: a sync brings them, or a "
@@ -104,10 +101,7 @@ class WeightState:
 
     @contextmanager
     def begin(self, header: SyncHeader) -> Iterator[Layout]:
-        """The step that opens a sync. After a cancel the last version may be sent again, in full, as a retry.
-
-        Raises: SyncError for another layout, a version that does not rise, or a base other than the current version.
-        """
+        """The step that opens a sync. After a cancel the last version may be sent again, in full, as a retry."""
         layout, had = self.layout, self._last if self.state == "valid" else -1
         if layout is None:
             raise SyncError(f"{self.name}: a sync came before reconcile; send the layout once, before the first sync")
@@ -141,10 +135,7 @@ class WeightState:
 
     @contextmanager
     def step(self, step: object, then: Literal["arriving", "valid"] = "arriving") -> Iterator[SyncHeader]:
-        """One step of the open sync. then: the state after it.
-
-        Raises: SyncError when no step is allowed now, or the sync was cancelled while this one was running.
-        """
+        """One step of the open sync. then: the state after it."""
         state, header = self.state, self._header
         if state != "arriving" or header is None:
             self.state = "invalid" if state in ("loaded", "valid") else state
@@ -208,7 +199,7 @@ async def sync_rank(
 
     sender: after its `begin`. targets: returns the receiver's own tensors after its `begin`; a sender that holds all
     weights writes into them, without a transport. Waits for: the other ranks. Unblocked by: cancelling its task, or a
-    rank that disconnects. Raises: SyncError; the caller then cancels the receiver and disconnects the transport.
+    rank that disconnects. After an error the caller cancels the receiver and disconnects the transport.
     """
     started_at = time.perf_counter()
     if receiver is not None:
@@ -302,10 +293,7 @@ def make_header(layout: Layout, version: int, states: Sequence[SyncState], mode:
 
 def with_reports(acks: Sequence[Ack], reports: Sequence[SendReport], header: SyncHeader) -> list[Ack]:
     """The acknowledgements, completed by the senders' reports of the same sync; seconds of the slowest rank in each
-    stage.
-
-    Raises: SyncError for an acknowledgement of another version, or without a proof.
-    """
+    stage."""
     for ack in acks:
         if ack.version != header.version or ack.wire is not True or ack.read_back is False:
             raise SyncError(

@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.model.costs import ModelMemory, model_memory
 from meshrl.model.limits import limits_of
-from meshrl.model.memory import ModelMemory, model_memory
 from meshrl.monitor.disk_use import size_text
 from meshrl.plan.decisions import CACHE_SHARE
 from meshrl.rollout.embedded.kv_cache import room_for

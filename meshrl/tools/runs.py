@@ -18,7 +18,7 @@ from meshrl.core.terminal import command
 from meshrl.monitor.notes import NOTES_FILE, important
 from meshrl.monitor.sinks import MetricsLine, duration, metrics_lines
 from meshrl.monitor.status import STATUS_FILE, STOP_FILE, RankProcess, Status, read_status
-from meshrl.process.family import FamilyMember, family
+from meshrl.process.diagnosis import FamilyMember, family
 from meshrl.run.folder import holds_lease, is_running
 from meshrl.run.models import read_best
 from meshrl.run.verdict import HELD_OUT, evaluations, name_of, verdict_of

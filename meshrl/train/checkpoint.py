@@ -30,10 +30,9 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import Unreadable
-from meshrl.model.folder import not_finite
-from meshrl.model.weight_files import KINDS, opened
+from meshrl.model.folder import KINDS, not_finite, opened
 from meshrl.parallel.boxes import Box, Values, boxes, index_of, overlap, replica
-from meshrl.parallel.gather import all_gather_json
+from meshrl.parallel.exchange import all_gather_json
 from meshrl.train.checkpoint_files import FileFact, faults, read_manifest, write_file
 
 Tensors = Mapping[str, torch.Tensor]
@@ -55,22 +54,17 @@ class StoredSlice:
 def stage(tensors: Tensors, readable: Values = torch.Tensor.detach, copy: bool = True) -> list[StoredSlice]:
     """This rank's share of the tensors on the host (a collective: all ranks need the same names, except plain tensors
     that only one rank has). readable: as in `boxes`. copy: also what is in host memory."""
-    saves = _saves_plain(tensors)
+    plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    # A plain tensor is saved by the first rank that has it.
+    before = {name for names in all_gather_json(plain)[: dist.get_rank()] for name in names}
     slices = []
     for number, (name, tensor) in enumerate(tensors.items()):
         index, count = replica(tensor)
-        if saves[name] if name in saves else number % count == index:
+        if number % count == index if isinstance(tensor, DTensor) else name not in before:
             for offsets, values in boxes(tensor, readable):
                 data = values.contiguous().to("cpu", copy=copy)
                 slices.append(StoredSlice(name, offsets, tuple(tensor.shape), data))
     return slices
-
-
-def _saves_plain(tensors: Tensors) -> dict[str, bool]:
-    """Plain tensor -> whether this rank saves it, which is the first rank that has it."""
-    plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
-    before = {name for names in all_gather_json(plain)[: dist.get_rank()] for name in names}
-    return {name: name not in before for name in plain}
 
 
 def write_in_background(folder: Path, role: str, slices: list[StoredSlice]) -> Future[tuple[str, FileFact]]:
@@ -89,7 +83,7 @@ def write_in_background(folder: Path, role: str, slices: list[StoredSlice]) -> F
 
 
 def write(path: Path, slices: list[StoredSlice]) -> FileFact:
-    """Write one safetensors file. Raises: CheckpointError naming it, before it is written if a value is not finite."""
+    """Write one safetensors file."""
     bad = [s.name for s in slices if not_finite({s.name: s.data})]
     if bad:
         raise CheckpointError(
@@ -128,10 +122,8 @@ class SavedTensor:
 
 
 class SavedTensors:
-    """The tensors of a role in a checkpoint. The constructor verifies every file before any of it is used.
-
-    The constructor raises: CheckpointError naming the file (a collective; every rank raises the same).
-    """
+    """The tensors of a role in a checkpoint. The constructor (a collective) verifies every file before any
+    of it is used; every rank raises the same faults."""
 
     def __init__(self, folder: Path, role: str):
         self.folder = folder
@@ -185,11 +177,7 @@ class SavedTensors:
 
     @torch.no_grad()
     def load(self, tensors: Tensors) -> None:
-        """Fill the tensors in place; each rank reads its own boxes (a collective, if there is a process group).
-
-        Raises: CheckpointError as `require`, or on every rank when a value that any rank needs is not finite, before
-        any tensor is changed; or when a file can't be read.
-        """
+        """Fill the tensors in place; each rank reads its own boxes (a collective, if there is a process group)."""
         self.require(tensors)
         own = [name for name, _, part in self._parts(tensors) if not_finite({name: part})]
         bad = dict.fromkeys(name for names in all_gather_json(own) for name in names)

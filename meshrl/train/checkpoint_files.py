@@ -98,10 +98,7 @@ _writing = partial(output_errors, advice=CONTINUE_LATER, kind=CheckpointError)
 
 
 def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
-    """Write, flush to disk, read back. The hash is of the data in memory, so that a faulty disk is noticed.
-
-    Raises: CheckpointError naming the file.
-    """
+    """Write, flush to disk, read back. The hash is of the data in memory, so that a faulty disk is noticed."""
     digest, size = _new_digest(), 0
     with _writing(path), path.open("wb") as file:
         for part in parts:
@@ -180,10 +177,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, verified by its own hash.
-
-    Raises: CheckpointError when there is none, when it is damaged, or when it is of another schema.
-    """
+    """The manifest, verified by its own hash."""
     path = folder / MANIFEST
     try:
         content = read_json(path)
@@ -203,7 +197,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_controller(folder: Path) -> dict[str, Any]:
-    """The saved state of the loop, verified by the manifest's hash. Raises: CheckpointError."""
+    """The saved state of the loop, verified by the manifest's hash."""
     require_as_written(folder / CONTROLLER, read_manifest(folder).files[CONTROLLER])
     try:
         return read_json(folder / CONTROLLER)

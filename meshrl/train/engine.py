@@ -27,8 +27,8 @@ from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric, RoleSpec, Sample
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
+from meshrl.model.costs import ModelFlops, model_flops
 from meshrl.model.facts import ModelFacts
-from meshrl.model.flops import ModelFlops, model_flops
 from meshrl.model.folder import not_finite
 from meshrl.model.hub_names import HubNames
 from meshrl.model.lora import (
@@ -51,8 +51,7 @@ from meshrl.train.checkpoint import Tensors, stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.offload import HostMemory
 from meshrl.train.optim import build_optimizer, clip_gradients
-from meshrl.train.packing import pack
-from meshrl.train.probe import require_independent_rows
+from meshrl.train.packing import pack, require_independent_rows
 from meshrl.train.state import NO_TENSORS, base_digest, load_state, reference_digest, state_bytes, state_tensors
 from meshrl.train.weights import RankWeights, rank_weights
 
@@ -82,8 +81,6 @@ class StepReport:
 
     grad_norm: float
     skipped: bool
-    lr: float
-    num_optimizer_steps: int
     not_finite: str = ""
 
 
@@ -113,11 +110,7 @@ class TrainEngine:
         facts: ModelFacts | None = None,
     ) -> TrainEngine:
         """Shard, then read this rank's rows from the folder. Masters in train.master_dtype, compute in model.dtype.
-        facts: of this folder, with its values in the files or in an engine of the same mesh.
-
-        Raises: ConfigError when the folder can't be loaded, when our forward differs from that of Transformers, or when
-        the model's packed rows are not independent; UnloadedParamsError when its files don't fill the model.
-        """
+        facts: of this folder, with its values in the files or in an engine of the same mesh."""
         lora = model_cfg.lora if role.trains and model_cfg.lora.enabled else None
         compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
         recipe = replace(
@@ -165,11 +158,11 @@ class TrainEngine:
         return model_flops(self.model.lm)
 
     def require_independent_rows(self) -> None:
-        """`probe.require_independent_rows` for this model (a collective). Raises: ConfigError."""
+        """`packing.require_independent_rows` for this model (a collective)."""
         require_independent_rows(
             type(self.model.lm).__name__,
             self.model.vocab_size,
-            lambda rows: self.forward([self.pack(rows, range(len(rows)))])[0],
+            lambda rows: self.forward([self.pack(rows, range(len(rows)))]),
         )
 
     # ---- scoring and training
@@ -180,26 +173,21 @@ class TrainEngine:
         return pack(samples, rows, self.device, self.cfg.share_prompts, at.num_ulysses, at.num_tp)
 
     @torch.no_grad()
-    def forward(
-        self, batches: Sequence[Batch], entropy: bool = False, adapter: bool = True
-    ) -> tuple[RowArrays, RowArrays]:
-        """Logprobs (and entropies, if requested) of the masked tokens by row, 0 elsewhere. No gradient.
+    def forward(self, batches: Sequence[Batch], adapter: bool = True) -> RowArrays:
+        """Logprobs of the masked tokens by row, 0 elsewhere. No gradient.
 
         adapter: with the LoRA adapters; without them this is the reference model. A reference selects its own experts.
         """
         logprobs: RowArrays = {}
-        entropies: RowArrays = {}
         adapters = nullcontext() if adapter else without_adapters(self.model.lm)
         with adapters, deterministic_kernels(self.cfg.full_determinism):
             for batch in batches:
                 with timed("forward", "compute", self.device, tokens=batch.num_tokens):
-                    out = self._outputs(batch, entropy, replays=adapter and self.role.trains)
+                    out = self._outputs(batch, False, replays=adapter and self.role.trains)
                 _collect_rows(logprobs, batch, out.logprobs)
-                if out.entropy is not None:
-                    _collect_rows(entropies, batch, out.entropy)
                 self.on_batch()
         reshard(self.model)
-        return logprobs, entropies
+        return logprobs
 
     def forward_backward(
         self,
@@ -270,13 +258,7 @@ class TrainEngine:
             self.num_optimizer_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         self._offload_optimizer()
-        return StepReport(
-            grad_norm=norm,
-            skipped=skipped,
-            lr=lr,
-            num_optimizer_steps=self.num_optimizer_steps,
-            not_finite=bad[0] if bad else "",
-        )
+        return StepReport(grad_norm=norm, skipped=skipped, not_finite=bad[0] if bad else "")
 
     def _balance_experts(self, routing: Routing, batches: Sequence[Batch]) -> None:
         """Start the counts of a step. The loss that balances the experts needs them before any gradient: with it, they
@@ -401,7 +383,7 @@ class TrainEngine:
 
     def save(self, folder: str | Path, continues: bool = True, reference: Tensors = NO_TENSORS) -> None:
         """Start to write the full training state into `folder` (a collective). continues: whether training goes on
-        meanwhile, so that the state is copied first. reference: its `reference_digest`. Raises: CheckpointError."""
+        meanwhile, so that the state is copied first. reference: its `reference_digest`."""
         reshard(self.model)
         counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
         state = state_tensors(self.model.lm, self.optimizer, counters, self.device) | dict(reference)
@@ -410,14 +392,14 @@ class TrainEngine:
         self._write = write_in_background(Path(folder), self.role.name, slices)
 
     def finish_save(self) -> tuple[str, FileFact]:
-        """Wait until this rank's file is on disk. Returns its name, size and hash. Raises: CheckpointError."""
+        """Wait until this rank's file is on disk. Returns its name, size and hash."""
         assert self._write is not None, "call save before finish_save"
         write, self._write = self._write, None
         return write.result()
 
     def load(self, folder: str | Path, reference: Tensors = NO_TENSORS) -> None:
-        """Load a state that any number of ranks saved (a collective). The parameters must be on the device. Raises:
-        CheckpointError, before anything is changed, for damaged files, another model, or another reference model."""
+        """Load a state that any number of ranks saved (a collective). The parameters must be on the device. If it
+        fails, nothing is changed."""
         reshard(self.model)
         counters = load_state(Path(folder), self.role.name, self.model.lm, self.optimizer, self.device, reference)
         self.num_optimizer_steps, self.num_skipped_in_a_row = counters

@@ -1,11 +1,12 @@
-"""From rows and their batch plan to a Batch: rows end to end, a group's prompt once.
+"""From rows and their batch plan to a Batch: rows end to end, a group's prompt once; and the check before training that
+packed rows do not affect each other.
 
 The controller makes the batch plan from the rows' lengths, groups and shared prompts (train/batch_plan.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +16,11 @@ import torch
 from meshrl.core.batch import Batch
 from meshrl.core.columns import TokenColumn, columns_for, values_of
 from meshrl.core.device import upload
+from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample, unsampled_row
-from meshrl.parallel.peers import chunk_tokens
+from meshrl.model.inputs import model_kwargs, positions
+from meshrl.model.verify import TOLERANCE_NATS
+from meshrl.parallel.mesh import chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +115,16 @@ def pack(
     scored = mask.nonzero()[0]
     chunks = previous[scored] // chunk_tokens(int(cu[-1]), num_ulysses, num_tp)
     tensors = {
-        "position_ids": torch.from_numpy(np.concatenate([np.arange(p.start, p.stop) for p in pieces])),
+        "position_ids": torch.from_numpy(positions(np.array([p.start for p in pieces]), np.array(lengths))),
         "previous": torch.from_numpy(previous),
         "scored": torch.from_numpy(scored[np.argsort(chunks, kind="stable")]),
         "trained": torch.from_numpy(trained),
         "temperature": torch.from_numpy(temperature),
     }
-    groups = tensors | columns, token_extras, _model_kwargs(pieces)
+    kwargs = model_kwargs((p.sample, p.start, p.stop) for p in pieces)
+    groups = tensors | columns, token_extras, {name: torch.from_numpy(array) for name, array in kwargs.items()}
     sent: Iterator[Any] = iter(upload([x for group in groups for x in group.values()], torch.device(device)))
-    fields, token_extras, model_kwargs = ({name: next(sent) for name in group} for group in groups)
+    fields, token_extras, sent_kwargs = ({name: next(sent) for name in group} for group in groups)
     return Batch(
         cu_seqlens=torch.from_numpy(cu),
         rows=[p.row for p in pieces],
@@ -128,7 +133,7 @@ def pack(
         scored_of_chunk=np.bincount(chunks, minlength=num_ulysses).tolist(),
         trained_lengths=np.unique(per_row[trained], return_counts=True)[1].tolist(),
         token_extras=token_extras,
-        model_kwargs=model_kwargs,
+        model_kwargs=sent_kwargs,
         **fields,
     )
 
@@ -154,19 +159,43 @@ def _column(pieces: Sequence[_Piece], column: TokenColumn, arrays: Sequence[np.n
     return torch.from_numpy(np.concatenate(rows, dtype=column.dtype, casting="unsafe"))
 
 
-def _model_kwargs(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
-    """Processor outputs of all media, in the order of their spans in the pack."""
-    parts: dict[str, list[np.ndarray]] = {}
-    for p in pieces:
-        for media_id, start, _ in sorted(p.sample.media_spans, key=lambda span: span[1]):
-            if p.start <= start < p.stop:
-                for name, array in p.sample.media[media_id].outputs.items():
-                    parts.setdefault(name, []).append(array)
-    return {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}
-
-
 def bare_row(name: str, tokens: Sequence[int], scored: bool) -> Sample:
     """A row that no sampler made and that trains nothing. scored: its tokens are in the mask, except the first one."""
     row = unsampled_row(name, np.array(tokens, np.int32), (np.arange(len(tokens)) > 0) & scored)
     row.advantages = np.zeros(len(tokens), np.float32)
     return row
+
+
+def require_independent_rows(
+    model: str, vocab_size: int, score: Callable[[Sequence[Sample]], Mapping[int, np.ndarray]]
+) -> None:
+    """Score a row between two others twice, and a third time with these two swapped. The first two scores must be equal
+    to the bit, the third within TOLERANCE_NATS.
+
+    Swapping the neighbours keeps the shape of every matrix product, also those of experts, so the row is rounded as
+    before. With other neighbours experts would multiply other numbers of rows, and in bf16 that rounding may route a
+    token to another expert, which changes a logprob as much as a leak does. A leak that does not depend on the order,
+    such as a mean over the pack, is found by `recipe.verify`, in fp32.
+
+    model: its name in errors. score: logprobs of samples packed in this order, by index.
+    """
+    before, row, after = (
+        bare_row("before", [(1 + i) % vocab_size for i in range(9)], scored=True),
+        bare_row("row", [3, 1, 2, 4, 1], scored=True),
+        bare_row("after", [(2 + i) % vocab_size for i in range(9)], scored=True),
+    )
+    first, again = (score([before, row, after])[1] for _ in range(2))
+    swapped = score([after, row, before])[1]
+    if not np.array_equal(first, again):
+        raise ConfigError(
+            f"{model} gives random scores: a row's logprobs differ by {np.abs(first - again).max():.2g} nats when one "
+            "pack is scored twice, so ratios of new to old logprobs would be noise. It is in eval mode, without "
+            "dropout, so one of its modules draws random numbers even there. Choose another model"
+        )
+    difference = np.abs(first - swapped).max()
+    if not difference <= TOLERANCE_NATS:
+        raise ConfigError(
+            f"rows of one pack affect each other in {model}: a row's logprobs differ by {difference:.2g} nats "
+            f"(allowed: {TOLERANCE_NATS:g}) when its neighbours are swapped. It can't be trained packed. Choose "
+            "another model"
+        )

@@ -26,7 +26,7 @@ from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_we
 from meshrl.parallel.boxes import LocalBox, boxes, replica
 from meshrl.parallel.fsdp import local_shard
 from meshrl.sync.digest import bits_of
-from meshrl.train.checkpoint import SavedTensor, SavedTensors, Tensors
+from meshrl.train.checkpoint import SavedTensors, Tensors
 
 Counters = tuple[int, int]
 NO_TENSORS: Tensors = {}
@@ -61,9 +61,7 @@ def load_state(
     reference: Tensors = NO_TENSORS,
 ) -> Counters:
     """Fill the model of a role and its optimizer in place, and set the generators (a collective). Returns the counters.
-
-    Raises: CheckpointError, before anything is changed, when a file is damaged or of another model.
-    """
+    If it fails, nothing is changed."""
     saved = SavedTensors(folder, role)
     tensors, counters = _model_tensors(lm), torch.zeros(2, dtype=torch.int64)
     theirs, own = _adapters_in(saved.entries), _adapters_in(tensors)
@@ -85,8 +83,11 @@ def load_state(
     for key in [key for key in saved.entries if key.startswith("optimizer.")]:
         _, slot, name = key.split(".", 2)
         if name in parameters:
-            tensors[key] = _empty_slot(saved.entries[key], parameters[name])
-            slots.setdefault(parameters[name], {})[slot] = tensors[key]
+            entry, p = saved.entries[key], parameters[name]
+            is_number = not entry.shape  # such as AdamW's step; else the slot has the parameter's shape
+            number = torch.zeros((), dtype=entry.dtype, device=local_shard(p).device)
+            tensors[key] = number if is_number else torch.zeros_like(p.detach())
+            slots.setdefault(p, {})[slot] = tensors[key]
     generators = {f"rng.{dist.get_rank()}.{kind}": rng for kind, rng in generator_states(device).items()}
     mine = {name: rng for name, rng in generators.items() if name in saved.entries}
     saved.load({**tensors, **mine, "counters": counters})
@@ -99,10 +100,7 @@ def load_state(
 
 
 def load_model(folder: Path, role: str, lm: torch.nn.Module) -> None:
-    """Fill an unsharded model of a role in one process, without a process group.
-
-    Raises: CheckpointError, as load_state.
-    """
+    """Fill an unsharded model of a role in one process, without a process group."""
     saved = SavedTensors(folder, role)
     _require_same_base(saved, folder, base_digest(lm))
     saved.load(_model_tensors(lm))
@@ -182,8 +180,7 @@ def _adapters_in(entries: Iterable[str]) -> set[str]:
 
 
 def _require_same_base(saved: SavedTensors, folder: Path, digests: Tensors) -> None:
-    """Adapters fit only the base model that they were trained with, and a KL term only one reference model. Raises:
-    CheckpointError."""
+    """Adapters fit only the base model that they were trained with, and a KL term only one reference model."""
     for name, mine in digests.items():
         if name not in saved.entries:
             continue
@@ -199,10 +196,3 @@ def _require_same_base(saved: SavedTensors, folder: Path, digests: Tensors) -> N
             )
         changed = "model.lora.alpha" if mine[0] == theirs[0] else "the model in model.path, or model.dtype,"
         raise CheckpointError(f"{folder} holds adapters, and {changed} is not what they were trained with; restore it")
-
-
-def _empty_slot(saved: SavedTensor, p: torch.nn.Parameter) -> torch.Tensor:
-    """An empty tensor of AdamW's state, with the parameter's shape or with one element."""
-    if not saved.shape:
-        return torch.zeros((), dtype=saved.dtype, device=local_shard(p).device)
-    return torch.zeros_like(p.detach())

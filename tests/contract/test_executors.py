@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from open_ports import listed, listening
+from run_contents import assert_equal_tensors, sampled_turns, weights
 from safetensors.torch import load_file
 from tiny_run import steps_of, train, write_run
 from torchrun_runs import processes_of_run, train_by_torchrun
@@ -27,7 +28,6 @@ from meshrl.cluster.executor import phase
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.core.errors import CheckpointError, SamplerMismatchError
 from meshrl.monitor.recorder import CONTROLLER, SPANS_FILE, read_controller, read_rank
-from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import TerminalSink, read_metrics
 from meshrl.sync.transaction import SyncOrder
 
@@ -112,23 +112,6 @@ def run(config: Path, shown: dict[str, list[str]], listened: dict[str, set[tuple
     return get
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / "step_000002" / "model" / "model.safetensors")
-
-
-def _sampled(folder: Path) -> list[tuple[str, list[int], list[float], list[int]]]:
-    """The outputs, logprobs and weight versions of all trajectories."""
-    out = []
-    for path in sorted((folder / "rollouts").glob("*.jsonl")):
-        for record in read_rollouts(path):
-            for turn in record.trajectory.turns:
-                out.append(
-                    (record.trajectory.id, turn.output_ids.tolist(), turn.logprobs.tolist(), turn.versions.tolist())
-                )
-    assert len(out) == 2 * 4 * 4
-    return out
-
-
 @pytest.mark.parametrize(
     ("a", "b"),
     [
@@ -146,9 +129,9 @@ def test_the_same_run_gives_the_same_numbers_to_the_bit(run: Run, a: str, b: str
     first, second = run(a), run(b)
     assert steps_of(first) == steps_of(second)
     assert len(steps_of(first)) == 2
-    assert _sampled(first) == _sampled(second)
-    ours, theirs = _weights(first), _weights(second)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert sampled_turns(first) == sampled_turns(second) and len(sampled_turns(first)) == 2 * 4 * 4
+    ours = weights(first, 2)
+    assert_equal_tensors(ours, weights(second, 2))
     assert any(not torch.equal(ours[name], start) for name, start in load_file(_model(first)).items())
 
 
@@ -206,10 +189,12 @@ def test_another_layout_gives_the_same_numbers_to_rounding(run: Run, a: str, b: 
         for name in shared:
             assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
         assert mine["proof/logprob_abs_diff_max"] < 1e-4
-    for mine, other in zip(_sampled(run(a)), _sampled(run(b)), strict=True):
-        assert mine[:2] == other[:2] and mine[3] == other[3]
-        np.testing.assert_allclose(mine[2], other[2], atol=1e-3)
-    ours, theirs = _weights(run(a)), _weights(run(b))
+    for (*mine, logprobs, versions), (*other, others, others_versions) in zip(
+        sampled_turns(run(a)), sampled_turns(run(b)), strict=True
+    ):
+        assert (mine, versions) == (other, others_versions)
+        np.testing.assert_allclose(logprobs, others, atol=1e-3)
+    ours, theirs = weights(run(a), 2), weights(run(b), 2)
     for name in ours:  # AdamW's first steps are signs of gradients, and rounding may change the sign of a tiny gradient
         assert float((ours[name] - theirs[name]).abs().mean()) < 1e-4, name
 

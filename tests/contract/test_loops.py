@@ -166,6 +166,7 @@ def test_running_answers_meet_new_weights_in_each_mode(config, mode, monkeypatch
     assert {"0 of 2 groups", "1 of 2 groups"} <= shown and not [text for text in shown if "answers" in text]
 
 
+@pytest.mark.slow
 def test_the_turns_of_a_conversation_may_have_different_versions(config):
     """A multi-turn agent whose tool calls last longer than a step of the trainer."""
 

@@ -26,6 +26,12 @@ from meshrl.train.packing import pack
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 LORA = LoraConfig(enabled=True, rank=3, alpha=6)  # for models with adapters
+STRATEGIES: dict[str, dict[str, Any]] = {  # and the keys of 4 ranks that each needs
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {},
+    "NO_SHARD": {},
+    "HYBRID_SHARD": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
+}
 EXPERTS_LORA = LORA.model_copy(update={"targets": ["all-linear", "experts"]})
 
 

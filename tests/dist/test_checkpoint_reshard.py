@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -83,18 +84,25 @@ def _full_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return state
 
 
-def save(engine: TrainEngine, final: Path, step: int = 1) -> None:
-    """As the controller: first all files in a temporary folder, then the manifest and the rename."""
+def _committed(final: Path, write: Callable[[Path], Any], step: int = 1) -> None:
+    """As the controller: first each rank's file in a temporary folder, then the manifest and the rename."""
     rank, world = dist.get_rank(), dist.get_world_size()
     temporary = make_temporary_folder(final) if rank == 0 else final.with_name("state.aside")
     dist.barrier()
-    engine.save(temporary)
     files: list[Any] = [None] * world
-    dist.all_gather_object(files, engine.finish_save())
+    dist.all_gather_object(files, write(temporary))
     if rank == 0:
         own = {CONTROLLER: write_json(temporary / CONTROLLER, {})}
         commit(final, Manifest(step=step, num_ranks=world, files={**own, **dict(files)}))
     dist.barrier()
+
+
+def save(engine: TrainEngine, final: Path, step: int = 1) -> None:
+    def write(temporary: Path) -> Any:
+        engine.save(temporary)
+        return engine.finish_save()
+
+    _committed(final, write, step)
 
 
 def _trained(rank: int, world: int, model: dict[str, Any], train: dict[str, Any], final: Path) -> dict[str, Any]:
@@ -328,15 +336,8 @@ def _over_two_axes(dp: int, tp: int, value: float | None) -> tuple[Any, dict[str
 def _through_files(rank: int, world: int, final: Path) -> dict[str, bool]:
     """Saved from 2 x 2, read by 2 x 2, 4 x 1 and 1 x 4; and gathered on each rank."""
     module, numbers = _over_two_axes(2, 2, None)
-    temporary = make_temporary_folder(final) if rank == 0 else final.with_name("state.aside")
-    dist.barrier()
-    files: list[Any] = [None] * world
-    write = write_in_background(temporary, "policy", stage(dict(module.named_parameters())))
-    dist.all_gather_object(files, write.result())
-    if rank == 0:
-        own = {CONTROLLER: write_json(temporary / CONTROLLER, {})}
-        commit(final, Manifest(step=1, num_ranks=world, files={**own, **dict(files)}))
-    dist.barrier()
+    slices = stage(dict(module.named_parameters()))
+    _committed(final, lambda temporary: write_in_background(temporary, "policy", slices).result())
     found = {}
     for dp, tp in ((2, 2), (4, 1), (1, 4)):
         other, _ = _over_two_axes(dp, tp, -1.0)

@@ -21,7 +21,7 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.causal import CausalModel
-from meshrl.model.compiling import compile_blocks
+from meshrl.model.recipe import compile_blocks
 
 LOSS = make_policy_loss(AlgoConfig(entropy_coef=0.01))
 

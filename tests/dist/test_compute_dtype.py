@@ -43,7 +43,7 @@ def _step(engine: TrainEngine) -> dict[str, Any]:
     """Logprobs, gradients and the updated parameters of a step with three micro-batches."""
     samples = weigh(random_samples(1, [12, 3, 40, 7, 21, 9]))
     batches = [engine.pack([samples[i] for i in rows], rows) for rows in ROWS]
-    scored, _ = engine.forward(batches)
+    scored = engine.forward(batches)
     result = engine.forward_backward(batches, sft_loss)
     named = dict(engine.model.lm.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}

@@ -1,10 +1,10 @@
-"""Values of all ranks, without pickle (parallel/gather.py)."""
+"""Values of all ranks, without pickle (parallel/exchange.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from meshrl.parallel.gather import all_gather_json
+from meshrl.parallel.exchange import all_gather_json
 
 
 def _gathered(rank: int, world: int, values: list[Any]) -> list[Any]:

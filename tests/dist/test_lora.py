@@ -98,7 +98,7 @@ def _trained(rank: int, world: int, path: Path, out: Path, dtype: str) -> dict[s
     batches = [pack([s], [i]) for i, s in enumerate(samples)]
 
     def scored(adapter: bool) -> dict[int, np.ndarray]:
-        return engine.forward(batches, adapter=adapter)[0]
+        return engine.forward(batches, adapter=adapter)
 
     def weights() -> dict[str, torch.Tensor]:
         return {name: full_tensor(p.detach()).clone() for name, p in named_weights(engine.model.lm)}

@@ -18,7 +18,7 @@ from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import POLICY, REFERENCE
-from meshrl.model.memory import model_memory
+from meshrl.model.costs import model_memory
 from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.rollout.embedded.kv_cache import room_for

@@ -40,7 +40,7 @@ def _updates(
     for s in samples:
         s.old_logprobs = None
     if score_first:
-        for i, row in engine.forward(batches())[0].items():
+        for i, row in engine.forward(batches()).items():
             samples[i].old_logprobs = row
         forwards.clear()
     loss = make_policy_loss(AlgoConfig())
@@ -95,7 +95,7 @@ def _rescored(rank: int, world: int, temperature: float, trained_at: float | Non
     for s in samples:
         assert s.temperature == pytest.approx(temperature)
         s.temperature = trained_at or s.temperature
-    rows = engine_over(tiny_qwen2(), world).forward([pack(samples, list(range(len(samples))))])[0]
+    rows = engine_over(tiny_qwen2(), world).forward([pack(samples, list(range(len(samples))))])
     return max(float(np.abs(np.exp(rows[i] - s.rollout_logprobs)[s.mask] - 1).max()) for i, s in enumerate(samples))
 
 

@@ -22,7 +22,7 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.errors import StaleWeightsError
 from meshrl.core.types import POLICY, REFERENCE
 from meshrl.model import facts, stream
-from meshrl.model.weight_files import KINDS, stored_tensors
+from meshrl.model.folder import KINDS, stored_tensors
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 

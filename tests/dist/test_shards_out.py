@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import engine_over
+from harness import STRATEGIES, engine_over
 from synced_ranks import SyncedRank
 from tiny_engines import tiny_engine
 from tiny_models import tiny_lm, tiny_qwen2
@@ -33,12 +33,6 @@ from meshrl.train.weights import rank_weights
 UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
 )
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {},
-    "NO_SHARD": {},
-    "HYBRID_SHARD": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
-}
 NUM_SYNCS = 4
 APART = ("sockets", "other machine", "broadcast")
 

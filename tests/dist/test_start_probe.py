@@ -47,7 +47,7 @@ def _repeats(rank: int, world: int, family: str, dtype: torch.dtype) -> tuple[li
     for checkpointing in (False, True):
         engine = engine_over(tiny_lm(family), world, {"activation_checkpointing": checkpointing}, dtype)
         results.append(_probe_result(engine))
-        scored, _ = engine.forward([pack(samples, range(len(samples)))])
+        scored = engine.forward([pack(samples, range(len(samples)))])
         trained = [_gradient(engine, samples) for _ in range(2)]
         rows += [scored, *(logprobs for logprobs, _ in trained)]
         grads += [gradient for _, gradient in trained]

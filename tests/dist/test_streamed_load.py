@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import engine_over
+from harness import STRATEGIES, engine_over
 from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_lm
@@ -24,6 +24,7 @@ from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
 from meshrl.model.facts import model_facts
+from meshrl.model.folder import stored_tensors
 from meshrl.model.hub_names import tied_names
 from meshrl.model.recipe import (
     DTYPES,
@@ -37,7 +38,6 @@ from meshrl.model.recipe import (
     verify,
 )
 from meshrl.model.stream import BUCKET_BYTES, LoadedWeights
-from meshrl.model.weight_files import stored_tensors
 from meshrl.parallel.fsdp import local_shard
 from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine
@@ -52,12 +52,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "mistral": ("mistral", {}),
     "uneven": ("qwen2", {"tie_word_embeddings": True, **UNEVEN}),
-}
-STRATEGIES = {
-    "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {},
-    "NO_SHARD": {},
-    "HYBRID_SHARD": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import engine_over
+from harness import STRATEGIES, engine_over
 from tiny_models import tiny_lm, tiny_qwen2
 
 from meshrl.model.recipe import cast_parameters
@@ -17,12 +17,6 @@ from meshrl.train.weights import RankWeights
 UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
 )
-STRATEGIES = {
-    "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {},
-    "NO_SHARD": {},
-    "HYBRID_SHARD": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
-}
 
 
 def _held(

@@ -25,7 +25,7 @@ from run_contents import assert_equal_tensors, sampled_turns, weights
 from tiny_run import steps_of, train, write_run
 from torchrun_runs import PYTHONPATH
 
-from meshrl.process.private_caches import CACHES
+from meshrl.process.spawn import CACHES
 
 pytestmark = [
     pytest.mark.slow,  # tests/contract/test_executors.py looks at the runs of two executors

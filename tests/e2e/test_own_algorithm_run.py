@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_run import steps_of, train, write_run
 
-from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.rows import PlannedRows
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.core.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)

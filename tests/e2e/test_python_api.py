@@ -139,6 +139,7 @@ def test_false_from_on_step_ends_the_run_as_after_its_last_step(config):
     assert resumed.metrics["train/grad_norm"] == full.metrics["train/grad_norm"]
 
 
+@pytest.mark.slow
 def test_an_exception_of_on_step_ends_the_run(home, config):
     def broken(step: int, metrics: dict[str, float]) -> None:
         raise KeyError("mine")

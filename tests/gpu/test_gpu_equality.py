@@ -132,7 +132,7 @@ def test_training_learns_and_keeps_its_dtypes(fsdp2, meshes, accelerator):
     assert all(0 < m < 2e-6 for m in moved.values()), moved
 
     def mean_logprob() -> float:
-        return float(np.mean([row[s.mask].mean() for s, row in zip(samples, engine.forward([batch])[0].values())]))
+        return float(np.mean([row[s.mask].mean() for s, row in zip(samples, engine.forward([batch]).values())]))
 
     first = mean_logprob()
     for _ in range(5):

@@ -30,13 +30,13 @@ FAULTS = [
     ),
     Fault(
         "each length of a pack is compiled",
-        "meshrl/model/compiling.py::compile_blocks",
+        "meshrl/model/recipe.py::compile_blocks",
         "torch.compile(module.forward, dynamic=True) => torch.compile(module.forward, dynamic=False)",
         _GRAPHS,
     ),
     Fault(
         "attention, with the lengths of a pack, is compiled",
-        "meshrl/model/compiling.py::compile_blocks",
+        "meshrl/model/recipe.py::compile_blocks",
         "attention.register(outside_graphs=True) => attention.register()",
         _GRAPHS,
     ),

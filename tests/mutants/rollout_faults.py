@@ -251,7 +251,7 @@ FAULTS = [
     ),
     Fault(
         "released memory is not freed",
-        "meshrl/rollout/vllm/cpu_build.py::CpuMemory.release",
+        "meshrl/rollout/vllm/memory.py::CpuMemory.release",
         "storage.resize_(0) => pass",
         _VLLM_MEMORY + "test_on_a_cpu_storages_are_released_and_restored_in_place",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fault import Fault
 
-_BUFFERS_OUT = "tests/dist/test_buffers_out.py::"
+_BUFFERS_OUT = "tests/dist/test_states_out.py::"
 _CHECKPOINT_RESHARD = "tests/dist/test_checkpoint_reshard.py::"
 _LORA = "tests/dist/test_lora.py::"
 _LORA_EXPERTS = "tests/dist/test_lora_experts.py::"
@@ -122,7 +122,7 @@ FAULTS = [
     ),
     Fault(
         "the memory of the largest shards is that of the mean",
-        "meshrl/model/memory.py::_num_bytes",
+        "meshrl/model/costs.py::_num_bytes",
         "ceil(p.shape[0] / num_shards) => p.shape[0] // num_shards",
         "tests/dist/test_memory_facts.py::test_the_bytes_of_train_engines_follow_from_config_json[False-FULL_SHARD]",
     ),
@@ -206,9 +206,15 @@ FAULTS = [
         _CAUSAL_MODEL + "test_the_logprob_of_a_token_comes_from_the_position_before_it",
     ),
     Fault(
+        "the longest list of modules is taken for the blocks",
+        "meshrl/model/parts.py::parts_of",
+        "next((each for each in lists if len(each) == text.num_hidden_layers), None) => max(lists, key=len)",
+        "tests/unit/model/test_parts.py::test_a_list_of_more_modules_than_the_model_has_layers_is_not_taken_for_its_blocks",
+    ),
+    Fault(
         "positions count through the entire pack",
         "meshrl/train/packing.py::pack",
-        "np.concatenate([np.arange(p.start, p.stop) for p in pieces]) => np.arange(cu[-1])",
+        "positions(np.array([p.start for p in pieces]), np.array(lengths)) => np.arange(cu[-1])",
         _PACKING + "test_rows_lie_end_to_end_and_each_starts_at_position_0",
     ),
     Fault(
@@ -219,13 +225,13 @@ FAULTS = [
     ),
     Fault(
         "a model with random scores is accepted",
-        "meshrl/train/probe.py::require_independent_rows",
+        "meshrl/train/packing.py::require_independent_rows",
         "not np.array_equal(first, again) => first.shape != again.shape",
         _START_PROBE + "test_a_model_that_scores_at_random_in_eval_mode_is_refused_at_start",
     ),
     Fault(
         "the start probe accepts leaks between rows of up to ten nats",
-        "meshrl/train/probe.py::require_independent_rows",
+        "meshrl/train/packing.py::require_independent_rows",
         "difference <= TOLERANCE_NATS => difference <= 10",
         _START_PROBE + "test_a_model_whose_packed_rows_see_each_other_is_refused_at_start[qwen3_moe-attention-bf16]",
     ),
@@ -301,7 +307,7 @@ FAULTS = [
     ),
     Fault(
         "activation checkpointing keeps every activation",
-        "meshrl/parallel/checkpointing.py::checkpoint_blocks",
+        "meshrl/parallel/fsdp.py::checkpoint_blocks",
         "partial(checkpoint, block.forward, use_reentrant=False) => partial(block.forward)",
         _START_PROBE + "test_checkpointed_blocks_are_computed_twice_with_a_backward_pass[checkpointed]",
     ),
@@ -417,7 +423,7 @@ FAULTS = [
     ),
     Fault(
         "an expert more than the model has is left to Transformers",
-        "meshrl/model/names.py::_assign",
+        "meshrl/model/stream.py::_assign",
         "target not in names.computed => target in names.computed",
         _UNLOADED + "[extra expert]",
     ),
@@ -447,7 +453,7 @@ FAULTS = [
     ),
     Fault(
         "an index of weights names files outside its folder",
-        "meshrl/model/weight_files.py::_by_index",
+        "meshrl/model/folder.py::_by_index",
         "Path(file).name == file => True",
         _FUZZ_MODEL + "test_a_damaged_index_is_refused_and_no_file_outside_is_read",
     ),

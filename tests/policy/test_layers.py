@@ -28,7 +28,7 @@ MODEL_CHECK = {f"tools/model_check/{name}.py" for name in ("checks", "command", 
 HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that may import it
     "xxhash": {"sync"},
     # imported where `has_triton` holds
-    "triton": {"model/kernels.py", "model/decoder_kernels.py", "rollout/embedded/kernels.py", "sync/kernels.py"},
+    "triton": {"model/kernels.py", "rollout/embedded/kernels.py", "sync/kernels.py"},
     "orjson": {"monitor"},
     "torch": {
         "core/batch.py",
@@ -63,7 +63,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "ray": {"cluster/ray.py"},
     "httpx2": {"rollout/server/http.py"},
     "vllm": {
-        "rollout/vllm/cpu_build.py",
+        "rollout/vllm/memory.py",
         "rollout/vllm/packed.py",
         "rollout/vllm/worker.py",
     },

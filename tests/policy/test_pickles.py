@@ -68,7 +68,7 @@ def test_pickles_are_read_only_where_their_sender_is_trusted():
         if name_of(path) not in READERS
         for line, what in faults_in(syntax(path))
     ]
-    assert faults == [], "send JSON or arrays (parallel/gather.py, process/frames.py)"
+    assert faults == [], "send JSON or arrays (parallel/exchange.py, process/frames.py)"
 
 
 def test_no_exception_outlives_its_reason():

@@ -53,11 +53,7 @@ def build_embedded_engine(
     synced: bool = False,
 ) -> EmbeddedEngine:
     """Load the model in its compute dtype into the device's memory, without gradients; no weight version yet. facts: of
-    the model's folder, if they are known. synced: a sync brings the weights, so none are read.
-
-    Raises: ConfigError when rollout.max_context_tokens is more than the model has positions; UnloadedParamsError when
-    the model's files don't fill it.
-    """
+    the model's folder, if they are known. synced: a sync brings the weights, so none are read."""
     max_context_tokens, _ = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
     dtype, lora = DTYPES[model_cfg.dtype], model_cfg.lora
     recipe = Recipe(
@@ -144,7 +140,7 @@ class EmbeddedEngine:
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError, CapabilityError, StaleWeightsError."""
+        """Queue a request."""
         check_admission(request, self.engine_id, self._state.expected, self._closed, self._ids)
         bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
         check_supported(
@@ -200,7 +196,7 @@ class EmbeddedEngine:
         return_freed_memory(self._device)
 
     def output_so_far(self, request_id: str) -> list[int]:
-        """The tokens that a running request has sampled, for callers of `step`. Raises: KeyError if it does not run."""
+        """The tokens that a running request has sampled, for callers of `step`."""
         return {s.request.id: s.tokens for s in self._scheduler.running}[request_id]
 
     def _record(

@@ -382,7 +382,7 @@ class CacheBound:
         return self._running.bytes_with(num_rows, longest, token, row) + prompts <= limit
 
     def require(self, request: Request, length: int) -> None:
-        """length: of the request's row at most. Raises: RequestError when the row would not fit even alone."""
+        """length: of the request's row at most."""
         limit, (token, row) = self.num_bytes, self._sizes()
         needed = positions_of(1, length) * (token or 0) + row
         if limit is not None and needed > limit:

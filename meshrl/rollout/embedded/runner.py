@@ -12,9 +12,10 @@ import torch
 
 from meshrl.core.device import has_triton, upload
 from meshrl.model.causal import CausalModel
+from meshrl.model.costs import token_bytes
 from meshrl.model.fast_decoder import FastDecoder
+from meshrl.model.inputs import model_kwargs, positions
 from meshrl.model.logprob import Head
-from meshrl.model.memory import token_bytes
 from meshrl.model.routing import Routing
 from meshrl.rollout.embedded.cached_attention import (
     DecodeAttention,
@@ -102,12 +103,13 @@ class Runner:
         if self.kernels_fit and rows:
             self._locate(np.array([s.cached + 1 for s in rows], np.int64))
         tokens = [prefill.ids for prefill in prefills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
-        positions = [np.arange(len(prefill.ids)) for prefill in prefills] + [
-            np.array([s.cached for s in rows], np.int64)
-        ]
-        ids, places = arrays.add(np.concatenate(tokens)), arrays.add(np.concatenate(positions))
+        starts = np.array([0] * len(prefills) + [s.cached for s in rows], np.int64)
+        lengths = np.array([len(prefill.ids) for prefill in prefills] + [1] * len(rows), np.int64)
+        ids, places = arrays.add(np.concatenate(tokens)), arrays.add(positions(starts, lengths))
+        kwargs = model_kwargs((prefill.request, 0, len(prefill.ids)) for prefill in prefills)
+        sent = {name: arrays.add(array) for name, array in kwargs.items()}
         context = self._context(rows, prefills, arrays)
-        hidden = self._hidden(ids(), places(), context)
+        hidden = self._hidden(ids(), places(), context, **{name: on_device() for name, on_device in sent.items()})
         if isinstance(context, PrefillAttention):
             self.kernels_fit &= context.kernels_fit
         if self._routing is not None:
@@ -175,16 +177,15 @@ class Runner:
         return StepAttention(self._prefill(prefills, arrays), decode) if prefills else decode
 
     def _prefill(self, prefills: list[Prefill], arrays: StepArrays) -> PrefillAttention:
-        lengths = [len(prefill.ids) for prefill in prefills]
+        lengths = np.array([len(prefill.ids) for prefill in prefills], np.int64)
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         writes = []
         for store, shared in ((self.running, False), (self.prompts, True)):
             part = [i for i, prefill in enumerate(prefills) if (prefill.prompt is not None) == shared]
             if part:
-                rows = np.concatenate([np.full(lengths[i], prefills[i].row, np.int64) for i in part])
-                positions = np.concatenate([np.arange(lengths[i]) for i in part])
-                source = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in part])
-                writes.append((store, plan_writes(rows, positions, arrays, source)))
+                rows = np.repeat([prefills[i].row for i in part], lengths[part])
+                in_rows, source = (positions(starts[part], lengths[part]) for starts in (0 * lengths, bounds))
+                writes.append((store, plan_writes(rows, in_rows, arrays, source)))
         state_rows = [(self.running if p.prompt is None else self.prompts, p.row) for p in prefills]
         return PrefillAttention(bounds.tolist(), self.device, writes, state_rows)
 

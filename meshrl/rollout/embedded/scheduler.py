@@ -72,8 +72,10 @@ class Sequence:
 
 @dataclass(slots=True)
 class Prefill:
-    """A context to compute, int64[C] ids, into a row of the running store, or of the prompt store."""
+    """A context to compute, int64[C] ids, into a row of the running store, or of the prompt store. request: one of
+    those that have this context."""
 
+    request: Request
     ids: np.ndarray
     row: int
     prompt: SharedPrompt | None
@@ -137,7 +139,9 @@ class Scheduler:
                     prompt = SharedPrompt(sequence.key, len(ids), len(self.prompts))
                     self.prompts.append(prompt)
                     self._prompt_of_key[sequence.key] = prompt
-                admission.prefills.append(Prefill(ids, prompt.row if prompt else len(self.running), prompt))
+                admission.prefills.append(
+                    Prefill(sequence.request, ids, prompt.row if prompt else len(self.running), prompt)
+                )
             self._dequeue(self.waiting.popleft())
             sequence.times.queue_s += sequence.lap()
             sequence.cached = len(ids)

@@ -64,10 +64,7 @@ class EngineWeights(Receiver):
                 yield hub_name, view
 
     def read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under each of its names, and every persistent buffer, as the forward uses them.
-
-        Raises: SyncError naming a parameter that is not a view of the fused tensor that the forward uses.
-        """
+        """Every parameter under each of its names, and every persistent buffer, as the forward uses them."""
         joint = {} if self._fast is None else self._fast.joint()
         read: dict[int, list[torch.Tensor]] = {}  # by id: a tied parameter is one object under several names
         for name, p in named_weights(self.lm, remove_duplicate=False):

@@ -61,7 +61,7 @@ class ServerAnswer:
         self._sent_at = time.perf_counter()
 
     def add(self, part: AnswerPart) -> int:
-        """Returns how many tokens the part added to the output. Raises: RequestError, EngineFailure."""
+        """Returns how many tokens the part added to the output."""
         self._check_context(part)
         is_complete = len(part.logprobs) == len(part.tokens) and None not in part.logprobs
         if not is_complete or part.logprob_ids not in (None, part.tokens):
@@ -92,7 +92,7 @@ class ServerAnswer:
         return self._search is not None and self._search.found
 
     def turn(self, engine_id: str) -> Turn:
-        """The turn, once the stream has ended. Raises: EngineFailure."""
+        """The turn, once the stream has ended."""
         if self.reason is None:
             self._fail("ended its answer without a reason")
         self._times.decode_s = time.perf_counter() - self._sent_at - self._times.prefill_s

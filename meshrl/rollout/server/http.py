@@ -52,14 +52,11 @@ class HttpClient:
         )
 
     async def get(self, path: str) -> Any:
-        """The JSON of the answer. Raises: EngineFailure."""
+        """The JSON of the answer."""
         return await self._call("GET", path, CONTROL_S)
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, **params: Any) -> Any:
-        """The JSON of the answer; None if it is empty. params: the query string.
-
-        Raises: RequestError when the server refuses, EngineFailure when it fails or does not answer in time.
-        """
+        """The JSON of the answer; None if it is empty. params: the query string."""
         return await self._call("POST", path, timeout_s, json=body, params=params or None)
 
     async def _call(self, method: str, path: str, timeout_s: float, **content: Any) -> Any:
@@ -73,10 +70,7 @@ class HttpClient:
         return _json(self.name, path, answer) if answer.content else None
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any]:
-        """The JSON of each server-sent event. There is no time limit while the connection is open: a queue may be long.
-
-        Raises: RequestError; EngineFailure, also when the stream ends early.
-        """
+        """The JSON of each server-sent event. No time limit while the connection is open: a queue may be long."""
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
         async with self._diagnosed():
             try:
@@ -129,7 +123,7 @@ def is_up(path: str, base_url: str = "http://localhost", socket: Path | None = N
 
 
 def fetch(path: str, base_url: str, headers: Mapping[str, str] | None = None) -> Any:
-    """The JSON of GET `path`. Blocks. Raises: EngineFailure."""
+    """The JSON of GET `path`. Blocks."""
     try:
         answer = httpx2.get(base_url.rstrip("/") + path, headers=headers, timeout=60.0, trust_env=False)
     except httpx2.TransportError as error:
@@ -147,7 +141,7 @@ def _json(server: str, path: str, answer: httpx2.Response) -> Any:
 
 
 def authorization(variable: str | None) -> dict[str, str]:
-    """The Authorization header with the key of an environment variable. Raises: ConfigError."""
+    """The Authorization header with the key of an environment variable."""
     if variable is None:
         return {}
     if not os.environ.get(variable):

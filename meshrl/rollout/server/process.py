@@ -53,8 +53,7 @@ class ServerProcess:
         )
 
     def wait_until(self, ready: Callable[[], bool], deadline_s: float, key: str = "the deadline") -> None:
-        """Block until the server is ready. key: the config key of the deadline, for the error. Raises: EngineFailure
-        when the server ends before it is ready, or misses the deadline."""
+        """Block until the server is ready. key: the config key of the deadline, for the error."""
         until = time.monotonic() + deadline_s
         while not ready():
             failure = ""

@@ -46,10 +46,7 @@ class ServerWeights:
         self._num_bytes = 0  # received in the open sync
 
     async def reconcile(self, layout: Layout) -> None:
-        """Compare the layout with the names that the server's loader loads, in both directions; forget earlier syncs.
-
-        Raises: UnloadedParamsError; SyncError when there is no room for a copy.
-        """
+        """Compare the layout with the names that the server's loader loads, both ways; forget earlier syncs."""
         self.close()
         self.state.reconcile(layout)
         self._served = served = layout
@@ -75,7 +72,7 @@ class ServerWeights:
             raise
 
     async def begin(self, header: SyncHeader) -> None:
-        """Open a sync. The workers always get all weights. Raises: SyncError."""
+        """Open a sync. The workers always get all weights."""
         with self.state.begin(header):
             if self._copy is not None:
                 self._copy.begin(header, self.state.name)
@@ -89,7 +86,7 @@ class ServerWeights:
             await self._call("begin", {"header": asdict(served)})
 
     async def receive(self, *deliveries: Delivery) -> None:
-        """Write the next transfers into the copy, or have the workers read them by one call. Raises: SyncError."""
+        """Write the next transfers into the copy, or have the workers read them by one call."""
         with self.state.step(deliveries[0].transfer):
             self._num_bytes += sum(delivery.num_bytes for delivery in deliveries)
             if self._copy is None:
@@ -99,7 +96,7 @@ class ServerWeights:
                     self._copy.receive(delivery)
 
     async def commit(self) -> Ack:
-        """Have the workers finish and read back their parameters, and check the proofs. Raises: SyncError."""
+        """Have the workers finish and read back their parameters, and check the proofs."""
         with self.state.step("commit", then="valid") as header:
             ack = Ack(
                 version=header.version,

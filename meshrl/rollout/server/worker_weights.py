@@ -43,7 +43,7 @@ class Assembly(Progress):
 
     def take(self, messages: list[dict[str, Any]]) -> list[tuple[TensorSpec, torch.Tensor]]:
         """The tensors that these transfers complete. messages: of `delivery_to_json`. Their bytes are verified where
-        they are, by one read of all digests. Raises: SyncError."""
+        they are, by one read of all digests."""
         complete, sent, running = [], list[tuple[int, Transfer, Part]](), list[RunningDigest]()
         for message in messages:
             delivery = delivery_from_json(self.layout, message, self._slots_at)
@@ -74,8 +74,7 @@ class Assembly(Progress):
         return self._slots[address.ring]
 
     def finish(self) -> list[tuple[TensorSpec, torch.Tensor]]:
-        """After the last transfer: returns the tensors without elements, which no transfer contains. Raises: SyncError
-        when transfers are missing."""
+        """After the last transfer: returns the tensors without elements, which no transfer contains."""
         self.check_complete()
         self.close()
         return [(t, torch.empty(t.shape, dtype=t.torch_dtype)) for t in self.layout.tensors if t.num_bytes == 0]

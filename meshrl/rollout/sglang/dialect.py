@@ -115,7 +115,9 @@ class SglangDialect(Dialect):
             await self.resume()
             return []
         if step in ("reconcile", "begin"):
-            await self._open_session()
+            await self._close_session()
+            await self.http.post("/begin_weight_update", {})
+            self._in_session = True
         try:
             return await self._run_in_workers(step, arguments)
         finally:
@@ -123,7 +125,7 @@ class SglangDialect(Dialect):
                 await self._close_session()
 
     async def _run_in_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """Call `loader.load` in every worker. Raises: RequestError, EngineFailure."""
+        """Call `loader.load` in every worker."""
         self._num_calls += 1
         answer_files = [self._answers.path / f"{self._num_calls}.{rank}" for rank in range(self._tp_size)]
         body: dict[str, Any] = {
@@ -154,11 +156,6 @@ class SglangDialect(Dialect):
         served = (await self.http.get("/model_info"))["weight_version"]
         if served != label:
             raise SyncError(f"{self.http.name}: the weights were labelled {label!r}, and SGLang has {served!r}")
-
-    async def _open_session(self) -> None:
-        await self._close_session()
-        await self.http.post("/begin_weight_update", {})
-        self._in_session = True
 
     async def _close_session(self) -> None:
         if self._in_session:
@@ -232,10 +229,7 @@ def part_of(event: dict[str, Any], num_sampled: int, request_id: str) -> AnswerP
 
 
 def connect_sglang(spec: ServerSpec) -> SglangDialect:
-    """Start the server and wait until it is ready, unless the config has the url of a running one. Blocks.
-
-    Raises: ConfigError for a server that does not fit the config; EngineFailure.
-    """
+    """Start the server and wait until it is ready, unless the config has the url of a running one. Blocks."""
     cfg = spec.rollout.sglang
     server, url, headers = None, cfg.url, authorization(cfg.api_key_env)
     if url is None:
@@ -278,7 +272,7 @@ def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_c
 
 def start_server(spec: ServerSpec, key: str) -> tuple[ServerProcess, str]:
     """A server that is ready, and its address. config/rollout.py refuses the flags that are set here in
-    rollout.sglang.args. Raises: EngineFailure."""
+    rollout.sglang.args."""
     cfg, tp_size = spec.rollout.sglang, spec.rollout.tp_size
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

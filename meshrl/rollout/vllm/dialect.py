@@ -7,10 +7,13 @@ from (`--logprobs-mode processed_logprobs`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, EngineFailure, SyncError
@@ -29,7 +32,6 @@ from meshrl.rollout.server.dialect import (
 )
 from meshrl.rollout.server.http import HttpClient, is_up
 from meshrl.rollout.server.process import ServerProcess
-from meshrl.rollout.vllm import cpu_build
 
 MAX_TOPK = 19  # vLLM returns at most 20 logprobs with each token, and one of them may be the sampled token
 _GENERATE = "/inference/v1/generate"
@@ -151,19 +153,26 @@ def part_of(event: dict[str, Any]) -> AnswerPart:
 
 
 def start_vllm(spec: ServerSpec) -> VllmDialect:
-    """Start the server and wait until it is ready. Blocks. Raises: EngineFailure."""
+    """Start the server and wait until it is ready. Blocks."""
     server, can_release = start_server(spec), spec.device.type == "cpu" or bool(spec.rollout.release_memory)
     return VllmDialect(http_of(server), server, can_release)
 
 
 def start_server(spec: ServerSpec) -> ServerProcess:
-    """A server that is ready. Raises: EngineFailure."""
-    threads = cpu_build.threads() if spec.device.type == "cpu" else {}
+    """A server that is ready."""
+    threads = _threads() if spec.device.type == "cpu" else {}
     environment = {**_ENVIRONMENT, **threads, **visible_devices(spec.device, spec.rollout.tp_size)}
     server = ServerProcess(spec.name, lambda folder: _command(spec, folder), environment, spec.logs)
     key, deadline_s = "rollout.vllm.start_deadline_s", spec.rollout.vllm.start_deadline_s
     server.wait_until(lambda: is_up("/health", socket=_socket_in(server.folder)), deadline_s, key)
     return server
+
+
+def _threads() -> dict[str, str]:
+    """The environment that gives each worker of the CPU build one rank's share of the cores, without binding: other
+    ranks use the same cores."""
+    binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_CPU_OMP_THREADS_BIND": binding}
 
 
 def http_of(server: ServerProcess) -> HttpClient:
@@ -193,7 +202,7 @@ def _command(spec: ServerSpec, folder: Path) -> list[str]:
     if not on_cpu and has_experts(spec.model.path):
         # vLLM's other kernels of experts store permuted weights, which can't be compared with those that were sent.
         values["--moe-backend"] = "triton"
-    kv_cache_bytes = cfg.kv_cache_bytes or (cpu_build.KV_CACHE_BYTES if on_cpu else None)
+    kv_cache_bytes = cfg.kv_cache_bytes or (1 << 30 if on_cpu else None)
     if kv_cache_bytes is not None:
         values["--kv-cache-memory-bytes"] = kv_cache_bytes
     else:
@@ -207,7 +216,7 @@ def _command(spec: ServerSpec, folder: Path) -> list[str]:
         "--disable-uvicorn-access-log",
     ]
     if on_cpu:
-        flags += cpu_build.FLAGS
+        flags.append("--no-enable-chunked-prefill")  # vLLM 0.32 crashes if it splits the prompt of a seeded request
     elif spec.rollout.release_memory:
         flags.append("--enable-sleep-mode")
     return command_line(cfg.python, "vllm.entrypoints.openai.api_server", values, flags, cfg.args)

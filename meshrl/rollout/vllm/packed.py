@@ -134,8 +134,7 @@ def _pack(weight: torch.Tensor, isa: str) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _order(shape: tuple[int, ...], dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """For each element of one expert's packed weight, its index in the plain one. Raises: SyncError when packing
-    changes more than the order."""
+    """For each element of one expert's packed weight, its index in the plain one."""
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     numbers = torch.arange(shape[0] * shape[1])
     order = torch.zeros_like(numbers)

@@ -24,11 +24,11 @@ from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import POLICY, Request, Sample, SamplingParams, Turn
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
+from meshrl.model.folder import stored_tensors
 from meshrl.model.hub_names import HubNames
 from meshrl.model.lora import is_adapter, joint_experts, named_weights, randomize_adapters
 from meshrl.model.recipe import Recipe, build_model
 from meshrl.model.save import save_pretrained
-from meshrl.model.weight_files import stored_tensors
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine

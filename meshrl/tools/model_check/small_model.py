@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshrl.model.causal import CausalModel
 from meshrl.model.facts import as_config_error, model_facts, require_config
-from meshrl.model.folder import require_text_model
+from meshrl.model.folder import INDEX, SINGLE, require_text_model
 from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.limits import import_plugins
-from meshrl.model.weight_files import INDEX, SINGLE
+from meshrl.model.parts import TEXT, blocks_of, parts_of
 
 MIN_LAYERS = 2
 MAX_RANDOM_VOCABULARY = 1024
@@ -48,7 +47,7 @@ def _first_layers(config: Any, vocab_size: int | None) -> tuple[int, Any]:
     """The number of layers, and a config with the first of them. vocab_size: None = at most MAX_RANDOM_VOCABULARY."""
     with torch.device("meta"):
         lm: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    layers, text = list(CausalModel(lm).layers), config.get_text_config()
+    layers, text = blocks_of(lm, parts_of(lm)[TEXT]), config.get_text_config()
     fields, total = config.to_dict(), len(layers)
     inner = fields["text_config"] if text is not config and "text_config" in fields else fields
     lists = {key: value for key, value in inner.items() if isinstance(value, list | tuple) and len(value) == total}

@@ -6,7 +6,7 @@ import numpy as np
 from scripted_agent import STOP, ScriptedEngine, generate_to_the_end
 
 from meshrl.core.types import Request, Times, Turn
-from meshrl.rollout.continuation import join_turns
+from meshrl.rollout.base import join_turns
 
 REQUEST = Request(id="r", context_ids=np.array([3, 4], np.int32), seed=7, max_new_tokens=9)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from tiny_specs import worker_spec
 
 from meshrl.cluster.launch import Groups
-from meshrl.cluster.replacement import Replacement
+from meshrl.cluster.sampler_group import Replacement
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import RankFailure, SyncError
 
@@ -56,10 +57,6 @@ def outcome(scenario: Callable[[Groups], Coroutine[Any, Any, Any]]) -> Any:
         return error
 
 
-def soon(action: Callable[[], Any]) -> None:
-    asyncio.get_running_loop().call_later(0.01, action)
-
-
 async def ended(cleanup: list[str], error: Exception | None = None) -> None:
     """Work that never ends by itself. error: raised at its end."""
     try:
@@ -71,44 +68,34 @@ async def ended(cleanup: list[str], error: Exception | None = None) -> None:
             raise error
 
 
-def test_a_failure_is_raised_when_the_work_has_ended():
-    """The first of two, and the work is interrupted once."""
-
-    async def scenario(groups: Groups) -> None:
-        soon(lambda: groups.lost(OF_A_TRAINER))
-        soon(lambda: groups.lost(LATER))
-        await groups.until_failure(ended(cleanup))
-
-    cleanup = list[str]()
-    assert outcome(scenario) is OF_A_TRAINER and cleanup == ["ended"]
+OF_THE_WORK = ValueError("of the work")
 
 
-@pytest.mark.parametrize("first", ["signal", "failure"])
-def test_a_signal_waits_for_the_end_of_the_work_and_interrupts_it_once(first):
-    async def scenario(groups: Groups) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if first == "failure":
-            soon(lambda: groups.lost(OF_A_TRAINER))
-        asyncio.get_running_loop().call_later(0.03, task.cancel)
-        await groups.until_failure(ended(cleanup))
-
-    cleanup = list[str]()
-    assert isinstance(outcome(scenario), asyncio.CancelledError) and cleanup == ["ended"]
-
-
-@pytest.mark.parametrize("by", ["signal", "failure"])
-def test_an_error_of_the_work_is_not_hidden_by_what_has_interrupted_it(by):
+@pytest.mark.parametrize(
+    ("events", "error", "expected"),
+    [
+        ([OF_A_TRAINER, LATER], None, OF_A_TRAINER),
+        (["signal"], None, asyncio.CancelledError),
+        ([OF_A_TRAINER, "signal"], None, asyncio.CancelledError),
+        (["signal"], OF_THE_WORK, OF_THE_WORK),
+        ([OF_A_TRAINER], OF_THE_WORK, OF_THE_WORK),
+    ],
+    ids=["two failures", "signal", "failure and signal", "error at a signal", "error at a failure"],
+)
+def test_a_wait_ends_with_the_work_which_is_interrupted_once_and_whose_error_is_not_hidden(events, error, expected):
     """A run that ends with an error saves its last step and reports the error."""
-    error, cleanup = ValueError("of the work"), list[str]()
+    cleanup = list[str]()
 
     async def scenario(groups: Groups) -> None:
         task = asyncio.current_task()
         assert task is not None
-        soon(task.cancel if by == "signal" else lambda: groups.lost(OF_A_TRAINER))
+        for number, event in enumerate(events, 1):
+            action = task.cancel if event == "signal" else functools.partial(groups.lost, event)
+            asyncio.get_running_loop().call_later(0.01 * number, action)
         await groups.until_failure(ended(cleanup, error))
 
-    assert outcome(scenario) is error
+    found = outcome(scenario)
+    assert (found is expected or type(found) is expected) and cleanup == ["ended"]
 
 
 def test_an_error_in_the_tick_of_a_signal_is_raised():

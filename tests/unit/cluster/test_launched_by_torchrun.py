@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from tiny_run import train, write_run
 
-from meshrl.cluster.torchrun import follow, is_follower, is_launched
+from meshrl.cluster.remote import follow, is_follower, is_launched
 from meshrl.core.errors import ConfigError, MeshrlError, RankFailure
 from meshrl.process.run_token import RunToken
 

@@ -45,85 +45,70 @@ def _launched(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, local
         monkeypatch.setenv(name, str(value))
 
 
-def test_several_ranks_on_one_device_are_refused(machine_with):
+ONE = ClusterConfig()
+SERVERS = [
+    RolloutConfig(engine="endpoint", endpoint=EndpointConfig(url="http://server:8000")),
+    RolloutConfig(engine="sglang", sglang=SglangConfig(url="http://server:8000")),
+]
+TWO = r"2 ranks.*_train_ranks = 2.*_rollout_ranks = 0\).* 1 device of type cuda.*MESHRL_DEVICE=cpu"
+MANY = r"3 ranks of this machine need a device each.* 2 devices of type cuda"
+IN_AN_EVALUATION = r"\(cluster\.num_{}_ranks = 3, which all sample in an evaluation\)"
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks", "cluster", "rollout", "refused"),
+    [
+        (1, (1, 0), ONE, EMBEDDED, ""),
+        (1, (1, 0), ClusterConfig(executor="inline"), EMBEDDED, ""),
+        (1, (2, 0), ONE, None, TWO),
+        (2, (1, 1), ONE, EMBEDDED, ""),
+        *((2, ranks, ONE, EMBEDDED, MANY) for ranks in ((1, 2), (2, 1), (0, 3))),
+        (2, (0, 3), ClusterConfig(num_train_ranks=3), EMBEDDED, IN_AN_EVALUATION.format("train")),
+        (2, (0, 3), ClusterConfig(num_rollout_ranks=3), EMBEDDED, IN_AN_EVALUATION.format("rollout")),
+        # A rank that only connects to a running server needs none, unless it is in NCCL's process group.
+        *((1, (1, 1), ONE, server, "") for server in SERVERS),
+        *((1, (2, 1), ONE, server, "2 ranks") for server in SERVERS),
+        *((1, (1, 1), ONE, server.model_copy(update={"sync_transport": "broadcast"}), "2 ranks") for server in SERVERS),
+        (1, (8, 0), ClusterConfig(executor="ray", nodes=2), EMBEDDED, ""),  # Ray itself reserves a device for each
+    ],
+)  # fmt: skip
+def test_several_ranks_on_one_device_are_refused(machine_with, devices, ranks, cluster, rollout, refused):
     """NCCL refuses them much later, with "Duplicate GPU detected"."""
-    machine_with(1)
-    assert check_devices(ClusterConfig(), EMBEDDED, 1, 0) is None
-    assert check_devices(ClusterConfig(executor="inline"), EMBEDDED, 1, 0) is None
-    with pytest.raises(ConfigError) as refused:
-        check_devices(ClusterConfig(), None, 2, 0)
-    text = str(refused.value)
-    assert "cluster.num_train_ranks = 2" in text and "cluster.num_rollout_ranks = 0" in text
-    assert "2 ranks" in text and "1 device of type cuda" in text and "MESHRL_DEVICE=cpu" in text
-
-
-def test_ranks_that_only_sample_need_devices_of_their_own(machine_with):
-    machine_with(2)
-    assert check_devices(ClusterConfig(), EMBEDDED, 1, 1) is None
-    for num_train_ranks, num_rollout_ranks in ((1, 2), (2, 1), (0, 3)):
-        with pytest.raises(ConfigError, match=r"3 ranks of this machine need a device each.* 2 devices of type cuda"):
-            check_devices(ClusterConfig(), EMBEDDED, num_train_ranks, num_rollout_ranks)
+    machine_with(devices)
+    if not refused:
+        assert check_devices(cluster, rollout, *ranks) is None
+        return
+    with pytest.raises(ConfigError, match=refused):
+        check_devices(cluster, rollout, *ranks)
 
 
 @pytest.mark.parametrize(
-    ("cluster", "expected"),
+    ("devices", "launched", "visible", "rollout", "refused"),
     [
-        (ClusterConfig(num_train_ranks=3), r"\(cluster\.num_train_ranks = 3, which all sample in an evaluation\)"),
-        (ClusterConfig(num_rollout_ranks=3), r"\(cluster\.num_rollout_ranks = 3, which all sample in an evaluation\)"),
+        (2, (0, 4, 2), "", EMBEDDED, ""),
+        (2, (3, 4, 2), "", EMBEDDED, ""),
+        (2, (4, 6, 3), "", EMBEDDED, "3 ranks of this machine"),
+        (2, (4, 6, 3), "", SERVERS[0], ""),  # ranks 3 and 4 train, rank 5 has no device
+        # srun --gpus-per-task: every process sees one device, and each another one.
+        (1, (0, 4, 4), "", EMBEDDED, "4 ranks"),
+        (1, (0, 4, 4), "3", EMBEDDED, ""),
+        (1, None, "3", EMBEDDED, "4 ranks"),  # all ranks are children of this process
     ],
 )
-def test_an_evaluation_names_the_key_of_the_ranks_that_sample(machine_with, cluster: ClusterConfig, expected: str):
-    machine_with(2)
-    with pytest.raises(ConfigError, match=expected):
-        check_devices(cluster, EMBEDDED, 0, 3)
-
-
-@pytest.mark.parametrize(
-    "server",
-    [
-        RolloutConfig(engine="endpoint", endpoint=EndpointConfig(url="http://server:8000")),
-        RolloutConfig(engine="sglang", sglang=SglangConfig(url="http://server:8000")),
-    ],
-)
-def test_a_rank_that_only_connects_to_a_running_server_needs_no_device(machine_with, server: RolloutConfig):
-    machine_with(1)
-    assert check_devices(ClusterConfig(), server, 1, 1) is None
-    with pytest.raises(ConfigError):
-        check_devices(ClusterConfig(), server, 2, 1)
-    broadcast = server.model_copy(update={"sync_transport": "broadcast"})
-    with pytest.raises(ConfigError):  # the sampling rank is in NCCL's process group
-        check_devices(ClusterConfig(), broadcast, 1, 1)
-
-
-def test_under_torchrun_each_machine_counts_its_own_ranks(machine_with, monkeypatch: pytest.MonkeyPatch):
-    machine_with(2)
-    for rank in (0, 3):
-        _launched(monkeypatch, rank, world_size=4, local_world_size=2)
-        assert check_devices(ClusterConfig(), EMBEDDED, 4, 0) is None
-    _launched(monkeypatch, 4, world_size=6, local_world_size=3)
-    with pytest.raises(ConfigError, match="3 ranks of this machine"):
-        check_devices(ClusterConfig(), EMBEDDED, 6, 0)
-    endpoint = RolloutConfig(engine="endpoint")
-    assert check_devices(ClusterConfig(), endpoint, 5, 1) is None  # ranks 3 and 4 train, rank 5 has no device
-
-
-def test_a_launcher_may_give_each_process_one_device(machine_with, monkeypatch: pytest.MonkeyPatch):
-    """srun --gpus-per-task: every process sees one device, and each another one."""
-    machine_with(1)
-    _launched(monkeypatch, 0, world_size=4, local_world_size=4)
-    with pytest.raises(ConfigError):
-        check_devices(ClusterConfig(), EMBEDDED, 4, 0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert check_devices(ClusterConfig(), EMBEDDED, 4, 0) is None
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name)
-    with pytest.raises(ConfigError):  # all ranks are children of this process
-        check_devices(ClusterConfig(), EMBEDDED, 4, 0)
-
-
-def test_ray_reserves_a_device_for_each_rank_itself(machine_with):
-    machine_with(1)
-    assert check_devices(ClusterConfig(executor="ray", nodes=2), EMBEDDED, 8, 0) is None
+def test_under_torchrun_each_machine_counts_its_own_ranks(
+    machine_with, monkeypatch: pytest.MonkeyPatch, devices, launched, visible, rollout, refused
+):
+    machine_with(devices)
+    if launched is not None:
+        _launched(monkeypatch, *launched)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    num_ranks, num_samplers = 4 if launched is None else launched[1], rollout is not EMBEDDED
+    if not refused:
+        assert check_devices(ONE, rollout, num_ranks - num_samplers, num_samplers) is None
+        return
+    with pytest.raises(ConfigError, match=refused):
+        check_devices(ONE, rollout, num_ranks - num_samplers, num_samplers)
 
 
 def test_a_device_type_that_this_machine_lacks_is_refused(machine_with, monkeypatch: pytest.MonkeyPatch):

@@ -19,8 +19,9 @@ from tiny_samples import random_samples, weigh
 
 from meshrl.algo.losses import sft_loss
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.launch import Groups, launched
+from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.config.data import DataConfig
@@ -323,6 +324,7 @@ def test_an_exception_in_a_sampler_ends_the_run_and_nothing_is_replaced(tmp_path
     assert notes == [], "a note that the rank is replaced would be wrong"
 
 
+@pytest.mark.slow
 def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versions(tmp_path):
     """After an optimizer step the trainer's weights are no longer those of its version."""
 

@@ -11,9 +11,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -23,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from running_processes import is_running_process, running_descendants
+from running_processes import running_descendants
 from tiny_engines import ask
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
@@ -33,8 +30,8 @@ from meshrl.algo.losses import sft_loss
 from meshrl.cluster import processes
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec, phase
-from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.processes import ProcessExecutor
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
@@ -426,33 +423,3 @@ def test_a_rank_that_does_not_start_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json") as error:
         _with(_specs(1, train=True, folder=tmp_path), lambda executor: asyncio.sleep(0))
     assert "in rank 0, phase 'load'" in "".join(error.value.__notes__)
-
-
-@pytest.mark.slow  # test_fork_server has both halves: its end with its starter, and its ranks' end with it
-def test_no_rank_outlives_a_controller_that_was_killed():
-    """SIGKILL leaves the controller no time to end them."""
-    script = """
-        import asyncio, sys
-        sys.path[:0] = {path!r}
-        from meshrl.cluster.processes import ProcessExecutor
-        from test_process_executor import _specs
-
-        async def main():
-            executor = ProcessExecutor(_specs(2))
-            await executor.start()
-            print("up", flush=True)
-            await asyncio.sleep(600)
-
-        asyncio.run(main())
-    """
-    controller = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script).format(path=sys.path)], stdout=subprocess.PIPE, text=True
-    )
-    assert controller.stdout is not None and controller.stdout.readline() == "up\n"
-    ranks = _workers()
-    assert len(ranks) == 2
-    controller.kill()
-    controller.wait()
-    controller.stdout.close()
-    _, alive = psutil.wait_procs(ranks, timeout=10)
-    assert not [p for p in alive if is_running_process(p.pid)]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_specs import worker_spec
 
-from meshrl.cluster import shared_device
-from meshrl.cluster.shared_device import SharedDevice
+from meshrl.cluster import rank_sync as shared_device
+from meshrl.cluster.rank_sync import SharedDevice
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 

@@ -10,9 +10,9 @@ import torch
 from tiny_specs import worker_spec
 
 from meshrl.cluster.actors import RankBoxes
-from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.launch import this_machine
 from meshrl.cluster.rank_sync import RankSync
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig

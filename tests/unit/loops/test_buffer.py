@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scripted_samplers import NUM_STEPS, PER_STEP, Samplers, job_of, settled, take, trained
 
-from meshrl.cluster.routes import Routes
+from meshrl.cluster.sampler_group import Routes
 from meshrl.core.errors import DataError
 from meshrl.loops.buffer import GroupBuffer, GroupLimits
 

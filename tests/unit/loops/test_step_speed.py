@@ -50,5 +50,5 @@ def test_throughput_divides_by_all_devices_also_those_that_only_sample():
 def test_an_unknown_device_is_noted_at_the_first_step_only():
     flops = Metric(name="train/model_flops", sum=1.0, reduce="sum", unit="FLOP")
     known = Metric(name="perf/mfu", sum=1.0, weight=2.0, unit="fraction")
-    assert "meshrl/model/flops.py" in (unknown_device(0, [flops]) or "")
+    assert "meshrl/model/costs.py" in (unknown_device(0, [flops]) or "")
     assert [unknown_device(1, [flops]), unknown_device(0, [flops, known]), unknown_device(0, [])] == [None] * 3

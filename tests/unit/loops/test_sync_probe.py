@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_samples import random_samples
 
-from meshrl.cluster.groups import RolloutGroup
+from meshrl.cluster.sampler_group import RolloutGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Metric, Request, Sample, Turn

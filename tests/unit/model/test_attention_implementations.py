@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import tiny_lm
-from tiny_samples import random_samples
+from tiny_packs import answers_to_one_prompt, score_pack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample
 from meshrl.model.attention import KERNELS, NAMES, AttentionSpec, PackedAttention, attention_text
 from meshrl.model.causal import CausalModel
-from meshrl.train.packing import pack
-from meshrl.train.probe import require_independent_rows
+from meshrl.train.packing import require_independent_rows
 
 CPU = torch.device("cpu")
 OWN = ["sdpa", "eager"]
@@ -108,24 +107,14 @@ def _model(family: str, name: str) -> CausalModel:
     return CausalModel(lm)
 
 
-def _scores(model: CausalModel, samples: list[Sample]) -> dict[int, torch.Tensor]:
-    """Logprobs of each row's trained tokens, in one pack with shared prompts."""
-    batch = pack(samples, list(range(len(samples))), share_prefix=True)
-    scored = batch.mask.nonzero()[:, 0]
-    context = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents)
-    inputs = batch.tokens, batch.position_ids, context, scored, batch.previous[scored], batch.temperature[scored]
-    logprobs, _ = model(*inputs, 64, False, {})
-    row_of = torch.tensor(batch.rows)[torch.searchsorted(batch.cu_seqlens, scored, right=True) - 1]
-    assert len(context.used) == len(model.layers)
-    return {i: logprobs[row_of == i] for i in range(len(samples))}
-
-
 def _group() -> list[Sample]:
-    samples = random_samples(3, [9 + n for n in (5, 1, 30, 5)], groups=1)
-    for s in samples:
-        s.prefix_len, s.mask, s.temperature = 9, np.arange(len(s)) >= 9, 1.0
-        s.tokens[:9] = samples[0].tokens[:9]
-    return samples
+    return answers_to_one_prompt(3, 9, [5, 1, 30, 5])
+
+
+def _scores(model: CausalModel, samples: list[Sample]) -> list[torch.Tensor]:
+    logprobs, context = score_pack(model, samples)
+    assert len(context.used) == len(model.layers)
+    return logprobs
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2"])
@@ -136,8 +125,8 @@ def test_a_model_scores_and_learns_with_each_implementation_as_with_auto(name, f
     for each in (name, "auto"):
         model, samples = _model(family, each), _group()
         logprobs = _scores(model, samples)
-        sum(x.square().sum() for x in logprobs.values()).backward()
-        found.append([*logprobs.values(), *(p.grad for p in model.parameters())])
+        sum(x.square().sum() for x in logprobs).backward()
+        found.append([*logprobs, *(p.grad for p in model.parameters())])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * max(1.0, other.detach().abs().max().item()))
 
@@ -147,7 +136,7 @@ def _probe(name: str) -> None:
 
     def score(samples: list[Sample]) -> dict[int, np.ndarray]:
         with torch.no_grad():
-            return {i: logprobs.numpy() for i, logprobs in _scores(model, samples).items()}
+            return {i: logprobs.numpy() for i, logprobs in enumerate(_scores(model, samples))}
 
     require_independent_rows("tiny", 64, score)
 
@@ -168,7 +157,7 @@ def test_changing_one_answer_changes_no_bit_of_the_others(name):
         before = _scores(model, samples)
         samples[2].tokens[9:] = (samples[2].tokens[9:] + 7) % 64
         after = _scores(model, samples)
-    assert [torch.equal(before[i], after[i]) for i in before] == [True, True, False, True]
+    assert [*map(torch.equal, before, after)] == [True, True, False, True]
 
 
 def test_the_report_names_what_layers_use_and_why():

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tiny_engines import ask, plain, run, tiny_engine
-from tiny_samples import random_samples
+from tiny_engines import ask, differences, plain, run, tiny_engine
+from tiny_packs import answers_to_one_prompt, plain_logprobs, score_pack
 
 from meshrl.config.model import ModelConfig, num_positions
 from meshrl.config.train import TrainConfig
-from meshrl.core.types import Sample
 from meshrl.model import attention
-from meshrl.model.attention import NAMES, OWN_CODE, PackedAttention
+from meshrl.model.attention import NAMES, OWN_CODE
 from meshrl.model.causal import CausalModel
-from meshrl.model.memory import model_memory
+from meshrl.model.costs import model_memory
 from meshrl.model.own_attention import use_context_attention
+from meshrl.model.parts import eager_attention
 from meshrl.model.recipe import load_causal_lm
-from meshrl.parallel.checkpointing import checkpoint_blocks
-from meshrl.train.packing import pack
+from meshrl.parallel.fsdp import checkpoint_blocks
 
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 _ROPE = {"rope_theta": 1e4, "factor": 2.0}
@@ -70,33 +68,7 @@ def tiny(model_type: str, implementation: str = "auto") -> Any:
     return lm
 
 
-def _samples() -> list[Sample]:
-    """Four answers to one prompt of nine tokens."""
-    samples = random_samples(3, [9 + n for n in (5, 1, 30, 5)], groups=1)
-    for s in samples:
-        s.prefix_len, s.mask, s.temperature = 9, np.arange(len(s)) >= 9, 1.0
-        s.tokens[:9] = samples[0].tokens[:9]
-    return samples
-
-
-def _theirs(lm: Any, samples: list[Sample]) -> list[torch.Tensor]:
-    """Logprobs of each answer, row by row."""
-    lm.config._attn_implementation, name = "eager", lm.config._attn_implementation
-    rows = [torch.from_numpy(s.tokens.astype(np.int64)) for s in samples]
-    logprobs = [torch.log_softmax(lm(row[None]).logits[0], -1)[:-1].gather(1, row[1:, None])[8:, 0] for row in rows]
-    lm.config._attn_implementation = name
-    return logprobs
-
-
-def _ours(lm: Any, samples: list[Sample], share_prefix: bool) -> tuple[list[torch.Tensor], dict[int, Any]]:
-    """Logprobs of each answer in one pack, and the kernel of each layer."""
-    batch = pack(samples, list(range(len(samples))), share_prefix=share_prefix)
-    scored = batch.mask.nonzero()[:, 0]
-    context = PackedAttention(batch.cu_seqlens.tolist(), torch.device("cpu"), batch.parents)
-    inputs = batch.tokens, batch.position_ids, context, scored, batch.previous[scored], batch.temperature[scored]
-    logprobs, _ = CausalModel(lm)(*inputs, 64, False, {})
-    row_of = torch.tensor(batch.rows)[torch.searchsorted(batch.cu_seqlens, scored, right=True) - 1]
-    return [logprobs[row_of == i] for i in range(len(samples))], context.used
+SAMPLES = answers_to_one_prompt(3, 9, [5, 1, 30, 5])
 
 
 def _gradients(lm: Any, logprobs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,17 +78,18 @@ def _gradients(lm: Any, logprobs: list[torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def _compare(lm: Any, share_prefix: bool) -> dict[int, Any]:
-    samples = _samples()
-    want = _theirs(lm, samples)
-    want_gradients = _gradients(lm, want)
-    got, used = _ours(lm, samples, share_prefix)
+    model = CausalModel(lm)
+    with eager_attention(lm, model.parts):
+        want = plain_logprobs(lm, SAMPLES, 9)
+        want_gradients = _gradients(lm, want)
+    got, context = score_pack(model, SAMPLES, share_prefix)
     gradients = _gradients(lm, got)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert gradients.keys() == want_gradients.keys()
     for name, gradient in gradients.items():
         assert (gradient - want_gradients[name]).norm() <= 1e-5 * want_gradients[name].norm(), name
-    return used
+    return context.used
 
 
 @pytest.mark.parametrize("share_prefix", [False, True], ids=["packed", "shared"])
@@ -159,11 +132,7 @@ def test_greedy_answers_are_those_of_generate(model_type):
 def test_position_biases_reach_over_the_tiles_of_the_cache():
     lm = tiny("bloom")
     turn = run(tiny_engine(lm), [ask("a", range(5, 14), max_new_tokens=160)])["a"]
-    row = torch.tensor([*range(5, 14), *turn.output_ids.tolist()])
-    with torch.no_grad():
-        logits = plain(lm)(row[None]).logits[0, 8:-1]
-    want = torch.log_softmax(logits, -1).gather(1, row[9:, None])[:, 0]
-    torch.testing.assert_close(torch.from_numpy(turn.logprobs), want, rtol=1e-4, atol=1e-4)
+    assert differences(lm, turn).max() < 2e-4
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -179,11 +148,12 @@ def test_a_folder_of_the_family_is_loaded_and_passes_the_comparison_with_transfo
 @pytest.mark.parametrize("model_type", ["nemotron", "bloom", "gptj"])
 def test_a_checkpointed_block_is_computed_again_with_the_rows_of_its_own_pack(model_type):
     """Two packs are scored before the first one's backward pass."""
-    lm, samples = tiny(model_type), _samples()
-    want = _gradients(lm, _ours(lm, samples, True)[0])
-    checkpoint_blocks(list(CausalModel(lm).layers))
-    first = _ours(lm, samples, True)[0]
-    _ours(lm, samples[:2], False)
+    lm = tiny(model_type)
+    model = CausalModel(lm)
+    want = _gradients(lm, score_pack(model, SAMPLES)[0])
+    checkpoint_blocks(list(model.layers))
+    first = score_pack(model, SAMPLES)[0]
+    score_pack(model, SAMPLES[:2], share_prefix=False)
     for name, gradient in _gradients(lm, first).items():
         assert torch.equal(gradient, want[name]), name
 

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from meshrl.config.model import LoraConfig
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.flops import _PEAKS, model_flops, peak_flops
+from meshrl.model.costs import _PEAKS, model_flops, peak_flops
 from meshrl.model.lora import add_adapters, init_adapters
 
 LENGTH, SCORED = 48, 40

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_lm
-from tiny_samples import random_samples
+from tiny_packs import answers_to_one_prompt, plain_logprobs, score_pack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.core.errors import ConfigError
-from meshrl.core.types import Sample
 from meshrl.model.attention import ALIGNED_KEYS, CHEAP_WASTE, AttentionSpec, PackedAttention, UlyssesAttention
 from meshrl.model.causal import CausalModel
 from meshrl.parallel.exchange import Axis
@@ -195,60 +194,27 @@ def test_changing_one_row_changes_no_bit_of_another(family, dtype):
             assert torch.equal(before[i], after[i]) == (i != changed), f"row {i} after a change of row {changed}"
 
 
-def _group(seed: int, prompt: int, answers: list[int]) -> list[Sample]:
-    samples = random_samples(seed, [prompt + n for n in answers], groups=1)
-    for s in samples:
-        s.prefix_len, s.mask, s.temperature = prompt, np.arange(len(s)) >= prompt, 1.0
-        s.tokens[:prompt] = samples[0].tokens[:prompt]
-    return samples
-
-
-def _score_packed(model: CausalModel, samples: list[Sample], share_prefix: bool = True) -> list[torch.Tensor]:
-    """Logprobs of the trained tokens of each sample, in one pack."""
-    batch = pack(samples, list(range(len(samples))), share_prefix=share_prefix)
-    assert (batch.num_tokens < sum(len(s) for s in samples)) == share_prefix
-    scored = batch.mask.nonzero()[:, 0]
-    context = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents)
-    with torch.no_grad():
-        logp, _ = model(
-            batch.tokens,
-            batch.position_ids,
-            context,
-            scored,
-            batch.previous[scored],
-            batch.temperature[scored],
-            64,
-            False,
-            {},
-        )
-    row_of = torch.tensor(batch.rows)[torch.searchsorted(batch.cu_seqlens, scored, right=True) - 1]
-    return [logp[row_of == i] for i in range(len(samples))]
-
-
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_answers_after_a_shared_prompt_equal_plain_transformers_one_row_at_a_time(family):
     """With windows that end inside the prompt, and answers of one token."""
-    samples = _group(3, 9, [5, 1, 30, 5])
-    packed = _score_packed(CausalModel(tiny_lm(family)), samples)
+    samples = answers_to_one_prompt(3, 9, [5, 1, 30, 5])
+    packed, context = score_pack(CausalModel(tiny_lm(family)), samples)
+    assert context.num_tokens < sum(map(len, samples))
     plain = tiny_lm(family)
     plain.set_attn_implementation("eager")
-    for s, got in zip(samples, packed, strict=True):
-        tokens = torch.from_numpy(s.tokens.astype(np.int64))
-        with torch.no_grad():
-            logq = torch.log_softmax(plain(tokens[None]).logits[0].double(), -1)
-        want = logq[:-1].gather(1, tokens[1:, None])[8:, 0]
-        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+    for got, want in zip(packed, plain_logprobs(plain, samples, 9), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_changing_one_answer_changes_no_bit_of_the_others_that_share_its_prompt(family):
     model = CausalModel(tiny_lm(family))
-    samples = _group(4, 12, [40, 7, 7, 1])
-    before = _score_packed(model, samples)
+    samples = answers_to_one_prompt(4, 12, [40, 7, 7, 1])
+    before, _ = score_pack(model, samples)
     for changed in range(len(samples)):
         original = samples[changed].tokens.copy()
         samples[changed].tokens[12:] = (original[12:] + 7) % 64
-        after = _score_packed(model, samples)
+        after, _ = score_pack(model, samples)
         samples[changed].tokens[:] = original
         for i in range(len(samples)):
             assert torch.equal(before[i], after[i]) == (i != changed), f"answer {i} after a change of {changed}"
@@ -260,7 +226,7 @@ def test_sharing_a_prompt_never_costs_more_than_not_sharing_it(seed):
     prompt, answers = int(rng.integers(1, 400)), rng.integers(1, 300, 12).tolist()
     costs = []
     for share in (True, False):
-        batch = pack(_group(seed, prompt, answers), list(range(12)), share_prefix=share)
+        batch = pack(answers_to_one_prompt(seed, prompt, answers), list(range(12)), share_prefix=share)
         with _Cost(heads=2) as cost:
             context = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents)
             context.attend(0, *_qkv(batch.num_tokens, heads=2, kv_heads=2), AttentionSpec(0.3))

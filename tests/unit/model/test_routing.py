@@ -15,7 +15,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import cast_parameters
 from meshrl.model.routing import require_routing
 from meshrl.model.verify import require_replay
-from meshrl.parallel.checkpointing import checkpoint_blocks
+from meshrl.parallel.fsdp import checkpoint_blocks
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(40) * 7 % 60 + 1

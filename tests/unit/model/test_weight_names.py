@@ -18,6 +18,7 @@ from meshrl.model.recipe import Recipe, cast_parameters, load_causal_lm, materia
 from meshrl.model.stream import LoadedWeights, StoredWeights
 
 CPU = torch.device("cpu")
+_UP = "model__layers__0__mlp__up_proj__weight"
 
 
 @pytest.fixture
@@ -94,36 +95,24 @@ def test_a_missing_tensor_is_named_with_the_nearest_that_is_there(folder):
     assert str(folder) in text and "model.norm.weight [32]" in text and "don't fill Qwen2ForCausalLM" in text
 
 
-def test_a_tensor_that_the_model_does_not_have_is_named_with_its_file(folder):
-    """A head of another task must not be dropped silently."""
-    _rewrite(folder, v_head__weight=torch.zeros(1, 32))
-    with pytest.raises(UnloadedParamsError, match=r"no parameter for.*\n    v_head\.weight \[1, 32\] in model\.safe"):
-        load_causal_lm(folder)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both(folder):
-    _rewrite(folder, model__layers__0__mlp__up_proj__weight=torch.zeros(40, 32))
-    with pytest.raises(UnloadedParamsError, match=r"up_proj\.weight is F32 \[40, 32\] in .* float32 \[48, 32\] in"):
-        load_causal_lm(folder)
-
-
-def test_integers_instead_of_floats_are_refused(folder):
-    """Quantised weights without their scales must not be loaded as numbers."""
-    _rewrite(folder, model__layers__0__mlp__up_proj__weight=torch.ones(48, 32, dtype=torch.int8))
-    with pytest.raises(UnloadedParamsError, match=r"dtype.*\n    model\.layers\.0\.mlp\.up_proj\.weight is I8 "):
-        load_causal_lm(folder)
-
-
-def test_two_tensors_with_one_hub_name_are_refused(folder):
-    _rewrite(folder, norm__weight=torch.ones(32))
-    with pytest.raises(UnloadedParamsError, match=r"norm\.weight and model\.norm\.weight are both the weight"):
-        load_causal_lm(folder)
-
-
-def test_a_missing_tensor_is_refused_where_only_transformers_can_load_the_files(folder):
-    """As for a head that differs from the embedding. Transformers would fill the tensor with random numbers."""
-    _rewrite(folder, lm_head__weight=torch.randn(64, 32), model__norm__weight=None)
-    with pytest.raises(UnloadedParamsError, match=r"they would be left random:\n    model\.norm\.weight \[32\]"):
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"v_head__weight": torch.zeros(1, 32)}, r"no parameter for.*\n    v_head\.weight \[1, 32\] in model\.safe"),
+        ({_UP: torch.zeros(40, 32)}, r"up_proj\.weight is F32 \[40, 32\] in .* float32 \[48, 32\] in"),
+        ({_UP: torch.ones(48, 32, dtype=torch.int8)}, r"dtype.*\n    model\.layers\.0\.mlp\.up_proj\.weight is I8 "),
+        ({"norm__weight": torch.ones(32)}, r"norm\.weight and model\.norm\.weight are both the weight"),
+        (  # a head that differs from the embedding, so that only Transformers can load the files
+            {"lm_head__weight": torch.randn(64, 32), "model__norm__weight": None},
+            r"they would be left random:\n    model\.norm\.weight \[32\]",
+        ),
+    ],
+    ids=["a head of another task", "another shape", "quantised without scales", "one hub name", "missing"],
+)
+def test_tensors_that_do_not_fit_are_named(folder, changes, expected):
+    """None may be dropped, rounded or left random silently."""
+    _rewrite(folder, **changes)
+    with pytest.raises(UnloadedParamsError, match=expected):
         load_causal_lm(folder)
 
 

@@ -30,17 +30,17 @@ from tiny_specs import worker_spec
 from waiting import wait_until
 
 from meshrl.algo.losses import sft_loss
-from meshrl.cluster import rank_program
+from meshrl.cluster import worker as rank_program
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.processes import ProcessExecutor
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
 from meshrl.process import spawn
-from meshrl.process.family import family
+from meshrl.process.diagnosis import family
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from outsider import OTHER_USER
 
-from meshrl.process.private_caches import CACHES
+from meshrl.process.spawn import CACHES
 
 SCRIPT = """
 import os
 from meshrl.config.cluster import ClusterConfig
-from meshrl.cluster.rank_program import prepare_ranks
+from meshrl.cluster.worker import prepare_ranks
 {before}
 prepare_ranks(ClusterConfig(executor="inline"))
 import torch

@@ -10,7 +10,8 @@ import triton_interpreter  # skips this file where the interpreter can't run
 from tiny_engines import ask, run, scores, tiny_engine
 from tiny_models import tiny_lm
 
-from meshrl.model import decoder_kernels, fast_decoder
+from meshrl.model import fast_decoder
+from meshrl.model import kernels as decoder_kernels
 from meshrl.model.attention import AttentionSpec
 from meshrl.model.causal import CausalModel
 from meshrl.rollout.embedded import decode_graph, kernels, kv_cache, runner

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,7 @@ from meshrl.core.errors import (
     StaleWeightsError,
     UnloadedParamsError,
 )
-from meshrl.rollout.completions import only_model
-from meshrl.rollout.folder_weights import FolderWeights
+from meshrl.rollout.completions import FolderWeights, only_model
 from meshrl.rollout.server.weights import ServerWeights
 from meshrl.sync.layout import make_layout
 from meshrl.sync.receiver import describe
@@ -34,17 +34,14 @@ CONTEXT = list(range(10, 30))
 pytestmark = pytest.mark.timeout(400)  # the server's start is part of the first test's time
 
 
-def go(server, main, **changes):
-    """Run a test with an engine for the server, within a deadline."""
-
-    async def run():
-        engine = endpoint_client(*server, **changes)
-        try:
-            await asyncio.wait_for(main(engine), 100)
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def connected(server, **changes):
+    """An engine for the server."""
+    engine = endpoint_client(*server, **changes)
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 class Answers:
@@ -68,18 +65,15 @@ class Answers:
         yield {"choices": [choice | {"logprobs": {"token_logprobs": [-0.5]}} | self.change]}
 
 
-def scripted(answers, main, folder=Path("model"), **changes):
-    """Run a test with an engine for this server."""
-
-    async def run():
-        async with answering(answers) as url:
-            engine = await asyncio.to_thread(endpoint_client, url, folder, **changes)
-            try:
-                await asyncio.wait_for(main(engine), 60)
-            finally:
-                await engine.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def scripted(answers, folder=Path("model"), **changes):
+    """An engine for this server."""
+    async with answering(answers) as url:
+        engine = await asyncio.to_thread(endpoint_client, url, folder, **changes)
+        try:
+            yield engine
+        finally:
+            await engine.close()
 
 
 @pytest.mark.parametrize(
@@ -92,50 +86,41 @@ def scripted(answers, main, folder=Path("model"), **changes):
     ],
     ids=["echo", "no ids", "no logprobs", "text"],
 )
-def test_a_server_that_returns_no_ids_or_logprobs_is_refused(change, error, expected):
-    async def main(engine):
+async def test_a_server_that_returns_no_ids_or_logprobs_is_refused(change, error, expected):
+    async with scripted(Answers(change)) as engine:
         engine.trust_loaded_weights()
         with pytest.raises(error, match=expected):
             await engine.generate(ask("a", CONTEXT, max_new_tokens=1))
 
-    scripted(Answers(change), main)
 
-
-def test_a_continuation_is_sampled_with_another_seed():
+async def test_a_continuation_is_sampled_with_another_seed():
     """A server may seed a generator for each request: the same seed would repeat the random numbers."""
     answers = Answers()
-
-    async def main(engine):
+    async with scripted(answers) as engine:
         engine.trust_loaded_weights()
         await engine.generate(ask("a", CONTEXT, seed=3))
         await engine.generate(ask("b", CONTEXT, seed=3, prefix_output=np.array([5], np.int32)))
         assert answers.seeds[0] == 3 != answers.seeds[1]
 
-    scripted(answers, main)
-
 
 @pytest.mark.parametrize(("reload", "expected"), [(None, "something broke in here"), ({}, "success")])
-def test_a_folder_that_is_not_loaded_ends_the_sync(reload, expected, tmp_path):
+async def test_a_folder_that_is_not_loaded_ends_the_sync(reload, expected, tmp_path):
     lm = tiny_lm("qwen2")
     lm.save_pretrained(tmp_path)
-
-    async def main(engine):
+    async with scripted(Answers(reload=reload), tmp_path) as engine:
         await engine.reconcile(layout_of(lm))
         with pytest.raises(EngineFailure, match=expected):
             await sync(lm, engine, 0)
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
 
-    scripted(Answers(reload=reload), main, tmp_path)
 
-
-def test_a_folder_that_was_not_loaded_is_removed_with_the_next_one(tmp_path):
+async def test_a_folder_that_was_not_loaded_is_removed_with_the_next_one(tmp_path):
     """The server may still read the last folder that it loaded, so that one stays until then, too."""
     lm, answers = tiny_lm("qwen2"), Answers(reload={"success": True})
     model, versions = tmp_path / "model", tmp_path / "versions"
     lm.save_pretrained(model)
-
-    async def main(engine):
+    async with scripted(answers, model, versions=versions) as engine:
         await engine.reconcile(layout_of(lm))
         await sync(lm, engine, 0)
         answers.reload = None
@@ -147,11 +132,9 @@ def test_a_folder_that_was_not_loaded_is_removed_with_the_next_one(tmp_path):
         await sync(lm, engine, 2)
         assert [folder.name for folder in versions.iterdir()] == ["version_2"]
 
-    scripted(answers, main, model, versions=versions)
 
-
-def test_an_endpoint_without_folders_evaluates_but_does_not_train():
-    async def main(engine):
+async def test_an_endpoint_without_folders_evaluates_but_does_not_train():
+    async with scripted(Answers(), takes_folders=False) as engine:
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
         engine.trust_loaded_weights()
@@ -159,50 +142,39 @@ def test_an_endpoint_without_folders_evaluates_but_does_not_train():
         with pytest.raises(CapabilityError, match="evaluation"):
             await engine.reconcile(layout_of(tiny_lm("qwen2")))
 
-    scripted(Answers(), main, takes_folders=False)
 
-
-def test_each_version_is_a_folder_that_loads(endpoint_server, tmp_path):
+async def test_each_version_is_a_folder_that_loads(endpoint_server, tmp_path):
     """SGLang takes the last folder as the name of its model, also for the next client."""
     lm, other = tiny_vllm_lm(), tiny_vllm_lm(seed=1)
-
-    async def first(engine):
+    async with connected(endpoint_server, versions=tmp_path) as engine:
         await engine.reconcile(layout_of(lm))
         ack = await sync(lm, engine, 0)
         assert ack.wire and ack.read_back is None  # the parameters of such a server can't be read back
         await sync(other, engine, 1)
         assert set((await check_samples_from(engine, other, CONTEXT, "a")).versions) == {1}
-
-    async def second(engine):
+    assert [folder.name for folder in tmp_path.iterdir()] == ["version_1"]  # the earlier one was removed
+    loaded = type(other).from_pretrained(tmp_path / "version_1").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in other.state_dict().items())
+    async with connected(endpoint_server) as engine:
         await engine.reconcile(layout_of(lm))
         await sync(lm, engine, 0)
         await check_samples_from(engine, lm, CONTEXT, "a")
 
-    go(endpoint_server, first, versions=tmp_path)
-    assert [folder.name for folder in tmp_path.iterdir()] == ["version_1"]  # the earlier one was removed
-    loaded = type(other).from_pretrained(tmp_path / "version_1").state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in other.state_dict().items())
-    go(endpoint_server, second)
 
-
-def test_a_folder_that_the_server_can_t_load_is_refused_and_the_server_lives(endpoint_server, tmp_path):
+async def test_a_folder_that_the_server_can_t_load_is_refused_and_the_server_lives(endpoint_server, tmp_path):
     lm = tiny_vllm_lm()
-
-    async def main(engine):
+    async with connected(endpoint_server) as engine:
         await engine.reconcile(layout_of(lm))
         await sync(lm, engine, 0)
         with pytest.raises(RequestError, match="/update_weights_from_disk"):
             await engine._dialect._reload(tmp_path / "nothing")
         await check_samples_from(engine, lm, CONTEXT, "a")
 
-    go(endpoint_server, main)
 
-
-def test_a_sync_waits_for_running_requests(endpoint_server):
+async def test_a_sync_waits_for_running_requests(endpoint_server):
     """The version of each token is known only because weights do not change while a request runs."""
     lm, other = tiny_vllm_lm(), tiny_vllm_lm(seed=1)
-
-    async def main(engine):
+    async with connected(endpoint_server) as engine:
         await engine.reconcile(layout_of(lm))
         await sync(lm, engine, 0)
         task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=400, ignore_eos=True)))
@@ -210,8 +182,6 @@ def test_a_sync_waits_for_running_requests(endpoint_server):
             await asyncio.sleep(0.001)
         await sync(other, engine, 1)
         assert task.done() and set((await task).versions) == {0} and len((await task).output_ids) == 400
-
-    go(endpoint_server, main)
 
 
 class Reloads(list):

@@ -17,7 +17,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.types import Request, Turn
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.rollout.continuation import join_turns
+from meshrl.rollout.base import join_turns
 from meshrl.rollout.embedded.engine import build_embedded_engine
 
 CPU = torch.device("cpu")

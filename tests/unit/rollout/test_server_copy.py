@@ -3,7 +3,6 @@ gets merged weights."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_sync import held_of
 
 from meshrl.core.errors import SyncError
-from meshrl.rollout.folder_weights import FolderWeights
+from meshrl.rollout.completions import FolderWeights
 from meshrl.rollout.server.weights import ServerWeights
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, SyncHeader, make_layout
@@ -96,57 +95,44 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     pair.weights.close()
 
 
-def test_adapters_are_sent_alone_and_the_server_gets_merged_weights(pair):
-    async def main():
-        await pair.weights.reconcile(pair.layout)
-        first = await pair.sync(0)
-        pair.check()
-        for name in ADAPTERS:
-            pair.tensors[name] *= 0.05  # a change of about a step of the weights
-        ack = await pair.sync(1, alone=True)
-        pair.check()
-        assert (ack.num_changed, pair.weights.state.version) == (2, 1)
-        assert 0 < ack.num_bytes < first.num_bytes / 3
-
-    asyncio.run(main())
+async def test_adapters_are_sent_alone_and_the_server_gets_merged_weights(pair):
+    await pair.weights.reconcile(pair.layout)
+    first = await pair.sync(0)
+    pair.check()
+    for name in ADAPTERS:
+        pair.tensors[name] *= 0.05  # a change of about a step of the weights
+    ack = await pair.sync(1, alone=True)
+    pair.check()
+    assert (ack.num_changed, pair.weights.state.version) == (2, 1)
+    assert 0 < ack.num_bytes < first.num_bytes / 3
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["full", "adapter"])
 @pytest.mark.parametrize("fault", ["flipped", "dropped"])
-def test_a_fault_before_the_copy_ends_the_sync(pair, fault, alone):
-    async def main():
-        await pair.weights.reconcile(pair.layout)
-        await pair.sync(0)
-        with pytest.raises(SyncError):
-            await pair.sync(1, alone, fault)
-        assert pair.weights.state.version == -1 and len(pair.folders) == 1
-        await pair.sync(2)
-        pair.check()
-
-    asyncio.run(main())
+async def test_a_fault_before_the_copy_ends_the_sync(pair, fault, alone):
+    await pair.weights.reconcile(pair.layout)
+    await pair.sync(0)
+    with pytest.raises(SyncError):
+        await pair.sync(1, alone, fault)
+    assert pair.weights.state.version == -1 and len(pair.folders) == 1
+    await pair.sync(2)
+    pair.check()
 
 
-def test_a_base_weight_that_has_changed_in_the_copy_is_named(pair):
+async def test_a_base_weight_that_has_changed_in_the_copy_is_named(pair):
     """A sync of adapters does not send the base again, so each one proves it again."""
-
-    async def main():
-        await pair.weights.reconcile(pair.layout)
-        await pair.sync(0)
-        pair.weights._copy._tensors["norm.weight"][3] += 1
-        with pytest.raises(SyncError, match=r"version 1 is not in place(?s:.)*norm.weight"):
-            await pair.sync(1, alone=True)
-
-    asyncio.run(main())
+    await pair.weights.reconcile(pair.layout)
+    await pair.sync(0)
+    pair.weights._copy._tensors["norm.weight"][3] += 1
+    with pytest.raises(SyncError, match=r"version 1 is not in place(?s:.)*norm.weight"):
+        await pair.sync(1, alone=True)
 
 
-def test_a_sync_of_adapters_is_refused_without_a_base(pair):
-    async def main():
-        await pair.weights.reconcile(pair.layout)
-        await pair.sync(0)
-        pair.weights.state.end("released")
-        with pytest.raises(SyncError, match="send everything"):
-            await pair.sync(1, alone=True)
-        await pair.sync(1)
-        pair.check()
-
-    asyncio.run(main())
+async def test_a_sync_of_adapters_is_refused_without_a_base(pair):
+    await pair.weights.reconcile(pair.layout)
+    await pair.sync(0)
+    pair.weights.state.end("released")
+    with pytest.raises(SyncError, match="send everything"):
+        await pair.sync(1, alone=True)
+    await pair.sync(1)
+    pair.check()

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from meshrl.core.errors import EngineFailure, RequestError
-from meshrl.rollout.server.gate import Gate
+from meshrl.rollout.server.engine import Gate
 from meshrl.rollout.server.http import HttpClient, fetch
 
 

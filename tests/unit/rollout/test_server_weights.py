@@ -86,10 +86,6 @@ async def late_at(step: str) -> AsyncIterator[tuple[ServerWeights, Server, async
         weights.close()
 
 
-def go(main: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 20))
-
-
 async def check_later_steps_are_refused(weights: ServerWeights) -> None:
     for step in (lambda: weights.receive(DELIVERY), weights.commit):
         with pytest.raises(SyncError, match=r"is not allowed while the weights are (invalid|incomplete)"):
@@ -97,62 +93,51 @@ async def check_later_steps_are_refused(weights: ServerWeights) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_an_answer_after_the_cancel_does_not_resume_the_sync(step):
+async def test_an_answer_after_the_cancel_does_not_resume_the_sync(step):
     """The cancel does not wait for that answer. A commit that succeeded too late leaves no version."""
-
-    async def main() -> None:
-        async with late_at(step) as (weights, server, running):
-            await weights.cancel()
-            assert not running.done() and server.calls[-1] == "cancel"
-            server.release.set()
-            with pytest.raises(SyncError, match="cancelled while its server was still at work"):
-                await running
-            assert (weights.state.version, weights.state.expected) == (-1, -1)
-            await check_later_steps_are_refused(weights)
-            for version in (0, 1):  # the last committed version may be sent again
-                await sync(weights, version)
-                assert weights.state.version == version
-
-    go(main())
+    async with late_at(step) as (weights, server, running):
+        await weights.cancel()
+        assert not running.done() and server.calls[-1] == "cancel"
+        server.release.set()
+        with pytest.raises(SyncError, match="cancelled while its server was still at work"):
+            await running
+        assert (weights.state.version, weights.state.expected) == (-1, -1)
+        await check_later_steps_are_refused(weights)
+        for version in (0, 1):  # the last committed version may be sent again
+            await sync(weights, version)
+            assert weights.state.version == version
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_cancel_takes_effect_before_the_server_has_received_it(step):
-    async def main() -> None:
-        async with late_at(step) as (weights, server, running):
-            cancel = await server.start_late(weights.cancel(), "cancel")
-            assert (weights.state.version, weights.state.expected) == (-1, -1)
-            await check_later_steps_are_refused(weights)
-            server.release.set()
-            with pytest.raises(SyncError, match="was cancelled"):
-                await running
-            await cancel
-
-    go(main())
+async def test_a_cancel_takes_effect_before_the_server_has_received_it(step):
+    async with late_at(step) as (weights, server, running):
+        cancel = await server.start_late(weights.cancel(), "cancel")
+        assert (weights.state.version, weights.state.expected) == (-1, -1)
+        await check_later_steps_are_refused(weights)
+        server.release.set()
+        with pytest.raises(SyncError, match="was cancelled"):
+            await running
+        await cancel
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_late_answer_to_a_cancelled_sync_does_not_affect_the_next_one(step):
+async def test_a_late_answer_to_a_cancelled_sync_does_not_affect_the_next_one(step):
     """The next sync has the same version and an equal header: a late answer must not count as an answer to it."""
-
-    async def main() -> None:
-        async with late_at(step) as (weights, server, running):
-            await weights.cancel()
-            again = header_of(1)
-            assert again == header_of(1)
-            late, server.release = server.release, asyncio.Event()
-            begun = await server.start_late(weights.begin(again), "begin")
-            late.set()
-            with pytest.raises(SyncError, match="was cancelled"):
-                await running
-            assert (weights.state.version, weights.state.expected) == (-1, 1)
-            await check_later_steps_are_refused(weights)  # it has not begun yet
-            server.release.set()
-            await begun
-            await weights.receive(DELIVERY)
-            assert (await weights.commit()).version == weights.state.version == 1
-
-    go(main())
+    async with late_at(step) as (weights, server, running):
+        await weights.cancel()
+        again = header_of(1)
+        assert again == header_of(1)
+        late, server.release = server.release, asyncio.Event()
+        begun = await server.start_late(weights.begin(again), "begin")
+        late.set()
+        with pytest.raises(SyncError, match="was cancelled"):
+            await running
+        assert (weights.state.version, weights.state.expected) == (-1, 1)
+        await check_later_steps_are_refused(weights)  # it has not begun yet
+        server.release.set()
+        await begun
+        await weights.receive(DELIVERY)
+        assert (await weights.commit()).version == weights.state.version == 1
 
 
 @pytest.mark.parametrize(
@@ -164,31 +149,28 @@ def test_a_late_answer_to_a_cancelled_sync_does_not_affect_the_next_one(step):
         ("reconcile", {**ANSWERS["reconcile"], "hidden": ["b"]}, None),
     ],
 )
-def test_every_worker_of_a_server_must_prove_its_shard(step, answer, fault):
+async def test_every_worker_of_a_server_must_prove_its_shard(step, answer, fault):
     """The first of two tensor-parallel workers is in order. hidden: a tensor that this worker can't read back."""
 
     async def call(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         good = ANSWERS.get(name, {})
         return [good, answer if name == step else good]
 
-    async def main() -> None:
-        weights = ServerWeights(call, "w")
-        await weights.reconcile(LAYOUT)
-        if fault is None:
-            await weights.begin(header_of(0))
-            await weights.receive(DELIVERY)
-            ack = await weights.commit()
-            assert (ack.wire, ack.read_back) == (True, None)
-        else:
-            with pytest.raises(SyncError, match=fault):
-                await sync(weights, 0)
-            assert weights.state.version == -1
-        weights.close()
-
-    go(main())
+    weights = ServerWeights(call, "w")
+    await weights.reconcile(LAYOUT)
+    if fault is None:
+        await weights.begin(header_of(0))
+        await weights.receive(DELIVERY)
+        ack = await weights.commit()
+        assert (ack.wire, ack.read_back) == (True, None)
+    else:
+        with pytest.raises(SyncError, match=fault):
+            await sync(weights, 0)
+        assert weights.state.version == -1
+    weights.close()
 
 
-def test_the_server_reads_transfers_where_they_are_and_gets_one_call_for_all_of_them():
+async def test_the_server_reads_transfers_where_they_are_and_gets_one_call_for_all_of_them():
     """Only those that other processes can't open are copied."""
     calls: list[list[dict[str, Any]]] = []
 
@@ -196,17 +178,14 @@ def test_the_server_reads_transfers_where_they_are_and_gets_one_call_for_all_of_
         calls.extend([arguments["transfers"]] if step == "receive" else [])
         return [ANSWERS.get(step, {})]
 
-    async def main() -> None:
-        weights = ServerWeights(call, "w")
-        await weights.reconcile(LAYOUT)
-        address = SlotAddress(ring="of the sender", num_slots=3, slot_bytes=99, slot=2, at=16)
-        for number, deliveries in enumerate([[replace(DELIVERY, slot_address=address)] * 2, [DELIVERY]]):
-            await weights.begin(header_of(number))
-            await weights.receive(*deliveries)
-            await weights.commit()
-        weights.close()
-
-    go(main())
+    weights = ServerWeights(call, "w")
+    await weights.reconcile(LAYOUT)
+    address = SlotAddress(ring="of the sender", num_slots=3, slot_bytes=99, slot=2, at=16)
+    for number, deliveries in enumerate([[replace(DELIVERY, slot_address=address)] * 2, [DELIVERY]]):
+        await weights.begin(header_of(number))
+        await weights.receive(*deliveries)
+        await weights.commit()
+    weights.close()
     (first, second), (copied,) = calls
     assert first == second and (first["ring"], first["slot"], first["at"]) == ("of the sender", 2, 16)
     assert copied["ring"] != "of the sender" and copied["facts"] == first["facts"]

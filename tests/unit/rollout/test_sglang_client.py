@@ -4,6 +4,7 @@ import asyncio
 import base64
 import copy
 import pickle
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -50,16 +51,13 @@ INFO = {
         ({"min_p": 0.1}, False, None),
     ],
 )
-def test_parameters_that_sglang_interprets_differently_are_refused(asked, deterministic, expected):
-    async def main():
-        info = {**INFO, "enable_deterministic_inference": deterministic}
-        engine = ServerEngine(SglangDialect(HttpClient("sglang-0", "http://127.0.0.1:9"), info, "default"), **FACTS)
-        engine.trust_loaded_weights()
-        error = EngineFailure if expected is None else CapabilityError  # sent, and no server answers
-        with pytest.raises(error, match=expected or "interrupted"):
-            await engine.generate(ask("a", CONTEXT, **asked))
-
-    asyncio.run(main())
+async def test_parameters_that_sglang_interprets_differently_are_refused(asked, deterministic, expected):
+    info = {**INFO, "enable_deterministic_inference": deterministic}
+    engine = ServerEngine(SglangDialect(HttpClient("sglang-0", "http://127.0.0.1:9"), info, "default"), **FACTS)
+    engine.trust_loaded_weights()
+    error = EngineFailure if expected is None else CapabilityError  # sent, and no server answers
+    with pytest.raises(error, match=expected or "interrupted"):
+        await engine.generate(ask("a", CONTEXT, **asked))
 
 
 def test_a_server_that_does_not_fit_the_config_is_refused():
@@ -260,27 +258,23 @@ class Counting(Script):
             yield event
 
 
-def scripted(script, main, tp_size=1):
-    """Run a test with an engine for this server."""
-
-    async def run():
-        async with answering(script) as url:
-            info = INFO | {"tp_size": tp_size, "enable_memory_saver": True}
-            engine = ServerEngine(SglangDialect(HttpClient("sglang-0", url), info, "run:3"), **FACTS)
-            try:
-                await asyncio.wait_for(main(engine), 60)
-            finally:
-                await engine.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def scripted(script, tp_size=1):
+    """An engine for this server."""
+    async with answering(script) as url:
+        info = INFO | {"tp_size": tp_size, "enable_memory_saver": True}
+        engine = ServerEngine(SglangDialect(HttpClient("sglang-0", url), info, "run:3"), **FACTS)
+        try:
+            yield engine
+        finally:
+            await engine.close()
 
 
-def test_every_update_is_ended_before_the_server_samples_again():
+async def test_every_update_is_ended_before_the_server_samples_again():
     lm = tiny_lm("qwen2")
     script = Script(lm)
     script.is_open = True  # a client that has ended has left it open
-
-    async def main(engine):
+    async with scripted(script) as engine:
         for version in (0, 1):
             assert (await ready(engine, lm, version)).read_back is True
             assert not script.is_open
@@ -290,16 +284,13 @@ def test_every_update_is_ended_before_the_server_samples_again():
         await engine.cancel()
         assert not script.is_open and script.served == "mixed"
 
-    scripted(script, main)
 
-
-def test_each_token_has_its_own_logprob_and_the_version_that_sampled_it():
+async def test_each_token_has_its_own_logprob_and_the_version_that_sampled_it():
     """Also if two requests run at the same time, and new weights arrive in between. A mistake is not visible in a run:
     the ratios of the loss are wrong, and no value is unusual."""
     lm = tiny_lm("qwen2")
     script = Counting(lm)
-
-    async def main(engine):
+    async with scripted(script) as engine:
         await ready(engine, lm)
         asked = [ask(str(n), [n, 7], max_new_tokens=18, ignore_eos=True) for n in (3, 30)]
         tasks = [asyncio.create_task(engine.generate(request)) for request in asked]
@@ -312,16 +303,15 @@ def test_each_token_has_its_own_logprob_and_the_version_that_sampled_it():
             np.testing.assert_allclose(turn.logprobs, -turn.output_ids / 100, rtol=1e-6)
             assert turn.versions.tolist() == [0] + [1] * 17
 
-    scripted(script, main)
 
-
-def test_labels_of_another_client_are_no_versions_of_this_one():
+async def test_labels_of_another_client_are_no_versions_of_this_one():
     """Also if both count their versions in the same way: it has other weights."""
     lm = tiny_lm("qwen2")
     script = Counting(lm)
     script.goes_on.set()
-
-    async def ours(engine):
+    async with scripted(script) as engine:
+        await ready(engine, lm)
+    async with scripted(script) as engine:
         theirs = script.served
         await ready(engine, lm)
         assert set((await engine.generate(ask("a", CONTEXT, max_new_tokens=18))).versions) == {0}
@@ -329,55 +319,41 @@ def test_labels_of_another_client_are_no_versions_of_this_one():
         with pytest.raises(EngineFailure, match=theirs):
             await engine.generate(ask("b", CONTEXT, max_new_tokens=18))
 
-    scripted(script, lambda engine: ready(engine, lm))
-    scripted(script, ours)
 
-
-def test_a_label_that_the_server_does_not_take_ends_the_sync():
+async def test_a_label_that_the_server_does_not_take_ends_the_sync():
     lm = tiny_lm("qwen2")
-
-    async def main(engine):
+    async with scripted(Script(lm, label="old")) as engine:
         with pytest.raises(SyncError, match=r"labelled .*, and SGLang has 'old'"):
             await ready(engine, lm)
 
-    scripted(Script(lm, label="old"), main)
 
-
-def test_a_cache_that_is_not_dropped_ends_the_sync():
+async def test_a_cache_that_is_not_dropped_ends_the_sync():
     lm = tiny_lm("qwen2")
-
-    async def main(engine):
+    async with scripted(Script(lm, flushes=False)) as engine:
         with pytest.raises(RequestError, match="cache was not flushed"):
             await ready(engine, lm)
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
 
-    scripted(Script(lm, flushes=False), main)
 
-
-def test_a_worker_that_does_not_answer_is_named():
-    async def main(engine):
+async def test_a_worker_that_does_not_answer_is_named():
+    lm = tiny_lm("qwen2")
+    async with scripted(Script(lm, silent=1), tp_size=2) as engine:
         with pytest.raises(EngineFailure, match=r"workers \[0\] of 2 did not answer reconcile"):
             await engine.reconcile(layout_of(lm))
 
-    lm = tiny_lm("qwen2")
-    scripted(Script(lm, silent=1), main, tp_size=2)
 
-
-def test_a_stream_that_breaks_is_an_engine_failure():
+async def test_a_stream_that_breaks_is_an_engine_failure():
     """No request is repeated: the second sample would have the same seed and count as another one."""
-
-    async def main(engine):
+    async with scripted(Script(tiny_lm("qwen2"), breaks=True)) as engine:
         engine.trust_loaded_weights()
         with pytest.raises(EngineFailure, match=r"interrupted|without its closing event"):
             await engine.generate(ask("a", CONTEXT))
         assert engine.stats().running == 0
 
-    scripted(Script(tiny_lm("qwen2"), breaks=True), main)
 
-
-def test_an_abort_is_repeated_until_the_late_answer_ends():
-    async def main(engine):
+async def test_an_abort_is_repeated_until_the_late_answer_ends():
+    async with scripted(Script(tiny_lm("qwen2"))) as engine:
         engine.trust_loaded_weights()
         task = asyncio.create_task(engine.generate(ask("a", CONTEXT)))
         while engine.stats().decode_tokens < 1:
@@ -386,14 +362,11 @@ def test_an_abort_is_repeated_until_the_late_answer_ends():
         turn = await task
         assert turn.stop_reason == "abort" and turn.output_ids.tolist() == [5]
 
-    scripted(Script(tiny_lm("qwen2")), main)
 
-
-def test_a_server_stays_paused_until_its_restored_weights_have_values():
+async def test_a_server_stays_paused_until_its_restored_weights_have_values():
     lm = tiny_lm("qwen2")
     script = Script(lm)
-
-    async def main(engine):
+    async with scripted(script) as engine:
         await ready(engine, lm)
         await engine.release({"weights"})
         await engine.restore({"weights"})
@@ -401,16 +374,13 @@ def test_a_server_stays_paused_until_its_restored_weights_have_values():
         await sync(lm, engine, 1)
         assert not script.is_paused
 
-    scripted(script, main)
 
-
-def test_nothing_reaches_a_server_without_its_cache():
+async def test_nothing_reaches_a_server_without_its_cache():
     """A trainer on the same device restores the weights, syncs, and restores the cache last."""
     lm = tiny_lm("qwen2")
     script = Counting(lm)
     script.goes_on.set()
-
-    async def main(engine):
+    async with scripted(script) as engine:
         await ready(engine, lm)
         await engine.release({"weights", "kv_cache"})
         await engine.restore({"weights"})
@@ -421,22 +391,17 @@ def test_nothing_reaches_a_server_without_its_cache():
         await engine.restore({"kv_cache"})
         assert set((await task).versions) == {1}
 
-    scripted(script, main)
 
-
-def test_no_id_of_a_request_begins_with_another_one():
+async def test_no_id_of_a_request_begins_with_another_one():
     """SGLang aborts every request whose id begins with the one given."""
     lm = tiny_lm("qwen2")
     script = Counting(lm)
     script.goes_on.set()
-
-    async def main(engine):
+    async with scripted(script) as engine:
         await ready(engine, lm)
         await asyncio.gather(
             *(engine.generate(ask(str(n), [n, 7], max_new_tokens=18, ignore_eos=True)) for n in range(1, 13))
         )
-
-    scripted(script, main)
     names = script.rids
     assert len(set(names)) == 12
     assert [(a, b) for a in names for b in names if a != b and a.startswith(b)] == []

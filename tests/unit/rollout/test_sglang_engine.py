@@ -1,7 +1,7 @@
 """The SGLang engine with a real server, which the tests share."""
 
 import asyncio
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -12,7 +12,7 @@ from sglang_servers import DROPPING_LOADER, HEADERS, KEY, MAX_CONTEXT_TOKENS, po
 from tiny_engines import ask, deliveries, layout_of, sync
 from vllm_servers import tiny_vllm_lm
 
-from meshrl.core.errors import CapabilityError, EngineFailure, RequestError, StaleWeightsError, SyncError
+from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError, SyncError
 from meshrl.rollout.server.http import fetch
 from meshrl.rollout.sglang import dialect
 from meshrl.sync.layout import SyncHeader
@@ -33,17 +33,14 @@ def other():
     return tiny_vllm_lm(seed=1)
 
 
-def go(url, main):
-    """Run a test with an engine for the server, within a deadline."""
-
-    async def run():
-        engine = sglang_client(url)
-        try:
-            await asyncio.wait_for(main(engine), 100)
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def connected(url):
+    """An engine for the server."""
+    engine = sglang_client(url)
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 async def ready(engine, lm, version=0):
@@ -67,11 +64,10 @@ async def half_a_sync(engine, lm, version):
         await engine.receive(delivery)
 
 
-def test_what_would_end_the_server_is_refused_and_the_server_lives(sglang_server, lm):
+async def test_what_would_end_the_server_is_refused_and_the_server_lives(sglang_server, lm):
     """SGLang ends after a request with an id outside of the vocabulary, after one with min_p in deterministic
     inference, and when memory is allocated that was not released."""
-
-    async def main(engine):
+    async with connected(sglang_server) as engine:
         await ready(engine, lm)
         with pytest.raises(RequestError, match="ids from 0 to 63"):
             await engine.generate(ask("a", [*CONTEXT, 64]))
@@ -79,8 +75,6 @@ def test_what_would_end_the_server_is_refused_and_the_server_lives(sglang_server
             await engine.generate(ask("a", CONTEXT, min_p=0.1))
         assert await engine.restore({"weights", "kv_cache"}) == 0
         assert len((await engine.generate(ask("a", CONTEXT, ignore_eos=True))).output_ids) == 16
-
-    go(sglang_server, main)
 
 
 def test_the_key_is_needed_and_no_command_line_shows_it(sglang_server):
@@ -95,25 +89,21 @@ def test_the_key_is_needed_and_no_command_line_shows_it(sglang_server):
     assert shown and not [command for command in shown if KEY in command]
 
 
-def test_every_position_and_every_id_of_the_model_can_be_used(sglang_server, lm):
+async def test_every_position_and_every_id_of_the_model_can_be_used(sglang_server, lm):
     """SGLang keeps prompts out of the last positions of its context."""
     ids = [3 + i % 61 for i in range(MAX_CONTEXT_TOKENS - 1)]
     assert lm.config.max_position_embeddings == MAX_CONTEXT_TOKENS and max(ids) == lm.config.vocab_size - 1
-
-    async def main(engine):
+    async with connected(sglang_server) as engine:
         await ready(engine, lm)
         turn = await engine.generate(ask("a", ids, temperature=0.0, ignore_eos=True))
         assert (len(turn.output_ids), turn.stop_reason) == (1, "context")
         turn = await engine.generate(ask("b", ids[:-200], max_new_tokens=300, ignore_eos=True))
         assert (len(turn.output_ids), turn.stop_reason) == (201, "context")
 
-    go(sglang_server, main)
 
-
-def test_a_tensor_that_the_server_drops_is_named(sglang_server, lm, other, monkeypatch):
+async def test_a_tensor_that_the_server_drops_is_named(sglang_server, lm, other, monkeypatch):
     """SGLang's loaders silently ignore names; the read-back detects it."""
-
-    async def main(engine):
+    async with connected(sglang_server) as engine:
         await ready(engine, lm)
         monkeypatch.setattr(dialect, "LOADER", DROPPING_LOADER)
         with pytest.raises(SyncError, match=f"{DROPPED} still has the values of version 0"):
@@ -124,13 +114,10 @@ def test_a_tensor_that_the_server_drops_is_named(sglang_server, lm, other, monke
         assert (await sync(other, engine, 2)).read_back is True
         assert set((await engine.generate(ask("a", CONTEXT))).versions) == {2}
 
-    go(sglang_server, main)
 
-
-def test_tokens_of_mixed_weights_are_left_out(sglang_server, lm, other):
+async def test_tokens_of_mixed_weights_are_left_out(sglang_server, lm, other):
     """A request that runs when a sync is cancelled returns only the tokens of the last complete version."""
-
-    async def main(engine):
+    async with connected(sglang_server) as engine:
         await ready(engine, lm)
         task = running(engine, "a")
         await until_tokens(engine, 20)
@@ -143,13 +130,10 @@ def test_tokens_of_mixed_weights_are_left_out(sglang_server, lm, other):
         again = await running(engine, "again")
         np.testing.assert_array_equal(turn.output_ids, again.output_ids[: len(turn.output_ids)])
 
-    go(sglang_server, main)
 
-
-def test_an_abort_ends_no_other_request(sglang_server, lm):
+async def test_an_abort_ends_no_other_request(sglang_server, lm):
     """SGLang aborts every request whose id begins with the one given."""
-
-    async def main(engine):
+    async with connected(sglang_server) as engine:
         await ready(engine, lm)
         # Four run at a time: when the first has sent 80 tokens, the tenth has started.
         tasks = [running(engine, f"r-{i}", count) for i, count in enumerate([LONG, *[40] * 10], 1)]
@@ -157,11 +141,9 @@ def test_an_abort_ends_no_other_request(sglang_server, lm):
         assert await engine.abort(["r-1"]) == 1
         assert [(await task).stop_reason for task in tasks] == ["abort", *["length"] * 10]
 
-    go(sglang_server, main)
 
-
-def test_memory_is_released_and_restored_by_parts(sglang_server, lm):
-    async def main(engine):
+async def test_memory_is_released_and_restored_by_parts(sglang_server, lm):
+    async with connected(sglang_server) as engine:
         await ready(engine, lm)
         num_bytes = await engine.release({"kv_cache"})  # the server's own measurement
         late = asyncio.create_task(engine.generate(ask("late", CONTEXT)))
@@ -179,38 +161,19 @@ def test_memory_is_released_and_restored_by_parts(sglang_server, lm):
         await engine.restore({"kv_cache"})
         assert set((await engine.generate(ask("c", CONTEXT))).versions) == {1}
 
-    go(sglang_server, main)
 
-
-def test_weights_that_another_program_sent_are_detected(sglang_server, lm):
-    """Another client's label is no version of this engine."""
-
-    async def main(engine):
-        await ready(engine, lm)
-        body = {"new_version": "theirs", "abort_all_requests": False}
-        assert post(sglang_server, "/update_weight_version", body).status_code == 200
-        with pytest.raises(EngineFailure, match="theirs"):
-            await engine.generate(ask("a", CONTEXT))
-
-    go(sglang_server, main)
-
-
-def test_state_that_a_dead_client_has_left_is_cleared(sglang_server, lm):
+async def test_state_that_a_dead_client_has_left_is_cleared(sglang_server, lm):
     post(sglang_server, "/pause_generation", {"mode": "retract"})
     assert post(sglang_server, "/begin_weight_update", {}).status_code == 200
-
-    async def main(engine):
+    async with connected(sglang_server) as engine:
         await ready(engine, lm)
         assert set((await engine.generate(ask("a", CONTEXT))).versions) == {0}
 
-    go(sglang_server, main)
-
 
 @pytest.mark.parametrize("end", ["reconcile", "commit", "cancel"])
-def test_no_update_stays_open(sglang_server, lm, end):
+async def test_no_update_stays_open(sglang_server, lm, end):
     """A server whose update was not ended may compute with weights that it has not repacked."""
-
-    async def main(engine):
+    async with connected(sglang_server) as engine:
         await engine.reconcile(layout_of(lm))
         if end == "commit":
             await sync(lm, engine, 0)
@@ -220,11 +183,11 @@ def test_no_update_stays_open(sglang_server, lm, end):
         answer = await asyncio.to_thread(post, sglang_server, "/end_weight_update", {})
         assert answer.status_code == 400 and "no weight-update session is open" in answer.text
 
-    go(sglang_server, main)
 
-
-def test_weights_of_the_model_folder_can_be_trusted_until_a_sync(sglang_server, lm, other):
-    async def main(engine):
+async def test_weights_of_the_model_folder_can_be_trusted_until_a_sync(sglang_server, lm, other):
+    async with connected(sglang_server) as engine:  # an earlier test may have left mixed weights
+        await ready(engine, other)
+    async with connected(sglang_server) as engine:
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
         engine.trust_loaded_weights(5)
@@ -232,6 +195,3 @@ def test_weights_of_the_model_folder_can_be_trusted_until_a_sync(sglang_server, 
         await ready(engine, other, 6)
         with pytest.raises(StaleWeightsError):
             engine.trust_loaded_weights()
-
-    go(sglang_server, lambda engine: ready(engine, other))  # an earlier test may have left mixed weights
-    go(sglang_server, main)

@@ -31,26 +31,22 @@ def test_rows_keep_their_states_when_they_move(family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_state_survives_a_sync(family: str):
+async def test_no_state_survives_a_sync(family: str):
     """Requests that run meanwhile continue with the new weights; their tokens have exactly the logprobs of these."""
     old, new = tiny_lm(family), tiny_lm(family, seed=1)
-
-    async def main() -> None:
-        engine = tiny_engine(old)
-        await engine.reconcile(layout_of(new))
-        running = [asyncio.create_task(engine.generate(greedy(str(i), 6, 40, first=i))) for i in range(3)]
-        while engine.stats().decode_tokens < 20:
-            await asyncio.sleep(0)
-        ack = await sync(new, engine, 1)
-        assert ack.read_back
-        for turn in await asyncio.gather(*running):
-            after = turn.versions == 1
-            assert after.any() and not after.all()
-            ids = np.concatenate([turn.context_ids, turn.output_ids])
-            want = scores(new, ids)[len(turn.context_ids) :]
-            np.testing.assert_allclose(turn.logprobs[after], want[after], atol=1e-4)
-
-    asyncio.run(main())
+    engine = tiny_engine(old)
+    await engine.reconcile(layout_of(new))
+    running = [asyncio.create_task(engine.generate(greedy(str(i), 6, 40, first=i))) for i in range(3)]
+    while engine.stats().decode_tokens < 20:
+        await asyncio.sleep(0)
+    ack = await sync(new, engine, 1)
+    assert ack.read_back
+    for turn in await asyncio.gather(*running):
+        after = turn.versions == 1
+        assert after.any() and not after.all()
+        ids = np.concatenate([turn.context_ids, turn.output_ids])
+        want = scores(new, ids)[len(turn.context_ids) :]
+        np.testing.assert_allclose(turn.logprobs[after], want[after], atol=1e-4)
 
 
 def test_the_memory_of_states_is_counted_and_freed():

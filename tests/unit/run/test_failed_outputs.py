@@ -18,7 +18,7 @@ from meshrl.cli import main
 from meshrl.config.load import load_run_config
 from meshrl.core.errors import CheckpointError, OutputError
 from meshrl.core.files import CONTINUE_LATER, output_errors
-from meshrl.model.weight_files import write_tensors
+from meshrl.model.folder import write_tensors
 from meshrl.monitor.sinks import read_metrics
 from meshrl.run.outputs import live_run
 from meshrl.run.signals import Stop

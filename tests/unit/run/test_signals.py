@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tiny_specs import worker_spec
 
-from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.inline import InlineExecutor
+from meshrl.cluster.train_group import TrainGroup
 from meshrl.process.spawn import STOPS
 from meshrl.run import signals as module
 from meshrl.run.signals import Stop

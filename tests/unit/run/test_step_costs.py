@@ -7,7 +7,7 @@ import pytest
 from tiny_run import train, write_run
 
 from meshrl.config.load import load_sft_config
-from meshrl.model.flops import model_flops
+from meshrl.model.costs import model_flops
 from meshrl.model.recipe import load_causal_lm
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import read_metrics

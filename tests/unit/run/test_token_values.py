@@ -73,6 +73,7 @@ def test_the_log_changes_no_weight_and_is_at_most_twice_as_large(config: Path, l
         assert tokens_file(path).stat().st_size <= path.stat().st_size
 
 
+@pytest.mark.slow
 def test_ranks_return_values_only_for_steps_that_are_logged_and_old_logprobs_are_preferred(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -141,13 +141,6 @@ def test_slots_are_separate_and_shared_by_every_view():
             assert view.slot_address(2) == ring.slot_address(2)
 
 
-def test_names_do_not_repeat():
-    rings = [SharedRing(1, 16) for _ in range(8)]
-    assert len({ring.name for ring in rings}) == 8
-    for ring in rings:
-        ring.close()
-
-
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
 def test_too_little_shared_memory_is_an_error_and_not_a_crash(monkeypatch: pytest.MonkeyPatch):
     made, new_name = [], shared_memory.new_name

@@ -38,17 +38,13 @@ def reference(raw: torch.Tensor) -> int:
     return total & MASK64
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 28, 1001, 70_003])
-def test_a_digest_equals_its_definition(count):
-    raw = random_bytes(count)
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 28, 1001, 70_003, 140_006])
+def test_a_digest_equals_its_definition(count, start):
+    """Also of bytes that begin inside a word, and over several rows of keys."""
+    raw = random_bytes(count + start)[start:]
     assert digest_bytes("sum64", raw) == reference(raw)
     assert digest_bytes("xxh3", raw) == xxhash.xxh3_64_intdigest(raw.numpy().tobytes())
-
-
-def test_a_digest_over_several_rows_of_keys_equals_its_definition():
-    raw = random_bytes(140_006)
-    assert digest_bytes("sum64", raw) == reference(raw)
-    assert digest_bytes("sum64", torch.cat([raw, raw])[1:140_007]) == reference(torch.cat([raw, raw])[1:140_007])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -130,11 +126,6 @@ def test_changes_of_only_the_sign_are_noticed(dtype):
         seen.add(sum64(numbers))
         numbers[[n, n + 16384]] *= -1
     assert len(seen) == 201
-
-
-def test_one_step_of_training_changes_the_digest():
-    numbers = torch.randn(4096).bfloat16()
-    assert sum64(torch.nextafter(numbers, torch.zeros_like(numbers))) != sum64(numbers)
 
 
 def test_dims_of_size_0_and_1_may_have_any_stride():

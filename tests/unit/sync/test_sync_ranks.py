@@ -38,11 +38,6 @@ def ranks_over_sockets(layout: Layout, samplers: int | None, machines: bool = Fa
             rank.transport.close()
 
 
-def go(main: Any) -> None:
-    """Run with a time limit, so that a hang fails the test."""
-    asyncio.run(asyncio.wait_for(main, 60))
-
-
 def all_hold(ranks: Sequence[Rank], weights: dict[str, torch.Tensor]) -> bool:
     return all(rank.engine.holds(weights) for rank in ranks if rank.engine is not None)
 
@@ -50,10 +45,9 @@ def all_hold(ranks: Sequence[Rank], weights: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("machines", [False, True], ids=["one machine", "two machines"])
 @pytest.mark.parametrize("samplers", [None, 1, 2], ids=["colocated", "one sampler", "two samplers"])
 @pytest.mark.parametrize("mesh", ["one rank", "rows", "columns", "3 x 2", "fused", "replicas"])
-def test_every_mesh_reaches_every_sampler_to_the_bit(mesh, samplers, machines):
+async def test_every_mesh_reaches_every_sampler_to_the_bit(mesh, samplers, machines):
     """Everything, then only changes, then everything after a cancelled sampler."""
-
-    async def main(ranks: list[Rank]) -> None:
+    with ranks_over_sockets(layout_on(mesh, 2048 * len(layout_on(mesh).senders)), samplers, machines) as ranks:
         sizes, weights = [], weights_of()
         for version in range(3):
             acks = await sync_ranks(ranks, weights, version)
@@ -66,19 +60,16 @@ def test_every_mesh_reaches_every_sampler_to_the_bit(mesh, samplers, machines):
         (full, *_) = await sync_ranks(ranks, weights, 3)
         assert full.num_bytes == sizes[0] and all_hold(ranks, weights)
 
-    with ranks_over_sockets(layout_on(mesh, 2048 * len(layout_on(mesh).senders)), samplers, machines) as ranks:
-        go(main(ranks))
-
 
 @pytest.mark.parametrize("stage", ["begin", "receive", "commit"])
 @pytest.mark.parametrize("samplers", [None, 2], ids=["colocated", "apart"])
-def test_a_failing_rank_ends_the_sync_of_all_ranks(samplers, stage):
+async def test_a_failing_rank_ends_the_sync_of_all_ranks(samplers, stage):
     """Also of ranks that have already committed; all waits end. The next sync sends everything."""
 
     async def fail(*_: Any) -> None:
         raise SyncError(f"lost power at {stage}")
 
-    async def main(ranks: list[Rank]) -> None:
+    with ranks_over_sockets(layout_on("rows", 512), samplers) as ranks:
         await sync_ranks(ranks, weights_of(), 0)
         setattr(ranks[-1].engine, stage, fail)
         with pytest.raises(SyncError, match=f"lost power at {stage}"):
@@ -88,12 +79,10 @@ def test_a_failing_rank_ends_the_sync_of_all_ranks(samplers, stage):
         (ack, *_) = await sync_ranks(ranks, weights_of(2), 2, "after an error")
         assert ack.num_bytes >= ranks[0].layout.num_bytes and all_hold(ranks, weights_of(2))
 
-    with ranks_over_sockets(layout_on("rows", 512), samplers) as ranks:
-        go(main(ranks))
 
+async def test_a_rank_that_disconnects_ends_the_waits_of_others():
+    with ranks_over_sockets(layout_on("rows", 512), 1) as ranks:
 
-def test_a_rank_that_disconnects_ends_the_waits_of_others():
-    async def main(ranks: list[Rank]) -> None:
         class Stuck(Sampler):
             async def receive(self, *deliveries):
                 blocked.set()
@@ -110,9 +99,6 @@ def test_a_rank_that_disconnects_ends_the_waits_of_others():
         ranks[-1].transport.disconnect()  # as at the end of its process
         with pytest.raises(SyncError, match="could not be sent to a receiver"):
             await sync
-
-    with ranks_over_sockets(layout_on("rows", 512), 1) as ranks:
-        go(main(ranks))
 
 
 # ---- one connection
@@ -146,8 +132,8 @@ LARGE = make_layout({"w": ((48 << 20,), "uint8")})
 
 
 @pytest.mark.parametrize("machines", [False, True], ids=["one machine", "two machines"])
-def test_a_slot_is_not_filled_again_before_it_is_released(machines):
-    async def main(sender: WeightSender, ours: Sockets, theirs: Sockets) -> None:
+async def test_a_slot_is_not_filled_again_before_it_is_released(machines):
+    with one_link(LAYOUT, machines) as (sender, ours, theirs):
         await connect(ours, theirs)
         first, second, third = LAYOUT.transfers
         for transfer in (first, second):
@@ -165,16 +151,12 @@ def test_a_slot_is_not_filled_again_before_it_is_released(machines):
             assert (again.slot_address is None) == machines
             await theirs.release_slot(again)
 
-    with one_link(LAYOUT, machines) as link:
-        go(main(*link))
-
 
 @pytest.mark.parametrize("end", ["its task is cancelled", "the other side disconnects"])
 @pytest.mark.parametrize("wait", ["get", "buffer", "put", "connect"])
-def test_blocked_calls_end(wait, end):
+async def test_blocked_calls_end(wait, end):
     layout = LARGE if wait == "put" else LAYOUT
-
-    async def main(sender: WeightSender, ours: Sockets, theirs: Sockets) -> None:
+    with one_link(layout, machines=True) as (sender, ours, theirs):
         first = layout.transfers[0]
         if wait != "connect":
             await connect(ours, theirs)
@@ -200,12 +182,9 @@ def test_blocked_calls_end(wait, end):
             with pytest.raises(SyncError, match=r"transfer 0 .*(was not received from|could not be sent to) "):
                 await task
 
-    with one_link(layout, machines=True) as link:
-        go(main(*link))
 
-
-def test_receivers_without_the_token_or_of_an_earlier_sync_get_nothing():
-    async def main(sender: WeightSender, ours: Sockets, theirs: Sockets) -> None:
+async def test_receivers_without_the_token_or_of_an_earlier_sync_get_nothing():
+    with one_link(LAYOUT) as (sender, ours, theirs):
         address = ours.prepare("second")
         others = [Sockets(LAYOUT, None, "127.0.0.1", 1) for _ in range(2)]
         silent = socket.create_connection((address.host, address.port))
@@ -223,19 +202,13 @@ def test_receivers_without_the_token_or_of_an_earlier_sync_get_nothing():
         assert (await theirs.get(LAYOUT.transfers[0])).num_bytes == 256
         silent.close()
 
-    with one_link(LAYOUT) as link:
-        go(main(*link))
 
-
-def test_a_sender_that_can_not_be_reached_is_named():
-    async def main(sender: WeightSender, ours: Sockets, theirs: Sockets) -> None:
+async def test_a_sender_that_can_not_be_reached_is_named():
+    with one_link(LAYOUT) as (_, ours, theirs):
         address = ours.prepare("first")
         ours.close()
         with pytest.raises(SyncError, match=rf"at 127\.0\.0\.1:{address.port} can't be reached"):
             await theirs.connect("first", {0: address}, 0, 0)
-
-    with one_link(LAYOUT) as link:
-        go(main(*link))
 
 
 # ---- the header before a sync and the acknowledgements after it

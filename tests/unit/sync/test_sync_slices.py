@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -100,19 +99,16 @@ async def send(trainer: Trainer, server: Server, weights: Any, version: int, bas
 
 @pytest.mark.parametrize("keep", [False, True], ids=["forwarded", "copied"])
 @pytest.mark.parametrize("mesh", ["one rank", "rows", "columns", "3 x 2"])
-def test_each_worker_gets_and_proves_its_slices_for_any_boxes_of_the_trainer(mesh, keep):
-    async def main() -> None:
-        server, trainer, weights = Server(keep_copy=keep), Trainer(layout_of(mesh)), weights_of(0)
-        await server.weights.reconcile(trainer.layout)
-        for version in range(3):
-            base = version - 1 if keep and version else None
-            ack = await send(trainer, server, weights, version, base)
-            assert (ack.version, ack.wire, ack.read_back) == (version, True, True) and server.holds(weights)
-            assert (ack.num_bytes < trainer.layout.num_bytes / 2) == (base is not None)
-            weights = trained(weights, version)
-        server.weights.close()
-
-    asyncio.run(main())
+async def test_each_worker_gets_and_proves_its_slices_for_any_boxes_of_the_trainer(mesh, keep):
+    server, trainer, weights = Server(keep_copy=keep), Trainer(layout_of(mesh)), weights_of(0)
+    await server.weights.reconcile(trainer.layout)
+    for version in range(3):
+        base = version - 1 if keep and version else None
+        ack = await send(trainer, server, weights, version, base)
+        assert (ack.version, ack.wire, ack.read_back) == (version, True, True) and server.holds(weights)
+        assert (ack.num_bytes < trainer.layout.num_bytes / 2) == (base is not None)
+        weights = trained(weights, version)
+    server.weights.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -125,36 +121,32 @@ def test_each_worker_gets_and_proves_its_slices_for_any_boxes_of_the_trainer(mes
         ("a bit", r"o.weight has digest"),
     ],
 )
-def test_a_wrong_slice_of_any_worker_is_named(fault, complaint, rank):
+async def test_a_wrong_slice_of_any_worker_is_named(fault, complaint, rank):
     """A worker compares its loaded parameters with its own slices of the verified bytes."""
+    server, trainer = Server(), Trainer(layout_of("3 x 2"))
+    await server.weights.reconcile(trainer.layout)
+    await send(trainer, server, weights_of(0), 0)
+    worker, model = server.workers[rank], server.models[rank]
+    before = model.qk.data[4:].clone()
 
-    async def main() -> None:
-        server, trainer = Server(), Trainer(layout_of("3 x 2"))
-        await server.weights.reconcile(trainer.layout)
-        await send(trainer, server, weights_of(0), 0)
-        worker, model = server.workers[rank], server.models[rank]
-        before = model.qk.data[4:].clone()
+    def after_loading() -> None:
+        if fault == "stale":
+            model.qk.data[4:] = before
+        elif fault == "experts swapped":
+            model.experts.data[[0, 1]] = model.experts.data[[1, 0]]
+        elif fault == "gate and up swapped":
+            model.experts.data[2] = model.experts.data[2].roll(2, 0)
+        else:
+            model.o.data.view(torch.int32)[5, 3] ^= 1
 
-        def after_loading() -> None:
-            if fault == "stale":
-                model.qk.data[4:] = before
-            elif fault == "experts swapped":
-                model.experts.data[[0, 1]] = model.experts.data[[1, 0]]
-            elif fault == "gate and up swapped":
-                model.experts.data[2] = model.experts.data[2].roll(2, 0)
-            else:
-                model.o.data.view(torch.int32)[5, 3] ^= 1
-
-        worker.after_loading = after_loading
-        with pytest.raises(SyncError, match=complaint):
-            await send(trainer, server, weights_of(1), 1)
-        assert server.weights.state.version == -1
-        del worker.after_loading
+    worker.after_loading = after_loading
+    with pytest.raises(SyncError, match=complaint):
         await send(trainer, server, weights_of(1), 1)
-        assert server.weights.state.version == 1 and server.holds(weights_of(1))
-        server.weights.close()
-
-    asyncio.run(main())
+    assert server.weights.state.version == -1
+    del worker.after_loading
+    await send(trainer, server, weights_of(1), 1)
+    assert server.weights.state.version == 1 and server.holds(weights_of(1))
+    server.weights.close()
 
 
 @pytest.mark.parametrize(
@@ -169,29 +161,22 @@ def test_a_wrong_slice_of_any_worker_is_named(fault, complaint, rank):
         ),
     ],
 )
-def test_workers_refuse_damaged_transfers(damage, complaint):
-    async def main() -> None:
-        server, trainer = Server(), Trainer(layout_of("rows"))
-        await server.weights.reconcile(trainer.layout)
-        await server.weights.begin(header_of(trainer.layout, 0))
-        with pytest.raises(SyncError, match=complaint):
-            for delivery in damage(list(trainer.deliveries(weights_of(0)))):
-                await server.weights.receive(delivery)
-            await server.weights.commit()
-        assert server.weights.state.version == -1
-        server.weights.close()
-
-    asyncio.run(main())
+async def test_workers_refuse_damaged_transfers(damage, complaint):
+    server, trainer = Server(), Trainer(layout_of("rows"))
+    await server.weights.reconcile(trainer.layout)
+    await server.weights.begin(header_of(trainer.layout, 0))
+    with pytest.raises(SyncError, match=complaint):
+        for delivery in damage(list(trainer.deliveries(weights_of(0)))):
+            await server.weights.receive(delivery)
+        await server.weights.commit()
+    assert server.weights.state.version == -1
+    server.weights.close()
 
 
-def test_names_that_the_loader_does_not_know_are_found_before_anything_is_sent():
+async def test_names_that_the_loader_does_not_know_are_found_before_anything_is_sent():
     shapes = {**SHAPES, "experts.gate_up_proj": (3, 4, 6)}
     del shapes["q.weight"]
-
-    async def main() -> None:
-        server = Server()
-        with pytest.raises(UnloadedParamsError, match=r"never sent(.|\n)*qk \[6, 6\](.|\n)*experts.gate_up_proj"):
-            await server.weights.reconcile(layout_of("rows", shapes))
-        server.weights.close()
-
-    asyncio.run(main())
+    server = Server()
+    with pytest.raises(UnloadedParamsError, match=r"never sent(.|\n)*qk \[6, 6\](.|\n)*experts.gate_up_proj"):
+        await server.weights.reconcile(layout_of("rows", shapes))
+    server.weights.close()
