@@ -51,6 +51,7 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         "test_another_model_is_refused": "untied|fewer layers",
     },
     "tests/dist/test_collective_spans.py": {
+        "test_the_bytes_of_all_collectives_are_those_of_the_strategy": "(SHARD_GRAD_OP|NO_SHARD).*",
         "test_recording_and_profiling_do_not_change_a_bit": "NO_SHARD",
     },
     "tests/dist/test_compute_dtype.py": {
@@ -61,7 +62,7 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     "tests/dist/test_equality.py": {
         "test_the_gradient_does_not_depend_on_ranks_micro_batches_or_packs": "1-.*|2-fp64|4-fp32",
         "test_a_group_that_shares_its_prompt_gives_the_same_gradient": "1-.*|2-fp64",
-        "test_every_sharding_strategy_gives_the_same_gradient": "NO_SHARD",
+        "test_every_sharding_strategy_gives_the_same_gradient": "NO_SHARD|SHARD_GRAD_OP",
         "test_masked_positions_are_never_read": "inf|1000000.0",
     },
     "tests/dist/test_export_shards.py": {
@@ -75,14 +76,14 @@ SLOW_CASES: dict[str, dict[str, str]] = {
     },
     "tests/dist/test_lora_experts.py": {
         "test_gradients_equal_the_unsharded_models": "1-.*|2-fp64|4-fp32",
-        "test_peft_loads_the_exported_adapter_and_a_checkpoint_restores_it_on_other_ranks": "transposed, with biases",
+        "test_peft_loads_the_exported_adapter_and_a_checkpoint_restores_it_on_other_ranks": "(?!shared experts).*",
     },
     "tests/dist/test_memory_facts.py": {
-        "test_the_bytes_of_train_engines_follow_from_config_json": "False-NO_SHARD|True-FULL_SHARD",
+        "test_the_bytes_of_train_engines_follow_from_config_json": "False-.*|True-FULL_SHARD",
     },
     "tests/dist/test_mesh_equal.py": {
         # the families below are on two other meshes
-        "test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh": "ulysses.*|(shard 2 x )?tp 2"
+        "test_the_gradient_of_packed_rows_does_not_depend_on_the_mesh": "ulysses.*|(shard 2 x )?tp 2|tp 4"
         "|replicate.*ulysses 2",
         # four families, each on one of the meshes
         "test_the_gradient_of_a_family_does_not_depend_on_the_mesh": "(untied head|biases|parallel|fused experts"
@@ -156,6 +157,9 @@ SLOW_CASES: dict[str, dict[str, str]] = {
         "test_names_and_values_equal_a_fresh_model_to_the_bit": "1-.*|4-fp32|2-bf16",
         "test_every_sharding_strategy_holds_all_of_the_weights": "SHARD_GRAD_OP|NO_SHARD",
         "test_from_pretrained_of_an_exported_folder_gives_the_same_logits": "qwen2-bf16|gemma2-fp32",
+    },
+    "tests/e2e/test_python_api.py": {
+        "test_ctrl_c_ends_the_run_with_a_checkpoint": "notebook",
     },
     "tests/e2e/test_release_memory.py": {
         "test_a_run_that_releases_memory_is_the_same_to_the_bit": "two ranks|LoRA",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,14 +100,23 @@ async def sync(lm: torch.nn.Module, engine: Any, version: int, transfer_bytes: i
     return ack
 
 
-async def check_samples_from(engine: Any, lm: torch.nn.Module, context: list[int], name: str) -> Turn:
-    """Logprobs of sampled tokens are those of Transformers' own forward."""
-    turn: Turn = await engine.generate(ask(name, context, seed=1, ignore_eos=True))
-    ids = torch.tensor([*context, *turn.output_ids])
+def differences(lm: torch.nn.Module, turn: Turn) -> np.ndarray:
+    """By how many nats the logprobs of a turn's tokens differ from those of Transformers' own forward."""
+    ids = torch.tensor([*turn.context_ids, *turn.output_ids])
     with torch.no_grad():
         logits = plain(lm)(input_ids=ids[None]).logits[0].float()
-    expected = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[len(context) - 1 :, 0]
-    np.testing.assert_allclose(turn.logprobs, expected.numpy(), atol=1e-4)
+    expected = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[len(turn.context_ids) - 1 :, 0]
+    return np.abs(turn.logprobs - expected.numpy())
+
+
+async def distance(engine: Any, lm: torch.nn.Module, context: Sequence[int], name: str, **more: Any) -> float:
+    """The largest difference of a turn that the engine samples."""
+    return float(differences(lm, await engine.generate(ask(name, context, seed=1, ignore_eos=True, **more))).max())
+
+
+async def check_samples_from(engine: Any, lm: torch.nn.Module, context: list[int], name: str) -> Turn:
+    turn: Turn = await engine.generate(ask(name, context, seed=1, ignore_eos=True))
+    assert differences(lm, turn).max() < 1e-4
     return turn
 
 

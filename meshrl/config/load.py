@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -30,13 +31,13 @@ from meshrl.config.source import (
     CONFIG_DICT,
     PYTHON_OBJECT,
     SHORT_FORMS,
+    Layer,
+    Names,
     Reader,
-    Tree,
+    content,
+    dotted,
     given_in,
     leaves,
-    merge,
-    nested,
-    plain,
 )
 from meshrl.config.values import show
 from meshrl.core.errors import ConfigError
@@ -125,7 +126,11 @@ def load_sft_config(
 
 def is_sft(source: Source) -> bool:
     """Whether this is a config of `meshrl sft`. Raises: ConfigError when it can't be read."""
-    return any("sft" in tree for tree in _read(source)[-1])
+    return _has_sft(_read(source)[-1])
+
+
+def _has_sft(parts: list[Layer]) -> bool:
+    return any(names[0] == "sft" for part in parts for names in part)
 
 
 def _load(
@@ -139,23 +144,25 @@ def _load(
 ) -> Loaded[C]:
     if isinstance(overrides, str | Mapping):
         raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of strings: ['train.optimizer.lr=1e-6']")
-    path, reader, trees = _read(source)
+    path, reader, parts = _read(source)
     layers = Layers(all_keys(model))
-    if make_case.keywords["purpose"] == "eval" and not any("sft" in tree for tree in trees):  # it has no steps
-        layers.add(nested(model.NUM_STEPS_KEY, Value(1, DEFAULT, reader.folder)))
-    for tree in trees:
-        layers.add(tree)
+    if make_case.keywords["purpose"] == "eval" and not _has_sft(
+        parts
+    ):  # it has no steps, so it needs no number of them
+        parts.insert(0, {tuple(model.NUM_STEPS_KEY.split(".")): Value(1, DEFAULT, reader.folder)})
+    for part in parts:
+        layers.add(part)
     layers.add(*(reader.override(text) for text in overrides))
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
-    written = given_in(layers.tree)
+    written = given_in(layers.values)
     modules = _module_folder(written, reader.folder, of_run)
     if of_run is not None and (refused := [*code_of_the_run(written, of_run)]):
         raise ConfigError(_report(path, refused, written, {}))
     twice = _given_twice(given_in(objects) | dict.fromkeys(in_memory.unused), written)
-    layers.add_objects(objects, len(trees))
+    layers.add_objects(objects, len(parts))
     make_case = partial(make_case, folder=reader.folder)
     while True:
-        given = given_in(layers.tree) | {key: written[key] for problem in twice for key in problem.keys}
+        given = given_in(layers.values) | {key: written[key] for problem in twice for key in problem.keys}
         config, case, faults = _checked(model, layers, given, make_case, [checks.check, *further])
         if not layers.leave_out(faults):
             break
@@ -189,19 +196,18 @@ def _checked(
 ) -> tuple[C | None, Case | None, list[Problem]]:
     """The config, its case, and all problems of both. Config and case are None if there are too many problems."""
     keys = layers.keys
-    config, problems, wrong = _validate(model, plain(layers.tree), keys)
-    stand_ins: dict[str, Value] = {}
+    config, problems, wrong = _validate(model, content(layers.values), keys)
+    stand_ins: dict[Names, Value] = {}
     if problems:  # without the wrong values, the rest may have further problems, for the same message
-        content = plain(layers.tree, wrong)
         for key in (keys[name] for name in wrong if name in keys):
             if key.default is None and not key.is_section:  # it is required
                 value = 1 if key.allowed.startswith("integer") else "unknown"
-                stand_ins[key.path] = Value(value, DEFAULT, Path())
-                content = merge(content, nested(key.path, value))
-        config, _, _ = _validate(model, content, keys)
+                stand_ins[tuple(key.path.split("."))] = Value(value, DEFAULT, Path())
+        right = {n: v for n, v in layers.values.items() if not any(path in wrong for path in accumulate(n, dotted))}
+        config, _, _ = _validate(model, content(right | stand_ins), keys)
     if config is None:
         return None, None, problems
-    case = make_case(config=config, given=given | stand_ins)
+    case = make_case(config=config, given=given | given_in(stand_ins))
     lengths, defaults = fitting_lengths(case), _flat_values(config)
     for name, length in lengths.items():
         config = _replaced(config, name.split("."), length)
@@ -214,7 +220,7 @@ def _checked(
     return config, case, problems
 
 
-def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
+def _read(source: Source) -> tuple[Path, Reader, list[Layer]]:
     """The path of the config for messages, and its layers. Raises: ConfigError."""
     if isinstance(source, (RunConfig, SftRunConfig)):
         source = source.model_dump(mode="json", exclude_unset=True)

@@ -1,4 +1,4 @@
-"""The layers of a config as one tree, and which key wins where two do not fit each other: that of the stronger layer.
+"""The layers of a config as one, and which key wins where two do not fit each other: that of the stronger layer.
 The command line is stronger than the file, the file than its base.
 
 A check states in a Problem which of its keys could be left out (Problem.void). Such a key is left out, with a note, if
@@ -12,7 +12,7 @@ from typing import Any
 
 from meshrl.config.case import Problem, Value
 from meshrl.config.schema import NAME, Key, locate
-from meshrl.config.source import Removed, Tree, expand, given_in, merge, without
+from meshrl.config.source import CLEARED, REMOVED, Layer, Names, expand, given_in
 from meshrl.config.values import scalar, show
 
 DEFAULT = "default"
@@ -24,47 +24,57 @@ ARGUMENTS = {  # key of a kind -> where its arguments are; "" = in its own secti
 
 
 class Layers:
-    """The layers of a config, added from the weakest to the strongest.
+    """The layers of a config, added from the weakest to the strongest: a stronger one replaces values, and sections
+    merge.
 
-    tree: all of them, merged. problems: entries to be removed that no weaker layer has.
+    values: of all of them. problems: entries to be removed that no weaker layer has.
     """
 
     def __init__(self, keys: dict[str, Key]):
-        self.tree: Tree = {}
+        self.values: Layer = {}
         self.problems: list[Problem] = []
         self.keys = keys
+        self._sections: set[Names] = set()  # that have or had values
         self._strengths: dict[str, int] = {}  # of the layer that gave, removed or left out a key
         self._strength = 0
         self._left_out: dict[str, list[str]] = {}  # reason -> keys with their values and origins
 
-    def add(self, *trees: Tree) -> None:
-        """Add one layer, which may be in several trees: those of the command line, one for each override."""
+    def add(self, *layers: Layer) -> None:
+        """Add one layer, which may be in several parts: those of the command line, one for each override."""
         self._strength += 1
-        below = given_in(self.tree)
-        for tree in trees:
-            written = expand(tree, self.keys)
-            self._strengths |= dict.fromkeys(given_in(written), self._strength)
-            self.tree = merge(self.tree, written)
-        for key, value in given_in(self.tree).items():
-            if isinstance(value, Removed):
-                self.tree = without(self.tree, key)
-                text = "null and {} remove an entry of a weaker layer, but none has this entry."
-                section = f"{key.rpartition('.')[0]}."
-                names = dict.fromkeys(k[len(section) :].partition(".")[0] for k in below if k.startswith(section))
-                text += f" There are: {', '.join(names)}." if names else ""
-                self.problems.append(Problem((key,), text, value.origin))
+        below = given_in(self.values)
+        for layer in layers:
+            for names, value in expand(layer, self.keys):
+                self._put(names, value, self._strength)
         self.leave_out(list(self._arguments_of_other_kinds(below)))
 
-    def add_objects(self, tree: Tree, strength: int) -> None:
+    def add_objects(self, layer: Layer, strength: int) -> None:
         """Add texts for Python objects. strength: 1 for that of the first layer."""
-        self._strengths |= dict.fromkeys(given_in(tree), strength)
-        self.tree = merge(self.tree, tree)
+        for names, value in layer.items():
+            self._put(names, value, strength)
+
+    def _put(self, names: Names, value: Value, strength: int) -> None:
+        key = ".".join(names)
+        self._strengths[key] = strength
+        there = [each for each in self.values if each[: len(names)] == names] if names in self._sections else [names]
+        removed = [self.values.pop(each, None) for each in there if each != names or value.value in (CLEARED, REMOVED)]
+        for above in (names[:i] for i in range(1, len(names))):
+            self.values.pop(above, None)
+            self._sections.add(above)
+        if value.value is REMOVED and not any(removed):
+            text = "null and {} remove an entry of a weaker layer, but none has this entry."
+            section = names[:-1]
+            others = dict.fromkeys(each[len(section)] for each in self.values if each[: len(section)] == section)
+            text += f" There are: {', '.join(others)}." if others else ""
+            self.problems.append(Problem((key,), text, value.origin))
+        elif value.value not in (CLEARED, REMOVED):
+            self.values[names] = value
 
     def leave_out(self, problems: Iterable[Problem]) -> bool:
         """Remove all keys that a stronger one makes void. Returns whether there are any."""
-        num_given = len(given_in(self.tree))
+        num_given = len(self.values)
         for problem in problems:
-            given = given_in(self.tree)
+            given = given_in(self.values)
             strengths = {  # of a section: that of its strongest key; 0 = a default
                 key: max((s for path, s in self._strengths.items() if f"{path}.".startswith(f"{key}.")), default=0)
                 for key in problem.keys
@@ -77,10 +87,10 @@ class Layers:
             reason = problem.reason or problem.text.partition(". ")[0].removesuffix(".")
             reason = f"left out because of {', '.join(_shown(key, given) for key in causes)}: {reason}."
             self._left_out.setdefault(reason, []).extend(_shown(key, given) for key in void)
-            for key in void:
-                self.tree = without(self.tree, key)
-                self._strengths[key] = strongest  # what depends on this key depends on the causes
-        return len(given_in(self.tree)) < num_given
+            self._strengths |= dict.fromkeys(void, strongest)  # what depends on these keys depends on the causes
+            covered = tuple(f"{key}." for key in void)
+            self.values = {n: v for n, v in self.values.items() if not f"{'.'.join(n)}.".startswith(covered)}
+        return len(self.values) < num_given
 
     def notes(self) -> list[str]:
         """A note for each reason for which keys were left out."""
@@ -90,7 +100,7 @@ class Layers:
 
     def _arguments_of_other_kinds(self, below: dict[str, Value]) -> Iterable[Problem]:
         """Arguments that weaker layers give for another kind of loss, agent or reward than that of the newest layer."""
-        given = given_in(self.tree)
+        given = given_in(self.values)
         for key, value in given.items():
             schema_key, _ = locate(self.keys, key)
             if schema_key is None or schema_key.path not in ARGUMENTS or self._strengths[key] < self._strength:

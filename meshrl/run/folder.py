@@ -20,7 +20,7 @@ from typing import Any
 
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
-from meshrl.config.source import Reader, leaves, plain
+from meshrl.config.source import Reader, content, leaves
 from meshrl.core.errors import CheckpointError, ConfigError, DataError, MeshrlError
 from meshrl.core.files import is_there, replacing, write_text
 from meshrl.core.lookup import similar_names
@@ -91,7 +91,7 @@ def config_of(run: Path | None) -> dict[str, Any]:
     """The config.yaml of a run; {} if there is none that can be read."""
     if run is not None:
         with suppress(ConfigError):
-            return dict(plain(Reader(run).files(run / "config.yaml")[0]))
+            return dict(content(Reader(run).files(run / "config.yaml")[0]))
     return {}
 
 

@@ -159,6 +159,7 @@ def test_the_7b_run_is_explained_from_any_folder_without_its_model_and_data(tmp_
     assert "dp_replicate 1 x dp_shard 8 x ulysses 1 x tp 1" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_7b_script_uses_its_environment_variables_and_overrides(tmp_path: Path) -> None:
     folder = tmp_path / "my out's: data"
     folder.mkdir()

@@ -227,6 +227,7 @@ def test_only_the_newest_states_but_all_models_are_kept(config, monkeypatch):
     assert copied == [True, True, True, True, False]
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_the_background_ends_the_run(config, monkeypatch):
     """At the next step, or at the latest at the end of the run; the checkpoint before it remains, and the last
     finished step is saved if that works again."""

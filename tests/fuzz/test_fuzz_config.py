@@ -178,6 +178,7 @@ def test_the_command_exits_with_2_and_an_error_for_anything_but_a_config_file(
             copy.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_a_random_mixture_of_lines_is_refused_or_read(home: Path):
     """Lines of the config shuffled, repeated and left out: indentation and duplicate keys of every kind."""
     import random

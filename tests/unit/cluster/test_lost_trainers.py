@@ -324,6 +324,7 @@ def test_an_exception_in_a_sampler_ends_the_run_and_nothing_is_replaced(tmp_path
     assert notes == [], "a note that the rank is replaced would be wrong"
 
 
+@pytest.mark.slow
 def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versions(tmp_path):
     """After an optimizer step the trainer's weights are no longer those of its version."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engines import ask, plain, run, tiny_engine
+from tiny_engines import ask, differences, plain, run, tiny_engine
 from tiny_packs import answers_to_one_prompt, plain_logprobs, score_pack
 
 from meshrl.config.model import ModelConfig, num_positions
@@ -132,11 +132,7 @@ def test_greedy_answers_are_those_of_generate(model_type):
 def test_position_biases_reach_over_the_tiles_of_the_cache():
     lm = tiny("bloom")
     turn = run(tiny_engine(lm), [ask("a", range(5, 14), max_new_tokens=160)])["a"]
-    row = torch.tensor([*range(5, 14), *turn.output_ids.tolist()])
-    with torch.no_grad():
-        logits = plain(lm)(row[None]).logits[0, 8:-1]
-    want = torch.log_softmax(logits, -1).gather(1, row[9:, None])[:, 0]
-    torch.testing.assert_close(torch.from_numpy(turn.logprobs), want, rtol=1e-4, atol=1e-4)
+    assert differences(lm, turn).max() < 2e-4
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -21,12 +21,11 @@ CONTEXT = list(range(10, 40))
 
 
 @pytest.mark.slow
-def test_a_vllm_server_is_an_endpoint(tmp_path):
+async def test_a_vllm_server_is_an_endpoint(tmp_path):
     """Its logprobs are the model's, and a request that was aborted can be continued."""
     lm = tiny_vllm_lm()
     folder = save_with_tokenizer(lm, tmp_path / "model")
-
-    async def main(server):
+    with serving(lm, folder, "--no-skip-tokenizer-init") as server:
         http = http_of(server)
         (served,) = (await http.get("/v1/models"))["data"]
         dialect = CompletionsDialect(http, EndpointConfig(), served["id"], folder, 4)
@@ -45,6 +44,3 @@ def test_a_vllm_server_is_an_endpoint(tmp_path):
         assert len(part.output_ids) + len(rest.output_ids) == 800 and rest.stop_reason == "length"
         await check_samples_from(engine, lm, [*CONTEXT, *np.concatenate([part.output_ids, rest.output_ids])], "d")
         await engine.close()
-
-    with serving(lm, folder, "--no-skip-tokenizer-init") as server:
-        asyncio.run(asyncio.wait_for(main(server), 300))

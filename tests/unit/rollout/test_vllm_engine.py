@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tiny_engines import ask, layout_of, plain, sync
+from tiny_engines import ask, distance, layout_of, sync
 from vllm_servers import MISSING, client_of, config_of, serving, tiny_vllm_lm
 
 from meshrl.core.errors import CapabilityError, EngineEnded, EngineFailure, StaleWeightsError, SyncError
@@ -45,16 +45,6 @@ async def synced(server: ServerProcess, lm: torch.nn.Module, engine: ServerEngin
     return engine
 
 
-async def distance(engine: ServerEngine, lm: torch.nn.Module, name: str) -> float:
-    """Largest difference between the logprobs of a sampled turn and the model's own forward, in nats."""
-    turn = await engine.generate(ask(name, LONG, seed=1, ignore_eos=True))
-    ids = torch.as_tensor([*LONG, *turn.output_ids])
-    with torch.no_grad():
-        logprobs = torch.log_softmax(plain(lm)(input_ids=ids[None]).logits[0].float(), -1)
-    expected = logprobs[:-1].gather(1, ids[1:, None])[len(LONG) - 1 :, 0].numpy()
-    return float(np.abs(turn.logprobs - expected).max())
-
-
 class KeepsCache(VllmDialect):
     """Does not drop the prefix cache when new weights are loaded."""
 
@@ -66,19 +56,19 @@ async def test_a_stale_prefix_cache_is_found_by_the_re_score(server):
     """This is the reason for dropping the cache in every sync."""
     other = tiny_vllm_lm(seed=1)
     correct = await synced(server, tiny_vllm_lm())
-    await distance(correct, tiny_vllm_lm(), "a")
+    await distance(correct, tiny_vllm_lm(), LONG, "a")
     assert (await correct.generate(ask("b", LONG))).times.cached_tokens >= 128  # so the cache is used
     await sync(other, correct, 1)
-    assert await distance(correct, other, "c") < 1e-4
+    assert await distance(correct, other, LONG, "c") < 1e-4
 
     stale = client_of(server, KeepsCache, max_context_tokens=512)
     await synced(server, tiny_vllm_lm(), stale)
     http = http_of(server)
     await http.post("/reset_prefix_cache")
     await http.close()
-    await distance(stale, tiny_vllm_lm(), "d")
+    await distance(stale, tiny_vllm_lm(), LONG, "d")
     await sync(other, stale, 1)
-    assert await distance(stale, other, "e") > 0.05
+    assert await distance(stale, other, LONG, "e") > 0.05
 
 
 async def test_prompts_longer_than_a_step_wait_and_are_not_split(server):
@@ -132,13 +122,13 @@ async def test_released_weights_need_a_sync_and_running_requests_finish_before(s
     assert not later.done()
     assert 0 < await engine.restore({"kv_cache"}) <= freed - num_bytes
     assert (await later).versions.tolist() == [1] * len((await later).output_ids)
-    assert await distance(engine, new, "d") < 1e-4
+    assert await distance(engine, new, LONG, "d") < 1e-4
     await engine.release({"weights"})
     with pytest.raises(SyncError, match="memory is released; restore it"):
         await sync(old, engine, 2)
     await engine.restore({"weights"})
     await sync(old, engine, 3)
-    assert await distance(engine, old, "e") < 1e-4
+    assert await distance(engine, old, LONG, "e") < 1e-4
 
 
 async def test_a_released_cache_holds_requests_until_it_is_restored(server):
@@ -159,7 +149,7 @@ async def test_tensor_parallel_workers_take_their_slices_and_prove_them(tmp_path
         engine = await synced(server, lm, client_of(server))
         for version, model in ((1, other), (2, lm)):
             assert (await sync(model, engine, version)).read_back is True
-            assert await distance(engine, model, f"a{version}") < 0.15
+            assert await distance(engine, model, LONG, f"a{version}") < 0.15
 
 
 async def test_a_head_with_stale_packed_weights_is_named_by_the_read_back_proof(faulty):
