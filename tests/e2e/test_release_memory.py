@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_http import answering
 from tiny_run import steps_of, train, write_run
 
-from meshrl.cluster import actors, shared_device
+from meshrl.cluster import actors, rank_sync
 from meshrl.cluster.actors import RankWorker
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Request, Turn
@@ -90,7 +90,7 @@ def test_the_trainer_frees_its_cached_memory_before_samplers_restore_theirs(
         return await restore(engine, parts)
 
     monkeypatch.setattr(EmbeddedEngine, "restore", recording)
-    monkeypatch.setattr(shared_device, "empty_cache", lambda device: seen.append("freed"))
+    monkeypatch.setattr(rank_sync, "empty_cache", lambda device: seen.append("freed"))
     train(write_run(tmp_path), "release", "cluster.executor=inline", "rollout.release_memory=true")
     assert len(seen) >= 8 and seen == ["freed", "weights", "freed", "kv_cache"] * (len(seen) // 4)
 
@@ -118,7 +118,7 @@ def test_a_trainer_whose_state_is_on_the_host_while_it_is_not_needed_trains_the_
         assert parts["params"] >= model_bytes(tmp_path) and parts["optimizer"] == 0
         return backward(trainer, *args, **kwargs)
 
-    for module in (shared_device, engine):
+    for module in (rank_sync, engine):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
     monkeypatch.setattr(RankWorker, "generate", generates)
     monkeypatch.setattr(engine.TrainEngine, "forward_backward", trains)
