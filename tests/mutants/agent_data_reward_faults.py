@@ -160,6 +160,12 @@ FAULTS = [
         _SCORER + "test_an_answer_that_math_answer_can_not_evaluate_in_its_cpu_time_is_wrong_and_counted",
     ),
     Fault(
+        "a reply of user code without the name of the request is a reward",
+        "meshrl/reward/replies.py::parse_reply",
+        'not isinstance(reply, dict) or reply.get("request") != request => not isinstance(reply, dict)',
+        "tests/unit/reward/test_reward_sandbox.py::test_a_reply_between_two_batches_is_no_answer_to_the_next",
+    ),
+    Fault(
         "nulls that unified columns fill in are trained",
         "meshrl/data/datasets.py::messages_of",
         "without_nulls(value) if is_filled else value => value",

@@ -178,3 +178,10 @@ def test_each_package_has_a_line_budget():
         path.parent.name for path in (ROOT / "meshrl").glob("*/__init__.py")
     )
     assert all(int(first.replace(",", "")) <= int(most.replace(",", "")) for _, first, most in rows)
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", "docs/protocols.md", "docs/perf/README.md"])
+def test_the_files_that_a_page_about_the_code_names_exist(page: str):
+    named = re.findall(r"`((?:[\w.]+/)+\w+\.\w+)`", (ROOT / page).read_text(encoding="utf-8"))
+    places = (ROOT, ROOT / "meshrl", ROOT / "benchmarks")
+    assert named and [name for name in named if not any((place / name).exists() for place in places)] == []
