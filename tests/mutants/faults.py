@@ -1,8 +1,9 @@
 """All faults that the tests must catch, read from the tables next to this file.
 
-A table is named after the packages whose code its faults change. A fault is four lines, the last three indented by four
-spaces: its name; its place; "OLD => NEW"; the test. A line that is indented by eight spaces continues the one before it:
-without a space if it begins with "::". Lines that begin with # are comments. What the parts mean, fault.py states.
+A table is named after the packages whose code its faults change. A fault is four lines, the last three indented by
+four spaces: its name; its place; "OLD => NEW"; the test. A line that is indented by eight spaces continues the one
+before it, without a space if it begins with "::". Lines that begin with # are comments. What the parts mean, fault.py
+states.
 """
 
 from __future__ import annotations
