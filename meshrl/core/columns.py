@@ -26,7 +26,8 @@ class TokenColumn:
     the trainer before the update; algo = advantages and weights; update = the forward pass of the update, for the log
     only; log = monitor/token_log.py.
     read_by: batch = train/packing.py; loss = LossInputs; log = the file of token values, which has sampled tokens; view
-    = the viewer's page. repeats: neighbouring tokens often have the same value, so that the file has it once.
+    = the viewer's page, which reads this file. repeats: neighbouring tokens often have the same value, so that the file
+    has it once.
     """
 
     name: str

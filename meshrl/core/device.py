@@ -377,25 +377,25 @@ def keep_few_primitives() -> None:
         os.environ.setdefault(name, _NUM_PRIMITIVES)
 
 
+def _glibc(device: torch.device) -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if device.type == "cpu" and platform.libc_ver()[0] == "glibc" else None
+
+
 def keep_freed_memory(device: torch.device) -> bool:
     """Make a process on a CPU reuse freed memory for its next tensors; returns whether the allocator supports that.
 
     By default glibc returns large blocks to the system at once, and the system has to clear each page again. Call it
     when the model is loaded.
     """
-    if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
+    if (libc := _glibc(device)) is None:
         return False
-    libc = ctypes.CDLL(None)
     return all(libc.mallopt(option, value) == 1 for option, value in _GLIBC_OPTIONS.items())
 
 
 def return_freed_memory(device: torch.device) -> None:
     """Return to the system what `keep_freed_memory` keeps, if it is much: between two phases of different sizes, the
     holes that one leaves do not suit the tensors of the other, and the process would grow to the sum of both."""
-    if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallinfo2"):  # from glibc 2.33 on
+    if (libc := _glibc(device)) is not None and hasattr(libc, "mallinfo2"):  # from glibc 2.33 on
         libc.mallinfo2.restype = _Mallinfo
         if libc.mallinfo2().fordblks > _MUCH_FREED:
             libc.malloc_trim(0)

@@ -33,10 +33,7 @@ class Unreadable(ValueError):
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a regular file, also behind links. Opening a pipe would block, and a device may have no end.
-
-    Raises: Unreadable.
-    """
+    """Bytes of a regular file, also behind links. Opening a pipe would block, and a device may have no end."""
     try:
         status = path.stat()
     except FileNotFoundError as cause:
@@ -69,15 +66,14 @@ def is_private(path: Path) -> bool:
         return False
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
         return False
-    return not status.st_mode & stat.S_IWGRP or _is_own_group(status.st_gid)
-
-
-def _is_own_group(gid: int) -> bool:
+    if not status.st_mode & stat.S_IWGRP:
+        return True
     try:
-        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
     except KeyError:
         return False
-    return user.pw_gid == gid != 0 and group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name}
+    is_own = user.pw_gid == status.st_gid != 0 and group.gr_name == user.pw_name
+    return is_own and {*group.gr_mem} <= {user.pw_name}
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -135,8 +131,6 @@ def parse_json(text: str, constants: bool = True) -> Any:
     """The value of unambiguous JSON: no key twice in an object, no lone surrogate, no nesting above MAX_DEPTH.
 
     constants: whether NaN, Infinity and -Infinity are accepted, as Python writes them.
-
-    Raises: Unreadable with line and column, or with the fault.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=None if constants else _refuse_constant)

@@ -19,12 +19,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def printable(text: str) -> str:
     """The text with control characters as \\xNN or \\uNNNN, except tabs and newlines. Texts of models, graders and
     files may contain sequences that erase the screen or change the order of what it shows."""
-    return _CONTROL.sub(_escaped, text)
-
-
-def _escaped(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    return _CONTROL.sub(lambda c: f"\\x{ord(c[0]):02x}" if ord(c[0]) < 256 else f"\\u{ord(c[0]):04x}", text)
 
 
 def command(name: str, folder: Path) -> str:

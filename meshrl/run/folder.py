@@ -31,7 +31,7 @@ from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import JsonlSink, MetricsLine, metrics_lines, split_lines
 from meshrl.monitor.status import STATUS_FILE, Status, read_status
 from meshrl.process.diagnosis import has_open
-from meshrl.run.models import BEST_FILE, best_facts, model_folder, restore_best, write_best
+from meshrl.run.models import BEST_FILE, model_folder, read_bests, restore_best, write_bests
 from meshrl.train.checkpoint_files import (
     MANIFEST,
     read_controller,
@@ -215,7 +215,7 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
         to.mkdir(parents=True, exist_ok=True)
         os.rename(path, to / path.name)
     if start is not None:
-        best = restore_best(folder, start.step, start.saved.get("best") if start.is_of(folder) else None)
+        best = restore_best(folder, start.step)
         for path, text in ((aside / _METRICS, later), (aside / "checkpoints" / BEST_FILE, best)):
             if text:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,16 +242,17 @@ def _adopt_past(folder: Path, start: Start, theirs: Path) -> None:
             if line.step <= start.step:
                 sink.write(line.step, scores, {name: units.get(name, "") for name in scores})
         sink.close()
-    best = start.saved.get("best")
-    if best is None or best_facts(folder) is not None:
-        return
-    source, model = theirs / best["model"], model_folder(folder, best["step"])
-    if best["step"] and source.is_dir() and not model.is_dir():
-        model.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(model) as aside:
-            shutil.copytree(source, aside, copy_function=_link)
-    if not best["step"] or model.is_dir():
-        write_best(folder, best | {"beaten": [], "others": []})
+    with suppress(CheckpointError):
+        bests = [best for best in read_bests(theirs.parent) if best.step <= start.step]
+        if not bests or read_bests(folder):
+            return
+        best, model = bests[-1], model_folder(folder, bests[-1].step)
+        if best.step and Path(best.model).is_dir() and not model.is_dir():
+            model.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(model) as aside:
+                shutil.copytree(best.model, aside, copy_function=_link)
+        if not best.step or model.is_dir():
+            write_bests(folder, [replace(best, model=str(model)) if best.step else best])
 
 
 def _link(source: str, target: str) -> None:

@@ -21,7 +21,7 @@ from meshrl.loops.job import Resumable
 from meshrl.model.lora import ADAPTER_FOLDER, LEAST_MERGED
 from meshrl.plan.decisions import AUTO_SAVE_S
 from meshrl.run.folder import OTHER_FOLDER
-from meshrl.run.models import Best, best_facts, model_folder, prune_models, read_best, replace_best
+from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best
 from meshrl.run.outputs import LiveRun
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
@@ -190,7 +190,6 @@ class Keeper:
         run.out.writes.wait()  # a run that continues from here does not write earlier files again
         saved = {
             "kind": run.kind,
-            "best": best_facts(run.folder),
             "config": run.loaded.config.model_dump(mode="json"),
             "chat_template": self._chat.template,
             "stop_token_ids": self._chat.stop_token_ids,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_http import answering
 from tiny_run import steps_of, train, write_run
 
-from meshrl.cluster import actors, shared_device
+from meshrl.cluster import rank_sync
 from meshrl.cluster.actors import RankWorker
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Request, Turn
@@ -67,17 +67,6 @@ def test_the_memory_is_free_while_the_gradient_is_computed(tmp_path: Path, monke
     assert held[:2] == [0, 0] and min(held[2:]) >= model_bytes(tmp_path)
 
 
-def test_samplers_on_accelerators_release_their_memory_unless_the_config_has_another_wish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Each step of a colocated run has a full sync anyway, and both sides together are too large for a device."""
-    monkeypatch.setattr(actors, "has_own_memory", lambda device: True)
-    config = write_run(tmp_path)
-    for name, options in (("default", ()), ("unreleased", ("rollout.release_memory=false",))):
-        folder = train(config, name, "cluster.executor=inline", "loop.num_steps=1", *options)
-        assert (RELEASED in steps_of(folder, ("s",))[0]) == (name == "default")
-
-
 def test_the_trainer_frees_its_cached_memory_before_samplers_restore_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -90,7 +79,7 @@ def test_the_trainer_frees_its_cached_memory_before_samplers_restore_theirs(
         return await restore(engine, parts)
 
     monkeypatch.setattr(EmbeddedEngine, "restore", recording)
-    monkeypatch.setattr(shared_device, "empty_cache", lambda device: seen.append("freed"))
+    monkeypatch.setattr(rank_sync, "empty_cache", lambda device: seen.append("freed"))
     train(write_run(tmp_path), "release", "cluster.executor=inline", "rollout.release_memory=true")
     assert len(seen) >= 8 and seen == ["freed", "weights", "freed", "kv_cache"] * (len(seen) // 4)
 
@@ -118,7 +107,7 @@ def test_a_trainer_whose_state_is_on_the_host_while_it_is_not_needed_trains_the_
         assert parts["params"] >= model_bytes(tmp_path) and parts["optimizer"] == 0
         return backward(trainer, *args, **kwargs)
 
-    for module in (shared_device, engine):
+    for module in (rank_sync, engine):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
     monkeypatch.setattr(RankWorker, "generate", generates)
     monkeypatch.setattr(engine.TrainEngine, "forward_backward", trains)

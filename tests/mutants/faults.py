@@ -1,25 +1,28 @@
-"""All faults that the tests must catch. A file of faults is named after the packages whose code its faults change."""
+"""All faults that the tests must catch, read from the tables next to this file.
 
-import agent_data_reward_faults
-import algo_faults
-import cluster_process_faults
-import config_core_faults
-import loops_faults
-import mesh_faults
-import rollout_faults
-import run_monitor_tools_faults
-import sync_faults
-import train_model_parallel_faults
+A table is named after the packages whose code its faults change. A fault is four lines, the last three indented by
+four spaces: its name; its place; "OLD => NEW"; the test. A line that is indented by eight spaces continues the one
+before it, without a space if it begins with "::". Lines that begin with # are comments. What the parts mean, fault.py
+states.
+"""
 
-FAULTS = [
-    *algo_faults.FAULTS,
-    *agent_data_reward_faults.FAULTS,
-    *train_model_parallel_faults.FAULTS,
-    *mesh_faults.FAULTS,
-    *rollout_faults.FAULTS,
-    *sync_faults.FAULTS,
-    *loops_faults.FAULTS,
-    *run_monitor_tools_faults.FAULTS,
-    *cluster_process_faults.FAULTS,
-    *config_core_faults.FAULTS,
-]
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fault import Fault
+
+
+def read(table: Path) -> list[Fault]:
+    text = re.sub(r"^#.*\n", "", table.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = re.sub(r"\n {8}(?=::)", "", text)
+    lines = re.sub(r"\n {8}", " ", text).splitlines()
+    faults = [Fault(lines[i], *(line[4:] for line in lines[i + 1 : i + 4])) for i in range(0, len(lines), 4)]
+    wrong = [f.name for f in faults if f.name.startswith(" ") or " => " not in f.change or "::" not in f.test]
+    if wrong:
+        raise ValueError(f"{table.name}: not name, place, change and test: {wrong[0]!r}")
+    return faults
+
+
+FAULTS = [fault for table in sorted(Path(__file__).parent.glob("*.txt")) for fault in read(table)]

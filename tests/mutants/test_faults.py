@@ -33,7 +33,7 @@ def tree(file: str) -> ast.Module:
 
 @cache
 def defined_in(file: str) -> set[str]:
-    return {node.name for node in tree(file).body if isinstance(node, ast.FunctionDef)}
+    return {node.name for node in tree(file).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_the_code_of_a_fault_occurs_once_and_is_changed():

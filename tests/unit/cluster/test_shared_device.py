@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_specs import worker_spec
 
-from meshrl.cluster import rank_sync as shared_device
+from meshrl.cluster import rank_sync
 from meshrl.cluster.rank_sync import SharedDevice
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
@@ -37,8 +37,8 @@ def test_parameters_leave_the_device_while_a_sampler_works_and_are_there_when_we
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The second sync follows an evaluation, without a training phase in between."""
-    monkeypatch.setattr(shared_device, "has_own_memory", lambda device: True)
-    monkeypatch.setattr(shared_device, "empty_cache", lambda device: None)
+    monkeypatch.setattr(rank_sync, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(rank_sync, "empty_cache", lambda device: None)
     policy, reference = Parts("params"), Parts("params")
     sampler: Any = ServedParts()
     engines: Any = {"policy": policy, "reference": reference}

@@ -190,18 +190,15 @@ def test_both_names_of_the_tensor_parallel_size_may_be_given_when_they_agree(goo
     assert config.train.mesh.tp == 1
 
 
-def test_the_resolved_config_loads_to_the_same_config(write, good: Path):
+def test_the_resolved_config_loads_to_the_same_config(write, good: Path, good_sft: Path):
     loaded = load_run_config(
         good,
         ["algo.advantage=rloo", "data.system='off\n: #'", "reward.terms.a-b={kind: 'json:dumps', args: {k: [1]}}"],
     )
     again = load_run_config(write(to_yaml(loaded), "resolved.yaml"))
     assert again.config == loaded.config
-
-
-def test_the_resolved_sft_config_loads_to_the_same_config(write, good_sft: Path):
-    loaded = load_sft_config(good_sft, ["train.optimizer.lr=3e-4"])
-    assert load_sft_config(write(to_yaml(loaded), "resolved.yaml")).config == loaded.config
+    sft = load_sft_config(good_sft, ["train.optimizer.lr=3e-4"])
+    assert load_sft_config(write(to_yaml(sft), "resolved_sft.yaml")).config == sft.config
 
 
 def test_transformers_name_of_flash_attention_is_another_name_of_flash(good: Path):

@@ -64,46 +64,34 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error_that_names_the_varia
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "hip", "installed", "setting", "used"),
+    ("device", "capability", "hip", "installed", "setting", "triton", "long_rows"),
     [
-        ("cuda", (8, 0), None, True, None, True),
-        ("cuda", (9, 0), None, True, "1", True),
-        ("cuda", (9, 0), None, True, "0", False),
-        ("cuda", (9, 0), None, False, None, False),
-        ("cuda", (7, 5), None, True, None, False),
-        ("cuda", (9, 4), "7.0", True, None, False),
-        ("xpu", (9, 0), None, True, None, False),
-        ("meta", (9, 0), None, True, None, False),
-        ("cpu", (9, 0), None, True, None, False),
+        ("cuda", (8, 0), None, True, None, True, False),
+        ("cuda", (9, 0), None, True, "1", True, True),
+        ("cuda", (9, 0), None, True, "0", False, True),
+        ("cuda", (9, 0), None, False, None, False, True),
+        ("cuda", (10, 0), None, True, None, True, True),
+        ("cuda", (12, 0), None, True, None, True, False),
+        ("cuda", (7, 5), None, True, None, False, False),
+        ("cuda", (9, 4), "7.0", True, None, False, False),
+        ("xpu", (9, 0), None, True, None, False, False),
+        ("meta", (9, 0), None, True, None, False, False),
+        ("cpu", (9, 0), None, True, None, False, False),
     ],
 )
-def test_triton_is_used_on_nvidia_gpus_from_ampere_on(device, capability, hip, installed, setting, used, monkeypatch):
-    triton = ModuleType("triton")
-    triton.__spec__ = ModuleSpec("triton", None)
-    monkeypatch.setitem(sys.modules, "triton", triton if installed else None)
+def test_triton_needs_an_nvidia_gpu_from_ampere_on_and_kernels_of_long_rows_one_of_two_generations(
+    device, capability, hip, installed, setting, triton, long_rows, monkeypatch
+):
+    module = ModuleType("triton")
+    module.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", module if installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.delenv("MESHRL_TRITON", raising=False)
     if setting is not None:
         monkeypatch.setenv("MESHRL_TRITON", setting)
-    assert has_triton.__wrapped__(torch.device(device)) is used  # without its cache
-
-
-@pytest.mark.parametrize(
-    ("device", "capability", "hip", "used"),
-    [
-        ("cuda", (9, 0), None, True),
-        ("cuda", (10, 0), None, True),
-        ("cuda", (8, 0), None, False),
-        ("cuda", (12, 0), None, False),
-        ("cuda", (9, 4), "7.0", False),
-        ("cpu", (9, 0), None, False),
-    ],
-)
-def test_kernels_of_long_rows_are_those_of_two_generations(device, capability, hip, used, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert has_long_row_kernels(torch.device(device)) is used
+    assert has_triton.__wrapped__(torch.device(device)) is triton  # without its cache
+    assert has_long_row_kernels(torch.device(device)) is long_rows
 
 
 def test_a_run_trains_on_the_cpu_with_a_notice_where_the_accelerator_has_no_backend(

@@ -7,23 +7,19 @@ from meshrl.monitor.sinks import text_curve
 NAN = float("nan")
 
 
-def test_a_rising_curve_rises_in_the_terminal():
-    assert text_curve([0.0, 0.5, 1.0], width=10, height=2) == "1 │ ▁█\n0 │▁██"
-
-
-def test_more_values_than_columns_are_averaged():
-    lines = text_curve([0.0, 0.0, 1.0, 1.0, 4.0, 4.0], width=3, height=1)
-    assert lines == "4 │▁▃█"
-
-
-def test_a_missing_value_leaves_its_column_empty():
-    assert text_curve([1.0, NAN, 2.0], width=3, height=1) == "2 │▁ █"
-    assert text_curve([NAN, 1.0, 3.0, NAN], width=2, height=1) == "3 │▁█"
-
-
-@pytest.mark.parametrize("values", [[], [NAN, NAN]])
-def test_a_curve_without_values_is_a_short_text(values):
-    assert text_curve(values) == "no values yet"
+@pytest.mark.parametrize(
+    ("values", "width", "height", "drawn"),
+    [
+        ([0.0, 0.5, 1.0], 10, 2, "1 │ ▁█\n0 │▁██"),
+        ([0.0, 0.0, 1.0, 1.0, 4.0, 4.0], 3, 1, "4 │▁▃█"),  # columns are means
+        ([1.0, NAN, 2.0], 3, 1, "2 │▁ █"),  # a missing value leaves its column empty
+        ([NAN, 1.0, 3.0, NAN], 2, 1, "3 │▁█"),
+        ([], 60, 8, "no values yet"),
+        ([NAN, NAN], 60, 8, "no values yet"),
+    ],
+)
+def test_a_curve_is_drawn_in_columns(values, width, height, drawn):
+    assert text_curve(values, width, height) == drawn
 
 
 def test_equal_values_draw_a_flat_line():

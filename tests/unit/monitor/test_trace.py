@@ -56,41 +56,23 @@ def test_a_ranks_times_are_converted_with_the_offset_at_that_time():
     assert RankFacts(host="h", device="cpu", trains=True, samples=True).to_controller(7) == 7
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"format": 1, "spans": [[1]]}', '{"format": 99}', '{"format": 1}'])
-def test_a_damaged_file_is_named(tmp_path, damage):
-    path = tmp_path / "rank_00000.spans.json"
-    path.write_text(damage)
+TRUNCATED, OTHER_FORMAT = "truncated", "another format"
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"format": 1, "spans": [[1]]}', '{"format": 1}', TRUNCATED, OTHER_FORMAT]
+)
+def test_a_damaged_file_and_one_of_another_format_are_named(tmp_path, damage):
+    write_rank(tmp_path, RANK)
+    path = tmp_path / SPANS_FILE.format(3)
+    written = path.read_text()
+    assert json.loads(written)["spans"][1] == ["train", "phase", 1, 2, {}]
+    damaged = {TRUNCATED: written[:-20], OTHER_FORMAT: written.replace('"format":1', '"format":2')}
+    path.write_text(damaged.get(damage, damage))
+    reason = "format 2, but this version of meshrl reads format 1" if damage == OTHER_FORMAT else ""
     for read in (read_rank, read_controller):
-        with pytest.raises(DataError, match=r"rank_00000\.spans\.json"):
+        with pytest.raises(DataError, match=rf"rank_00003\.spans\.json: {reason}"):
             read(path)
-
-
-def test_a_file_of_another_format_is_refused(tmp_path):
-    write_rank(tmp_path, RANK)
-    path = tmp_path / SPANS_FILE.format(3)
-    path.write_text(path.read_text().replace('"format":1', '"format":2'))
-    with pytest.raises(DataError, match=r"spans\.json: format 2, but this version of meshrl reads format 1"):
-        read_rank(path)
-
-
-def test_a_truncated_file_is_named(tmp_path):
-    write_rank(tmp_path, RANK)
-    path = tmp_path / SPANS_FILE.format(3)
-    path.write_text(path.read_text()[:-20])
-    with pytest.raises(DataError, match="spans"):
-        read_rank(path)
-
-
-def test_files_are_plain_json(tmp_path):
-    write_rank(tmp_path, RANK)
-    record = json.loads((tmp_path / SPANS_FILE.format(3)).read_text())
-    assert record["spans"][0] == [
-        "all_gather",
-        "collective",
-        1_700_000_000_000_000_001,
-        1_700_000_000_000_000_009,
-        {"bytes": 8},
-    ]
 
 
 def test_traces_are_read_without_torch():

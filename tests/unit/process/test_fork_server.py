@@ -30,7 +30,7 @@ from tiny_specs import worker_spec
 from waiting import wait_until
 
 from meshrl.algo.losses import sft_loss
-from meshrl.cluster import worker as rank_program
+from meshrl.cluster import worker
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.processes import ProcessExecutor
@@ -237,12 +237,12 @@ def test_a_run_has_one_fork_server_that_imports_before_the_run_itself_has_import
 def test_only_ranks_that_this_process_will_fork_are_prepared(monkeypatch, executor, launched, starts):
     """Under torchrun the controller may have other environment variables for them."""
     prepared: list[str] = []
-    monkeypatch.setattr(rank_program, "prepare", lambda program, environment: prepared.append(program.module))
+    monkeypatch.setattr(worker, "prepare", lambda program, environment: prepared.append(program.module))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in launched:
         monkeypatch.setenv(name, "2")
-    rank_program.prepare_ranks(ClusterConfig(executor=executor))
+    worker.prepare_ranks(ClusterConfig(executor=executor))
     assert prepared == ["meshrl.cluster.worker"] * starts
 
 

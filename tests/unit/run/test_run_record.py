@@ -24,7 +24,7 @@ from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.monitor.status import read_status
 from meshrl.run import keeper
 from meshrl.run.folder import Start
-from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best
+from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best, restore_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.run.verdict import read_verdict
@@ -100,28 +100,29 @@ def _models(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"),
-    [(1, [20, 30, 50]), (2, [20, 30, 40, 50]), (9, [10, 20, 30, 40, 50]), (None, [10, 20, 30, 40, 50])],
+    ("keep", "left"), [(1, [20, 50]), (2, [20, 40, 50]), (9, [20, 30, 40, 50]), (None, [20, 30, 40, 50])]
 )
-def test_old_models_are_removed_unless_they_are_the_best_of_the_run_or_of_a_state(keep, left, tmp_path: Path):
-    """A damaged state protects no model."""
+def test_old_models_are_removed_unless_they_are_the_best_of_the_run_or_at_a_state(keep, left, tmp_path: Path):
+    """The model of step 10 was the best before the first state, that of step 20 at the states of steps 30 and 40."""
     checkpoints = tmp_path / "checkpoints"
-    for step, best in ((30, 10), (40, 20), (50, 20)):
+    for step in (30, 40, 50):
         final = state_folder(checkpoints, step)
-        fact = write_json(make_temporary_folder(final) / CONTROLLER, {"best": {"step": best, "score": 0.5}})
+        fact = write_json(make_temporary_folder(final) / CONTROLLER, {})
         commit(final, Manifest(step=step, num_ranks=0, files={CONTROLLER: fact}))
-    (state_folder(checkpoints, 30) / CONTROLLER).write_text("{}")
     for step in (10, 20, 30, 40, 50):
         model_folder(tmp_path, step).mkdir(parents=True)
         (model_folder(tmp_path, step) / "model.safetensors").touch()
-    replace_best(tmp_path, Best(30, 0.75, str(model_folder(tmp_path, 30))), lambda step: True)
+    bests = [Best(step, step / 100, str(model_folder(tmp_path, step))) for step in (10, 20, 50)]
+    for best in bests:
+        replace_best(tmp_path, best, lambda step: step >= 30)
     prune_models(tmp_path, keep)
-    assert _models(tmp_path) == left
+    assert _models(tmp_path) == left and read_best(tmp_path) == bests[2]
     assert {path.name for path in checkpoints.glob("step_*")} == {f"step_{step:06d}" for step in {*left, 30, 40, 50}}
     assert not list(checkpoints.glob("*/model.aside"))
+    assert restore_best(tmp_path, 50) is None and restore_best(tmp_path, 40) is not None
+    assert read_best(tmp_path) == bests[1]
 
 
-@pytest.mark.slow
 def test_a_run_keeps_its_newest_models_and_writes_one_again_that_it_needs(config: Path, tmp_path: Path):
     """Step 1 is the best. When the state of step 4 is lost, the run continues from step 3, whose model is removed
     already, and ends there."""
@@ -147,7 +148,7 @@ def test_what_a_killed_run_left_of_a_model_is_removed(tmp_path: Path):
 
 def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(config: Path, tmp_path: Path):
     """Step 3 is better than step 1, and the run is killed before step 3 is saved; the repeated step 3 is worse.
-    The model of step 1, which the checkpoint of step 2 records as the best, still exists."""
+    The model of step 1, which was the best at the checkpoint of step 2, still exists."""
     script = tmp_path / "script"
     overrides = ("loop.num_steps=3", "loop.save_every_steps=2", f"reward.terms.answer.args.script={script}")
     script.write_text("0.25 0.5 0.125 0.875")
