@@ -54,7 +54,7 @@ from meshrl.core.device import empty_cache, free_bytes, reset_peak_memory
 from meshrl.core.types import POLICY, Sample
 from meshrl.model.attention import AttentionSpec, PackedAttention
 from meshrl.model.costs import model_memory
-from meshrl.model.limits import stored_numbers
+from meshrl.plan.decisions import stored_numbers
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 

@@ -19,6 +19,7 @@ from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, EngineFailure, SyncError
 from meshrl.core.types import Request
 from meshrl.model.limits import has_experts
+from meshrl.plan.decisions import VLLM_CPU_CACHE_BYTES
 from meshrl.rollout.admission import Bounds, check_supported, topk_of
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import AnswerPart, full_ids
@@ -202,7 +203,7 @@ def _command(spec: ServerSpec, folder: Path) -> list[str]:
     if not on_cpu and has_experts(spec.model.path):
         # vLLM's other kernels of experts store permuted weights, which can't be compared with those that were sent.
         values["--moe-backend"] = "triton"
-    kv_cache_bytes = cfg.kv_cache_bytes or (1 << 30 if on_cpu else None)
+    kv_cache_bytes = cfg.kv_cache_bytes or (VLLM_CPU_CACHE_BYTES if on_cpu else None)
     if kv_cache_bytes is not None:
         values["--kv-cache-memory-bytes"] = kv_cache_bytes
     else:
