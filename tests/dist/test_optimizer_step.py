@@ -87,7 +87,7 @@ def _poisoned(rank: int, world: int, where: str, train: dict[str, Any]) -> dict[
     engine = engine_over(tiny_qwen2(), world, train)
     samples = weigh(random_samples(0, LENGTHS))
     _backward(engine, rank, world, samples)
-    first = engine.optim_step(1e-3)
+    first, counts = engine.optim_step(1e-3), [engine.num_optimizer_steps]
     before = _full_parameters(engine)
     if where == "loss":  # an infinite weight in one row, so on one rank
         samples[2].loss_weight = np.where(samples[2].mask, np.inf, 0.0)
@@ -97,11 +97,12 @@ def _poisoned(rank: int, world: int, where: str, train: dict[str, Any]) -> dict[
         if rank == world - 1:
             local_shard(next(iter(engine.model.parameters())).grad).view(-1)[0] = float(where)
     skipped = engine.optim_step(1e-3)
+    counts.append(engine.num_optimizer_steps)
     unchanged = all(torch.equal(a, b) for a, b in zip(before, _full_parameters(engine), strict=True))
     _backward(engine, rank, world, weigh(random_samples(0, LENGTHS)))
     after = engine.optim_step(1e-3)
     changed = any(not torch.equal(a, b) for a, b in zip(before, _full_parameters(engine), strict=True))
-    counts = [r.num_optimizer_steps for r in (first, skipped, after)]
+    counts.append(engine.num_optimizer_steps)
     finite = all(bool(torch.isfinite(p).all()) for p in _full_parameters(engine))
     return {
         "skipped": [r.skipped for r in (first, skipped, after)],

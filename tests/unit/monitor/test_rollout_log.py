@@ -220,7 +220,7 @@ def test_text_that_is_not_unicode_is_written_with_question_marks(tmp_path):
 def test_readers_and_sinks_import_no_torch_and_no_drawing():
     """So that viewers start in milliseconds."""
     names = [f"monitor.{name}" for name in ("rollout_log", "trackers", "metrics", "recorder")]
-    modules = ", ".join(f"meshrl.{name}" for name in [*names, "tools.report.page", "tools.status"])
+    modules = ", ".join(f"meshrl.{name}" for name in [*names, "tools.report.page", "tools.runs"])
     code = f"import sys, {modules}; print({{'torch', 'rich', 'tensorboard', 'wandb'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
