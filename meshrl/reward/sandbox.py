@@ -33,7 +33,7 @@ from meshrl.core.errors import ConfigError, Failure, Graded, RewardError
 from meshrl.process.diagnosis import exit_text
 from meshrl.process.frames import receive_bytes, send
 from meshrl.process.guard import GuardedProcess
-from meshrl.reward.replies import one_line, parse_reply
+from meshrl.reward.replies import Ready, one_line, parse_ready, parse_reply
 
 Log = Callable[..., None]
 """Called with lines of text."""
@@ -134,7 +134,7 @@ class Sandbox:
     @property
     def terms_of_tokens(self) -> frozenset[str]:
         """The terms whose function has a parameter of OF_TOKENS; known once started."""
-        return self._workers[0].terms["of_tokens"]
+        return self._workers[0].ready.terms_of_tokens
 
     @property
     def counts(self) -> Counter[str]:
@@ -177,7 +177,7 @@ class Sandbox:
 
     def _batches(self, items: Sequence[Item]) -> list[list[int]]:
         """Item indices of each message: sync and async items separately, sync ones in two rounds to balance workers."""
-        is_async = [term in self._workers[0].terms["async"] for term, _ in items]
+        is_async = [term in self._workers[0].ready.async_terms for term, _ in items]
         batches = []
         for kind, rounds in ((False, 2), (True, 1)):
             indices = [i for i in range(len(items)) if is_async[i] == kind]
@@ -216,7 +216,7 @@ class _Worker:
         self._lock = threading.Lock()  # guards _running and _ended: `end` may be called during a restart
         self._ended = False
         self._running: _Running | None = None
-        self.terms: dict[str, frozenset[str]] = {}  # async, cpu_limited, of_tokens; known once started
+        self.ready = Ready()
         self.counts = Counter[str]()
 
     def start(self) -> _Running:
@@ -228,20 +228,19 @@ class _Worker:
             running.link.settimeout(_START_TIMEOUT_S)
             request = secrets.token_hex(8)
             send(running.link, {"request": request, **self._setup})
-            reply = parse_reply(receive_bytes(running.link, _MAX_REPLY_BYTES), request)
-            refused = reply.get("config_error", "")
-            if not refused:
-                self.terms = {kind: frozenset(reply[kind]) for kind in ("async", "cpu_limited", "of_tokens")}
+            ready = parse_ready(receive_bytes(running.link, _MAX_REPLY_BYTES), request, self._setup["terms"])
+            if not ready.error:
+                self.ready = ready
                 return running
         except (OSError, EOFError, ValueError) as error:
             code = running.process.exit_code(0.0 if isinstance(error, TimeoutError | ValueError) else _END_TIMEOUT_S)
             outcome = f"{type(error).__name__}: {error}" if code is None else exit_text(code)
             if isinstance(error, TimeoutError):
                 outcome = f"the imports of the reward functions took more than {_START_TIMEOUT_S:g} s"
-            refused = ""
+            ready = None
         self.release()
-        if refused:
-            raise ConfigError(refused)
+        if ready is not None:
+            raise ConfigError(ready.error)
         printed = running.output.tail(_END_TIMEOUT_S) or "nothing"
         raise RewardError(
             f"a reward worker did not start: {outcome}. It printed: {printed}\nIf memory ran out while it "
@@ -268,7 +267,7 @@ class _Worker:
 
     def grade(self, items: list[Item]) -> list[Graded]:
         """Grade a batch that is all sync or all async, with a new process after each one that breaks."""
-        is_async = items[0][0] in self.terms["async"]
+        is_async = items[0][0] in self.ready.async_terms
         results: dict[int, Graded] = {}
         todo = list(range(len(items)))
         one_by_one = False
@@ -295,21 +294,20 @@ class _Worker:
         timeout_s = self._setup["timeout_s"]
         answered: dict[int, Graded] = {}
         broken = None
-        retire, request, is_async = False, secrets.token_hex(8), items[0][0] in self.terms["async"]
+        retire, request, is_async = False, secrets.token_hex(8), items[0][0] in self.ready.async_terms
         try:
             running.link.settimeout(timeout_s + (_ASYNC_GRACE_S if is_async else 0.0))
             send(running.link, (request, items))
             while len(answered) < len(items) and not retire:
-                reply = parse_reply(receive_bytes(running.link, _MAX_REPLY_BYTES), request)
-                item, failure, retire = reply["item"], reply.get("failure"), "retire" in reply
-                if item not in ({*range(len(items))} - answered.keys() if is_async else {len(answered)}):  # in order
-                    raise ValueError(f"a reply is to item {item!r:.40}, which is not open")
-                answered[item] = Failure(kind=failure[0], message=failure[1]) if failure else reply["value"]
+                data = receive_bytes(running.link, _MAX_REPLY_BYTES)
+                open_items = {*range(len(items))} - answered.keys() if is_async else {len(answered)}  # sync: in order
+                reply = parse_reply(data, request, open_items, self._setup["max_reward"])
+                answered[reply.item], retire = reply.result, reply.retire
         except TimeoutError:
             broken = Failure(kind="timeout", message=f"no answer within {timeout_s:g} s; its worker was killed")
         except (OSError, EOFError, ValueError) as error:
             code = running.process.exit_code(0.0 if isinstance(error, ValueError) else _END_TIMEOUT_S)
-            if code == -signal.SIGPROF and items[len(answered)][0] in self.terms["cpu_limited"]:
+            if code == -signal.SIGPROF and items[len(answered)][0] in self.ready.cpu_limited_terms:
                 answered[len(answered)] = 0.0  # items are graded in order
                 self.counts["reward/math_timeouts"] += 1
                 retire = True
