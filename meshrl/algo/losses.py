@@ -232,6 +232,7 @@ def _policy_loss(cfg: AlgoConfig, outputs: Outputs, batch: Batch) -> tuple[torch
 def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs:
     """trained: the indices of the N trained tokens. A prompt that rows share is never trained, so all trained tokens of
     a row are in one segment."""
+    assert batch.advantages is not None
     columns = {column.name: values_of(batch, column.name) for column in columns_for("loss")}
     values = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, **columns}
     inputs = {name: x.index_select(0, trained) for name, x in values.items() if x is not None}

@@ -105,4 +105,4 @@ def compares_groups(advantage: str) -> bool:
 
 def described(kinds: Mapping[str, RewardKind] | Mapping[str, AdvantageKind]) -> str:
     """The names with their texts, for the docs."""
-    return ", ".join(f"{name} = {kind.text}" for name, kind in kinds.items())
+    return "; ".join(f"{name} = {kind.text}" for name, kind in kinds.items())

@@ -1,6 +1,6 @@
 """Replies of a reward worker, checked. User code runs in the worker and may write to its socket, so nothing in a reply
-is trusted: each repeats the secret name of its request, and the functions raise ValueError for a reply that the worker's
-own code does not send."""
+is trusted: each repeats the secret name of its request, and the functions raise ValueError for a reply that the
+worker's own code does not send."""
 
 from __future__ import annotations
 
