@@ -2,8 +2,8 @@
 # # GRPO from a notebook
 #
 # A tiny Qwen2 model with random weights learns to answer in digits, from a reward function that is defined here. This
-# takes seconds on one CPU core. The cells run in Jupyter, in editors that support `# %%`, or all at once, from the root
-# of the checkout:
+# takes seconds on one CPU core. The cells run in Jupyter (`notebook_grpo.ipynb`), in editors that support `# %%`, or
+# all at once, from the root of the checkout:
 #
 #     python examples/notebook_grpo.py
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import meshrl
 from meshrl.monitor.sinks import text_curve
 
-sys.path.insert(0, "examples/quickstart")
+sys.path.insert(0, "quickstart" if Path("quickstart").is_dir() else "examples/quickstart")
 import task
 
 folder = Path(tempfile.mkdtemp())

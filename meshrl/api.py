@@ -14,21 +14,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from pandas import DataFrame
 
     from meshrl.agent.loop import Agent
     from meshrl.agent.resolve import AgentFunction
     from meshrl.config.load import Source
     from meshrl.core.types import Trajectory
     from meshrl.monitor.sinks import MetricsLine
-    from meshrl.run.inputs import OnStep
+    from meshrl.run.inputs import OnStep, Rewards
 
 
 def train(
     config: Source,
     overrides: Sequence[str] = (),
     *,
-    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    rewards: Rewards | None = None,
     agent: Agent | AgentFunction | None = None,
     data: Iterable[dict[str, Any]] | None = None,
     eval_data: Iterable[dict[str, Any]] | None = None,
@@ -39,8 +41,9 @@ def train(
 
     config: the path of a YAML file, a dict of its sections, or a RunConfig; `base` in a dict is the path of a file to
     start from. overrides: as on the command line, such as "train.optimizer.lr=1e-6".
-    rewards: functions of (completion, answer) by the name of their term. They run in worker processes, so their changes
-    to variables are not visible here. The weight and the args of a term belong in the config.
+    rewards: a function of (completion, answer), a list of them, or a dict by the name of their term, which else is that
+    of the function. They run in worker processes, so their changes to variables are not visible here. The weight and
+    the args of a term belong in the config.
     agent: an object with the method `run` and the list `tools`, or an async function in place of that method.
     data, eval_data: rows in place of data.path and data.eval_path.
     on_step: called as on_step(step, metrics) after each step. If it returns False, the run ends after this step, with
@@ -90,7 +93,7 @@ def evaluate(
     model: str | Path | None = None,
     step: int | None = None,
     out: str | Path | None = None,
-    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    rewards: Rewards | None = None,
     agent: Agent | AgentFunction | None = None,
     eval_data: Iterable[dict[str, Any]] | None = None,
     quiet: bool = False,
@@ -173,6 +176,13 @@ class Run:
             for name, value in line.metrics.items():
                 values.setdefault(name, []).append(value)
         return values
+
+    def frame(self) -> DataFrame:
+        """The metrics as a table of pandas: a row for each line of metrics.jsonl, a column for each metric, the step in
+        the column `step`. Raises: ImportError without pandas."""
+        import pandas
+
+        return pandas.DataFrame([{"step": line.step, **line.metrics} for line in self.lines])
 
     @cached_property
     def summary(self) -> dict[str, Any]:

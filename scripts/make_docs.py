@@ -1,5 +1,7 @@
 """Write the pages that are generated from code: make fix. With --check, only report those that differ: make check."""
 
+import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -95,6 +97,22 @@ def _cell(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def notebook() -> str:
+    """The cells of examples/notebook_grpo.py."""
+    script = (ROOT / "examples" / "notebook_grpo.py").read_text(encoding="utf-8")
+    cells: list[dict[str, object]] = []
+    for kind, text in re.findall(r"(?ms)^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", script):
+        text = re.sub(r"(?m)^# ?", "", text) if kind else text
+        source = text.strip().splitlines(keepends=True)
+        of_code = {} if kind else {"execution_count": None, "outputs": []}
+        cells.append({"cell_type": "markdown" if kind else "code", "metadata": {}, "source": source, **of_code})
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return (
+        json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}, indent=1)
+        + "\n"
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/chat_templates.md": chat_templates,
     "docs/config.md": config,
@@ -102,6 +120,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/from_verl_and_trl.md": from_other_frameworks,
     "docs/metrics.md": metrics,
     "docs/models.md": models,
+    "examples/notebook_grpo.ipynb": notebook,
 }
 
 

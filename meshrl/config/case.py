@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from meshrl.core.files import is_there
+from meshrl.core.errors import ConfigError
+from meshrl.core.files import Unreadable, is_there, read_json
 
 if TYPE_CHECKING:
     from meshrl.config.run import RunConfig, SftRunConfig
@@ -64,14 +65,34 @@ class Case:
 
     def find(self, key: str) -> tuple[Path | None, list[Path]]:
         """(the file or folder that the path of a given key names, places tried). The path is relative to the config
-        file, else to the working folder."""
+        file, else to the working folder. A run in place of a model names its best model, else its newest."""
         given = self.given[key]
         try:
             path = Path(given.value).expanduser()
         except RuntimeError:  # ~name, where there is no such user
             path = Path(given.value)
         places = list(dict.fromkeys(start / path for start in (given.folder, self.folder, Path.cwd())))
-        return next((place.resolve() for place in places if is_there(place)), None), places
+        there = next((place.resolve() for place in places if is_there(place)), None)
+        model = model_of_run(there) if there is not None and key == "model.path" else None
+        return model or there, places
+
+
+def model_of_run(folder: Path) -> Path | None:
+    """The best model of a run, or the newest if no evaluation has recorded one, of its folder or its checkpoints; the
+    model of one checkpoint. None = the folder is none of these, or has no model."""
+    if (folder / "config.json").is_file():
+        return None
+    checkpoints = folder if folder.name == "checkpoints" else folder / "checkpoints"
+    models = sorted(checkpoints.glob("step_*/model"), key=lambda path: (len(path.parent.name), path))
+    if is_there(best := checkpoints / "best.json"):
+        try:
+            models.append(checkpoints / (name := read_json(best)["model"]))
+        except (Unreadable, KeyError, TypeError) as cause:
+            raise ConfigError(f"{best} is damaged: {cause!r}. Name a model's folder in place of the run") from cause
+        if not models[-1].is_dir():  # a hub id, if no step of the run was better, or it was removed
+            raise ConfigError(f"the best model of {folder} is {name}, which is no folder; give a model's folder or id")
+    models.append(folder / "model")
+    return next((path.resolve() for path in reversed(models) if (path / "config.json").is_file()), None)
 
 
 Check = Callable[[Case], Iterable[Problem]]

@@ -46,7 +46,8 @@ class LoraConfig(Slice):
 
 class ModelConfig(Slice):
     path: str
-    """folder with config.json, safetensors and tokenizer, or a Hugging Face Hub id organisation/name"""
+    """folder with config.json, safetensors and tokenizer, or a Hugging Face Hub id organisation/name; the folder of a
+    run = its best model, else its newest"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """dtype in which trainer and sampler compute; the trainer stores parameters in train.master_dtype. On a CPU without
     fast products of 16-bit numbers (x86 without AVX-512 or AMX) the default is float32, which is many times faster"""
@@ -90,12 +91,8 @@ def model_problems(case: Case) -> Iterator[Problem]:
         yield Problem((key,), f"{path} is a file, not a folder. {remedy}")
         return
     if not (path / "config.json").is_file():
-        model = _newest_model(path)
-        if model is not None:
-            detail = f"{path} has no config.json, but has models of a run below it. Set the newest of them"
-            yield Problem((key,), f"{detail}: {key}={Path(text) / model}")
-        else:
-            yield Problem((key,), f"{path} has no config.json: give a folder made by save_pretrained.")
+        remedy = "give a folder made by save_pretrained, or the folder of a run that has saved a model"
+        yield Problem((key,), f"{path} has no config.json: {remedy}.")
         return
     if not any(path.glob("*.safetensors")):
         pickled = any(any(path.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
@@ -104,15 +101,6 @@ def model_problems(case: Case) -> Iterator[Problem]:
     if not any(any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab*")):
         yield Problem((key,), f"{path} has no tokenizer (tokenizer.json).")
     yield from _model_config(case, path / "config.json")
-
-
-def _newest_model(folder: Path) -> Path | None:
-    """The newest model that a run saved, below the run's folder, its checkpoints or one checkpoint."""
-    for pattern in ("checkpoints/step_*/model", "step_*/model", "model"):
-        models = [path for path in folder.glob(pattern) if (path / "config.json").is_file()]
-        if models:
-            return max(models, key=lambda path: (len(path.parent.name), path)).relative_to(folder)
-    return None
 
 
 def _model_config(case: Case, path: Path) -> Iterator[Problem]:

@@ -94,6 +94,11 @@ class Reader:
                 yield from self._section(value, origin, inner)
                 continue
             value = os.fspath(value) if isinstance(value, os.PathLike) else value
+            if hasattr(value, "save_pretrained"):
+                raise ConfigError(
+                    f"{origin}: {'.'.join(inner)} is a {type(value).__name__} in memory; meshrl reads models from "
+                    "folders. Write it and its tokenizer by save_pretrained(FOLDER), and give model.path=FOLDER"
+                )
             try:
                 yield inner, Value(json.loads(json.dumps(value)), origin, self.folder)
             except (TypeError, ValueError) as cause:

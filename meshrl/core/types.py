@@ -167,6 +167,15 @@ class Trajectory:
     reward: float | None = None
     has_abstained: bool = False
 
+    def __repr__(self) -> str:
+        """Three lines: what it is, the end of its prompt, its answer."""
+        tokens = sum(len(turn.output_ids) for turn in self.turns)
+        result = f"reward {self.reward}" if self.failure is None else f"failed: {self.failure.kind}"
+        asked = next((m.get("content") for m in reversed(self.prompt.messages or []) if m.get("role") == "user"), None)
+        answer = [message.get("content") for turn in self.turns for message in turn.messages[-1:]]
+        head = f"Trajectory({self.id!r}: {result}, {len(self.turns)} turns, {tokens} tokens"
+        return f"{head}\n  prompt {asked!r:.100}\n  answer {' '.join(map(str, answer))!r:.100})"
+
     @property
     def id(self) -> str:
         return f"{self.group_id}/{self.index}"

@@ -30,6 +30,7 @@ from meshrl.loops.sft import sft as sft_loop
 from meshrl.model.limits import note_on_balance_loss
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.metrics import memory_metrics
+from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.plan.decisions import AUTO_SAVE_S
 from meshrl.reward.score import Scorer
@@ -40,7 +41,15 @@ from meshrl.run.models import newest_model, read_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.restart import run_to_end
 from meshrl.run.signals import Stop
-from meshrl.run.task import first_prompt, load_sft_source, load_task, note_on_overlap, note_on_special, reward_workers
+from meshrl.run.task import (
+    first_prompt,
+    load_sft_source,
+    load_task,
+    note_on_default_reward,
+    note_on_overlap,
+    note_on_special,
+    reward_workers,
+)
 from meshrl.run.verdict import read_verdict
 
 Loop = Callable[[Job], Awaitable[None]]
@@ -79,10 +88,10 @@ async def train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
         if (prompt := first_prompt(task)) is not None:
             out.note(f"first prompt: {prompt}")
-        for note in filter(None, (note_on_overlap(task), note_on_special(task))):
-            out.note(note)
-        if task.tool_note:
-            out.note(f"note: {task.tool_note}")
+        for note in filter(None, (note_on_default_reward(loaded), note_on_overlap(task), task.tool_note)):
+            out.note(f"note: {note}")
+        if (special := note_on_special(task)) is not None:
+            out.record(special)
         ranks = cfg.cluster.num_train_ranks, cfg.cluster.num_rollout_ranks
         try:
             async with sampling(run, task, *ranks) as (scorer, trial, groups):
@@ -185,15 +194,15 @@ def _note_start(run: LiveRun) -> None:
     trainers = counted(cluster.num_train_ranks, "train rank")
     run.out.note(f"run {run.folder}: starting {trainers}, {samplers}executor {cluster.executor}")
     if run.run_plan.note is not None:
-        run.out.note(run.run_plan.note)
+        run.out.record(run.run_plan.note)
 
 
 async def _note_ready(run: LiveRun, keeper: Keeper, trainer: TrainGroup, has_evaluations: bool = False) -> None:
     out = run.out
     await keeper.try_export()
-    out.note(f"ready after {out.seconds:.1f} s")
-    for line in await trainer.compute_notes():
-        out.note(line)
+    out.note(f"ready after {out.seconds:.1f} s; {NOTES_FILE} has more about the start")
+    attention, *warnings = await trainer.compute_notes()
+    out.record(attention)
     if unused := note_on_balance_loss(run.loaded.config.model, run.loaded.config.train):
         out.note(unused)
     sizes = WrittenSizes(
@@ -204,7 +213,10 @@ async def _note_ready(run: LiveRun, keeper: Keeper, trainer: TrainGroup, has_eva
     )
     every_steps, free_bytes = run.save_every_steps, shutil.disk_usage(run.folder).free
     every_s = AUTO_SAVE_S if every_steps is None else 0.0
-    out.note(disk_use(run.loaded.config, every_steps, every_s, sizes, free_bytes))
+    disk, *full = disk_use(run.loaded.config, every_steps, every_s, sizes, free_bytes).splitlines()
+    out.record(disk)
+    for warning in warnings + full:
+        out.note(warning)
 
 
 def _note_end(run: LiveRun, steps: int, how: str = "") -> None:

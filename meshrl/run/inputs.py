@@ -89,17 +89,20 @@ class StepCallback:
         pass
 
 
+Rewards = Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]] | Callable[..., Any]
+"""Reward functions by the name of their term, or functions whose names are those of their terms."""
+
+
 def objects_of(
-    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    rewards: Rewards | None = None,
     agent: Agent | AgentFunction | None = None,
     rows: Mapping[str, Iterable[Any] | None] | None = None,
     on_step: OnStep | None = None,
     quiet: bool = False,
 ) -> Objects:
     """Check a caller's arguments. rows: None for a key = the config contains its path."""
-    if rewards is not None and not isinstance(rewards, Mapping):
-        raise ConfigError(f"rewards is {shown(rewards)}; it must be a dict {{name of the term: function}}")
-    for term, function in (rewards or {}).items():
+    by_term = _by_term(rewards)
+    for term, function in by_term.items():
         if not callable(function):
             raise ConfigError(
                 f"rewards[{term!r}] is {shown(function)}; it must be a function of (completion, answer). The name of "
@@ -117,12 +120,25 @@ def objects_of(
                 f"belongs in the config, as {key}"
             )
     return Objects(
-        rewards=rewards or {},
+        rewards=by_term,
         agent=None if agent is None else as_agent(agent, "agent"),
         rows={key: value if is_dataset(value) else list(value) for key, value in given_rows.items()},
         on_step=on_step,
         quiet=quiet,
     )
+
+
+def _by_term(rewards: Rewards | None) -> Mapping[str, Callable[..., Any]]:
+    if rewards is None or isinstance(rewards, Mapping):
+        return rewards or {}
+    functions = [rewards] if callable(rewards) else rewards
+    names = [getattr(each, "__name__", "") for each in functions] if isinstance(functions, list | tuple) else []
+    if not names or len({*names}) < len(names) or not all(name.isidentifier() for name in names):
+        raise ConfigError(
+            f"rewards is {shown(rewards)}; it must be a function, a list of functions with different names, or a dict "
+            "{name of the term: function}, which a lambda needs"
+        )
+    return dict(zip(names, functions))
 
 
 def load_run(

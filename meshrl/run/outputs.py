@@ -109,6 +109,10 @@ class RunOutputs:
     def note(self, text: str) -> None:
         """Print a line for the user, and write it to run_notes.txt."""
         self._terminal.note(text)
+        self.record(text)
+
+    def record(self, text: str) -> None:
+        """Write a line to run_notes.txt that asks for no action of the user."""
         self._notes.write(text)
 
     def note_recovered(self) -> None:

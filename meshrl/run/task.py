@@ -10,7 +10,9 @@ from functools import partial
 
 from meshrl.agent.loop import AGENTS, Task, require_tools_in_template
 from meshrl.agent.resolve import resolve_agent
-from meshrl.config.kinds import needs_answer
+from meshrl.config.kinds import REWARDS, needs_answer
+from meshrl.config.load import Loaded
+from meshrl.config.precedence import DEFAULT
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.types import Prompt
 from meshrl.data.chat import ChatFiles, load_tokenizer, stop_token_ids
@@ -64,6 +66,14 @@ def first_prompt(task: Task) -> str | None:
     text = repr(task.tokenizer.decode(ids.tolist()))
     cut = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
     return f"{len(ids)} tokens, {cut}"
+
+
+def note_on_default_reward(loaded: Loaded[RunConfig]) -> str | None:
+    """None if the config or a Python caller has chosen the reward."""
+    if loaded.origins.get("reward.terms.answer.kind") != DEFAULT:
+        return None
+    kind = loaded.config.reward.terms["answer"].kind
+    return f"the reward is the default, {kind}: {REWARDS[kind].text}. reward.terms chooses another (docs/data.md)"
 
 
 def note_on_overlap(task: Task) -> str | None:

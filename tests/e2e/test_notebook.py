@@ -11,10 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KERNEL = """
-import asyncio, re, sys
+import asyncio, json, sys
 async def kernel():
-    for cell in re.split(r"(?m)^# %%.*\\n", open("examples/notebook_grpo.py").read()):
-        exec(compile(cell, "<cell>", "exec"), vars(sys.modules["__main__"]))
+    for cell in json.load(open("examples/notebook_grpo.ipynb"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "<cell>", "exec"), vars(sys.modules["__main__"]))
         await asyncio.sleep(0)
 asyncio.run(kernel())
 """

@@ -99,7 +99,15 @@ def test_a_run_from_python_has_the_numbers_of_the_command(home, config):
     assert run.folder == home / "runs" / "python" and run.summary["status"] == "done"
     assert [line.step for line in run.lines] == [1, 2]
     assert seen == list(enumerate(run.metrics["reward/mean"], 1)) == list(enumerate(run.summary["reward_curve"], 1))
+    assert run.frame()[["step", "reward/mean"]].to_dict("list") == {
+        "step": [1, 2],
+        "reward/mean": run.metrics["reward/mean"],
+    }
     last = run.trajectories()
+    assert repr(last[0]).splitlines()[1:] == [
+        f"  prompt {last[0].prompt.messages[0]['content']!r}",
+        f"  answer {last[0].text!r})",
+    ]
     assert len(last) == 16 and len(agent.prompt_ids) == 32
     assert sum(t.reward for t in last) / 16 == pytest.approx(seen[-1][1])
     assert {t.prompt.id for t in last} == set(agent.prompt_ids[16:])

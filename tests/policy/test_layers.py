@@ -56,6 +56,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "peft": {"model"},
     "datasets": {"data"},
     "pyarrow": {"data", "monitor"},
+    "pandas": {"api.py"},
     "tensorboard": {"monitor"},
     "wandb": {"monitor"},
     "rich": {"tools", "monitor"},

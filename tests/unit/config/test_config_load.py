@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -277,3 +278,38 @@ def test_a_loss_or_a_reward_that_changes_nothing_gives_a_notice(good: Path):
     (note,) = notes(term.format(20), reached)
     assert note.startswith("reward.terms.long is always 0: ") and "= 16 tokens" in note
     assert notes(term.format(19), reached) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [
+        ("runs/first", "runs/first/checkpoints/step_1000000/model"),
+        ("runs/first/checkpoints", "runs/first/checkpoints/step_1000000/model"),
+        ("runs/first/checkpoints/step_000200", "runs/first/checkpoints/step_000200/model"),
+        ("runs/best", "runs/best/checkpoints/step_000007/model"),
+    ],
+)
+def test_the_folder_of_a_run_in_place_of_a_model_names_its_best_or_newest_model(good: Path, given: str, model: str):
+    checkpoints = good.parent / "runs" / "first" / "checkpoints"
+    for step in (200, 999_999, 1_000_000):
+        (checkpoints / f"step_{step:06d}").mkdir(parents=True)
+        shutil.copytree(good.parent / "tiny", checkpoints / f"step_{step:06d}" / "model")
+    (checkpoints / "step_1000001" / "state").mkdir(parents=True)  # a checkpoint without a model
+    best = good.parent / "runs" / "best" / "checkpoints"
+    shutil.copytree(checkpoints / "step_000200", best / "step_000007")
+    shutil.copytree(checkpoints / "step_000200", best / "step_000009")
+    (best / "best.json").write_text(json.dumps({"step": 7, "score": 0.5, "model": "step_000007/model"}))
+    loaded = load_run_config(good, [f"model.path={given}"])
+    assert loaded.config.model.path == str((good.parent / model).resolve())
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [("{}", "best.json is damaged"), ('{"model": "organisation/name"}', "organisation/name, which")],
+)
+def test_a_run_whose_best_model_is_no_folder_is_refused(good: Path, record: str, words: str):
+    folder = good.parent / "runs" / "first" / "checkpoints"
+    shutil.copytree(good.parent / "tiny", folder / "step_000002" / "model")
+    (folder / "best.json").write_text(record)
+    with pytest.raises(ConfigError, match=words):
+        load_run_config(good, ["model.path=runs/first"])

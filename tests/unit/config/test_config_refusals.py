@@ -1,7 +1,6 @@
 """Every fault of a config that can be found is refused before torch is imported, with a helpful error."""
 
 import json
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -472,25 +471,6 @@ def test_an_incomplete_model_folder_is_refused(good: Path, file: str, content: s
     path = good.parent / "tiny" / file
     path.unlink() if content is None else path.write_text(content)
     assert words in _words(good, [])
-
-
-@pytest.mark.parametrize(
-    ("given", "model"),
-    [
-        ("runs/first", "runs/first/checkpoints/step_1000000/model"),
-        ("runs/first/checkpoints", "runs/first/checkpoints/step_1000000/model"),
-        ("runs/first/checkpoints/step_000200", "runs/first/checkpoints/step_000200/model"),
-    ],
-)
-def test_the_folder_of_a_run_in_place_of_a_model_names_the_newest_model(good: Path, given: str, model: str):
-    checkpoints = good.parent / "runs" / "first" / "checkpoints"
-    for step in (200, 999_999, 1_000_000):
-        (checkpoints / f"step_{step:06d}").mkdir(parents=True)
-        shutil.copytree(good.parent / "tiny", checkpoints / f"step_{step:06d}" / "model")
-    (checkpoints / "step_1000001" / "state").mkdir(parents=True)  # a checkpoint without a model
-    message = _words(good, [f"model.path={given}"])
-    assert f"has models of a run below it. Set the newest of them: model.path={model}" in message
-    load_run_config(good, [f"model.path={model}"], KNOWN)
 
 
 def test_names_are_not_checked_without_a_table_but_their_form_is(good: Path):

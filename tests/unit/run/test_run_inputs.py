@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_run import ascii_share
+from tiny_models import tiny_qwen2
+from tiny_run import ascii_share, no_reward
 
 from meshrl.agent.loop import SingleTurn
 from meshrl.config.explain import to_yaml
@@ -80,12 +81,28 @@ async def on_step_async(step, metrics):
         ({"on_step": 3}, "on_step is int 3"),
         ({"on_step": lambda step: None}, r"meshrl calls it as on_step\(step, metrics\): too many positional"),
         ({"agent": agent_of_a_prompt}, r"meshrl calls it as agent\(prompt, index, generate, ctx\): too many"),
-        ({"rewards": len}, "rewards is builtin_function_or_method .*must be a dict"),
+        ({"rewards": "math_answer"}, "rewards is str 'math_answer'; it must be a function, a list"),
+        ({"rewards": lambda completion, answer: 1.0}, "or a dict {name of the term: function}, which a lambda needs"),
+        ({"rewards": [ascii_share, ascii_share]}, "a list of functions with different names"),
+        ({"rewards": []}, "rewards is list"),
+        ({"rewards": {"a": 3}}, "must be a function of .completion, answer."),
     ],
 )
 def test_arguments_of_wrong_types_are_refused(arguments, expected):
     with pytest.raises(ConfigError, match=expected):
         objects_of(**arguments)
+
+
+def test_rewards_are_a_function_or_a_list_of_functions_too():
+    assert dict(objects_of(ascii_share).rewards) == {"ascii_share": ascii_share}
+    assert dict(objects_of([ascii_share, no_reward]).rewards) == {"ascii_share": ascii_share, "no_reward": no_reward}
+
+
+def test_a_model_in_memory_is_refused_with_what_to_do(tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=r"a Qwen2ForCausalLM in memory.*save_pretrained\(FOLDER\).*model.path=FOLDER"
+    ):
+        load_run({"model": {"path": tiny_qwen2(vocab_size=8)}})
 
 
 @pytest.mark.parametrize(
