@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests share tiny_models, rank_pool and scripted agents
 
-from order_of_files import place_of, scheduler
+from order_of_files import order_of, scheduler
 from rank_pool import RankPool
 from slow_cases import mark_slow_cases
 
@@ -39,7 +39,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects those that are slow
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_slow_cases(items, all_of_a_test=not any("[" in arg for arg in config.args))
-    items.sort(key=lambda item: place_of(item.nodeid))
+    items.sort(key=lambda item: order_of(item.nodeid))
 
 
 @pytest.hookimpl(tryfirst=True)

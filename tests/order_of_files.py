@@ -22,8 +22,8 @@ LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     ),
     (
         *(f"tests/unit/cluster/test_{name}.py" for name in ("lost_trainers", "process_executor", "in_flight")),
-        *("tests/unit/cluster/test_remote_executor.py", "tests/faults/test_named_faults.py"),
-        "tests/faults/test_schedules.py",
+        "tests/unit/cluster/test_remote_executor.py",
+        *("tests/faults/test_named_faults.py", "tests/faults/test_schedules.py"),  # last: each ends its fork server
     ),
     ("tests/contract/test_rollout_engines.py", "tests/contract/test_weight_sync.py"),
     ("tests/e2e/test_release_memory.py",),
@@ -38,6 +38,13 @@ LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     ("tests/fuzz/test_fuzz_config.py",),
     ("tests/contract/test_sync_transports.py",),
 )
+
+
+def order_of(test: str) -> tuple[int, int]:
+    """The position of a test's group, and that of its file within the group."""
+    place = place_of(test)
+    files = LONGEST_FIRST[place] if place < len(LONGEST_FIRST) else ()
+    return place, next((at for at, file in enumerate(files) if test.startswith(file)), 0)
 
 
 def place_of(test: str) -> int:

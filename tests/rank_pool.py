@@ -18,6 +18,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from meshrl.cluster.worker import RANK
+
 
 def _serve(rank: int, conn: Any, path: list[str]) -> None:
     sys.path[:] = path
@@ -56,7 +58,7 @@ class RankPool:
     def _start(self, count: int) -> None:
         """Start ranks until there are `count`; a rank that no test needs is never started."""
         ctx = mp.get_context("forkserver")
-        ctx.set_forkserver_preload(["meshrl.cluster.actors"])
+        ctx.set_forkserver_preload(list(RANK.preload))
         for rank in range(len(self._workers), count):
             ours, theirs = ctx.Pipe()
             p = ctx.Process(target=_serve, args=(rank, theirs, list(sys.path)), daemon=True)

@@ -263,7 +263,6 @@ def test_after_inline_runs_the_process_can_fork_in_another_thread(config: Path):
     train(config, "before_a_fork", *inline)
     with pytest.raises(CheckpointError):
         train(config, "before_a_fork", *inline, "train.master_dtype=bfloat16", "loop.num_steps=3")
-    train(config, "before_a_fork", *inline, "loop.num_steps=3")
     command, ended, before = [sys.executable, "-c", "print('alive')"], [], psutil.Process().children()
 
     def fork() -> None:

@@ -77,9 +77,11 @@ async def one_turn(prompt, index, generate, ctx):
     return trajectory
 
 
-def test_a_run_from_python_has_the_numbers_of_the_command(home, config):
-    """To the bit, with functions, an agent and rows in memory, inside a running event loop as in a notebook."""
+def test_a_run_from_python_has_the_numbers_of_the_command(home, config, capsys):
+    """To the bit, with functions, an agent and rows in memory, inside a running event loop as in a notebook. With
+    quiet it prints nothing."""
     command = tiny_run.train(home / "config.yaml", "command", "cluster.executor=inline")
+    assert "step 2/2" in capsys.readouterr().out
     agent, seen = RecordingAgent(), list[tuple[int, float]]()
 
     async def cell() -> meshrl.Run:
@@ -95,6 +97,8 @@ def test_a_run_from_python_has_the_numbers_of_the_command(home, config):
         return run
 
     run = asyncio.run(cell())
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "")
     assert steps_of(run.folder) == steps_of(command)
     assert run.folder == home / "runs" / "python" and run.summary["status"] == "done"
     assert [line.step for line in run.lines] == [1, 2]
@@ -116,15 +120,6 @@ def test_a_run_from_python_has_the_numbers_of_the_command(home, config):
         run.trajectories(3)
     assert (run.model / "config.json").is_file() and run.model.is_relative_to(run.folder)
     assert meshrl.Run(str(run.folder)).metrics == run.metrics
-
-
-def test_quiet_prints_nothing_and_otherwise_the_lines_of_the_command_are_printed(config, capsys):
-    one_step = {"loop": {"num_steps": 1}}
-    meshrl.train(config("quiet", **one_step), rewards={"ascii": share}, agent=one_turn, data=ROWS, quiet=True)
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "")
-    meshrl.train(config("loud", **one_step), rewards={"ascii": share}, agent=one_turn, data=ROWS)
-    assert "step 1/1" in capsys.readouterr().out
 
 
 def test_false_from_on_step_ends_the_run_as_after_its_last_step(config):

@@ -67,7 +67,8 @@ def test_no_text_uses_a_word_that_has_a_standard_term():
         EVERYWHERE
     )  # one pattern with a group for each list: to search for each by itself takes 25 times as long
     groups = "|".join(f"(?P<list_{number}>{words})" for number, words in enumerate(lists))
-    pattern = re.compile(rf"(?<![A-Za-z])(?:{groups})(?![A-Za-z])", re.IGNORECASE)
+    first = "".join({word[0] for words in lists for word in words.replace("(", "").split("|")})  # most words fail by it
+    pattern = re.compile(rf"(?<![A-Za-z])(?=[{first}])(?:{groups})(?![A-Za-z])", re.IGNORECASE)
     faults = []
     for path in texts():
         if name_of(path) == SELF:

@@ -108,6 +108,7 @@ def test_an_evaluation_of_a_run_imports_nothing_that_the_sender_of_the_run_has_w
 def test_the_folder_of_a_sent_run_may_be_given_on_purpose(config, tmp_path, monkeypatch):
     run = _sent_run(tmp_path, "planted:f", "null")
     chosen = [
+        "cluster.executor=inline",
         "loop.eval_samples=1",
         "data.max_prompt_tokens=64",
         "rollout.sampling.max_new_tokens=4",

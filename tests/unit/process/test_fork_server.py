@@ -187,27 +187,6 @@ def test_a_rank_has_the_current_stdout_and_stderr_of_its_controller(capfd):
     assert (printed.out, printed.err) == ("to stdout", "to stderr")
 
 
-def test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_that_started_it():
-    """A forked rank would lack its threads, and their locks would stay locked; a device can't be used after a fork."""
-
-    def started() -> None:
-        found.append(_with(_samplers(1), lambda executor: executor.call(0, ids)))
-
-    found: list[tuple[int, int]] = []
-    spawn.retire()
-    thread = threading.Thread(target=started)
-    thread.start()
-    thread.join()
-    started()
-    (_, server), (_, later) = found
-    assert server == later, "the next executor's ranks come from the same one"
-    threads = [task.read_text().strip() for task in Path(f"/proc/{server}/task").glob("*/comm")]
-    assert len([name for name in threads if name != "jemalloc_bg_thd"]) == 1
-    links = [os.readlink(link) for link in Path(f"/proc/{server}/fd").iterdir()]
-    assert [link for link in links if link.startswith("/dev/") and link != "/dev/null" and "pts" not in link] == []
-    assert {each.pid: each.name for each in family(os.getpid())}[server] == "fork_server"
-
-
 @pytest.mark.slow
 def test_a_run_has_one_fork_server_that_imports_before_the_run_itself_has_imported_torch(tmp_path):
     script = """
@@ -306,6 +285,7 @@ def test_children_of_one_fork_server_have_their_own_working_folder_and_pythonpat
 
 
 def test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another():
+    """Which outlives the thread that started it."""
 
     async def body(executor: ProcessExecutor) -> None:
         _, server = await executor.call(0, ids)
@@ -317,8 +297,24 @@ def test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another():
             await executor.restart([rank])
         parents = {(await executor.call(rank, ids))[1] for rank in (0, 1)}
         assert len(parents) == 1 and server not in parents
+        started.extend(parents)
 
-    _with(_samplers(2), body)
+    started: list[int] = []
+    thread = threading.Thread(target=_with, args=(_samplers(2), body))
+    thread.start()
+    thread.join()
+    _, server = _with(_samplers(1), lambda executor: executor.call(0, ids))
+    assert [server] == started, "the next executor's ranks come from the same one"
+    _assert_that_its_children_lack_nothing(server)
+
+
+def _assert_that_its_children_lack_nothing(server: int) -> None:
+    """A forked rank would lack its threads, and their locks would stay locked; a device can't be used after a fork."""
+    threads = [task.read_text().strip() for task in Path(f"/proc/{server}/task").glob("*/comm")]
+    assert len([name for name in threads if name != "jemalloc_bg_thd"]) == 1
+    links = [os.readlink(link) for link in Path(f"/proc/{server}/fd").iterdir()]
+    assert [link for link in links if link.startswith("/dev/") and link != "/dev/null" and "pts" not in link] == []
+    assert {each.pid: each.name for each in family(os.getpid())}[server] == "fork_server"
 
 
 @pytest.mark.slow

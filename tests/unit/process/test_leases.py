@@ -89,13 +89,18 @@ def an_owner() -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
 
 
 def test_resources_of_a_killed_run_are_removed_and_those_of_a_running_one_are_not():
-    with an_owner() as (dead, *left), an_owner() as (_, *held):
+    from meshrl.sync.shared_memory import SharedRing
+
+    ring, folder = SharedRing(2, 1000), LeasedFolder()
+    held = [Path("/dev/shm") / ring.name, folder.path]
+    with an_owner() as (dead, *left):
         assert all(path.exists() for path in left + held) and not sweep_of(*left, *held)
         os.killpg(dead.pid, signal.SIGKILL)
         dead.wait()
         assert all(path.exists() for path in left), "else there is nothing to sweep"
         assert sweep_of(*left) == {*left}
         assert not any(path.exists() for path in left) and all(path.exists() for path in held)
+    ring.close()
 
 
 def test_a_folder_is_removed_with_its_object():

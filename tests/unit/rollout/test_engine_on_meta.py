@@ -51,15 +51,18 @@ def _reads_by_step(num_layers: int, fast: bool) -> tuple[list[int], DeviceCalls]
     return reads, calls
 
 
-def test_a_step_of_decode_waits_for_the_device_once() -> None:
+@pytest.fixture(scope="module", params=[False, True], ids=["own forward", "fast decoder"])
+def of_two_layers(request: pytest.FixtureRequest) -> tuple[list[int], DeviceCalls]:
+    return _reads_by_step(2, request.param)
+
+
+def test_a_step_of_decode_waits_for_the_device_once(of_two_layers: tuple[list[int], DeviceCalls]) -> None:
     """The read of the sampled tokens; one more for each row, layer or parameter of sampling would leave the device idle
     between kernels, and no error would show it."""
-    for num_layers in (1, 3):
-        for fast in (False, True):
-            reads, calls = _reads_by_step(num_layers, fast)
-            assert len(reads) > NUM_TOKENS and set(reads) == {1}
-            half = (torch.bfloat16, torch.bfloat16)
-            assert {call[1:] for call in calls.named("aten.mm.dtype")} == {(half, torch.float32)}  # the head's
+    reads, calls = of_two_layers
+    assert len(reads) > NUM_TOKENS and set(reads) == {1}
+    half = (torch.bfloat16, torch.bfloat16)
+    assert {call[1:] for call in calls.named("aten.mm.dtype")} == {(half, torch.float32)}  # the head's
 
 
 def _steady_step(num_layers: int, fast: bool, length: int) -> tuple[int, int, int]:
@@ -92,12 +95,13 @@ def test_rows_in_two_tiles_need_no_further_copy() -> None:
     assert launches <= 211
 
 
-def test_a_step_of_decode_rounds_neither_attention_scores_nor_sums() -> None:
+def test_a_step_of_decode_rounds_neither_attention_scores_nor_sums(
+    of_two_layers: tuple[list[int], DeviceCalls],
+) -> None:
     """Products with tiles are in fp32, and so is the softmax; on a CPU they are because its tiles are in fp32."""
-    for fast in (False, True):
-        _, calls = _reads_by_step(2, fast)
-        half, wide = (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)
-        batched = {call for call in calls.calls if call[0].startswith(("aten.bmm", "aten.baddbmm"))}
-        rotary = ("aten.bmm.default", wide, torch.float32)  # frequencies times positions
-        assert batched == {("aten.bmm.dtype", half, torch.float32), rotary}
-        assert {call[1:] for call in calls.named("softmax")} == {((torch.float32,), torch.float32)}
+    _, calls = of_two_layers
+    half, wide = (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)
+    batched = {call for call in calls.calls if call[0].startswith(("aten.bmm", "aten.baddbmm"))}
+    rotary = ("aten.bmm.default", wide, torch.float32)  # frequencies times positions
+    assert batched == {("aten.bmm.dtype", half, torch.float32), rotary}
+    assert {call[1:] for call in calls.named("softmax")} == {((torch.float32,), torch.float32)}

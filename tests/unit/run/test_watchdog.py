@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-import textwrap
+import contextlib
+import os
 import time
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
@@ -13,32 +12,31 @@ from meshrl.run import signals as module
 from meshrl.run.signals import watchdog
 
 
-def test_a_call_that_blocks_for_longer_than_any_phase_may_take_ends_the_process():
+async def agent_that_blocks() -> None:
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(60)
+
+
+def test_a_call_that_blocks_for_longer_than_any_phase_may_take_ends_the_process(monkeypatch, capfd):
     """Also one that catches every exception."""
-    code = """
-        import asyncio, time
-        from meshrl.config.cluster import ClusterConfig
-        from meshrl.run import signals as module
-        module._BEAT_S = 0.05
+    monkeypatch.setattr(module, "_BEAT_S", 0.05)
 
-        async def agent_that_blocks():
-            while True:
-                try:
-                    time.sleep(60)
-                except BaseException:
-                    pass
+    async def main() -> None:
+        with watchdog(ClusterConfig(timeout_s=0.3)):
+            await asyncio.sleep(0.5)
+            os.write(1, b"waited\n")
+            await agent_that_blocks()
 
-        async def main():
-            with module.watchdog(ClusterConfig(timeout_s=0.3)):
-                await asyncio.sleep(0.5)
-                print("waited", flush=True)
-                await agent_that_blocks()
-
-        asyncio.run(main())
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "waited\n")
-    assert done.stderr.startswith("Timeout (0:00:00.4") and "in agent_that_blocks" in done.stderr
+    if (child := os.fork()) == 0:
+        try:
+            asyncio.run(main())
+        finally:
+            os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    printed = capfd.readouterr()
+    assert (code, printed.out) == (1, "waited\n")
+    assert printed.err.startswith("Timeout (0:00:00.4") and "in agent_that_blocks" in printed.err
 
 
 def test_a_phase_with_a_longer_deadline_is_not_ended_and_nothing_is_left_behind(monkeypatch):
