@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import time
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
@@ -29,6 +30,7 @@ def test_a_call_that_blocks_for_longer_than_any_phase_may_take_ends_the_process(
             await agent_that_blocks()
 
     if (child := os.fork()) == 0:
+        signal.alarm(30)  # in case it is not ended
         try:
             asyncio.run(main())
         finally:
