@@ -55,6 +55,7 @@ def test_the_code_of_a_function_is_its_module_without_comments_and_layout(
     texts += ["B = 2\ndef f(x): return x + B\n", "def f(x:"]
     found = [code_of(name) for text in texts if module.write_text(text)]
     assert found[0] == found[1] != found[2] and found[3] == texts[3]
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)  # a script has none
     assert code_of("no_module_of_a_test:f") == "" == code_of("__main__:f")
     assert code_of("math:sqrt") == "" and code_of("format")  # the version of meshrl
 
