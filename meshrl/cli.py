@@ -12,19 +12,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from meshrl.core.errors import ConfigError, DataError, MeshrlError
+from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.lookup import did_you_mean
 from meshrl.core.terminal import drop_unwritten_output, open_standard_streams, print_message, print_output, printable
-
-if TYPE_CHECKING:
-    from meshrl.config.load import Loaded
-    from meshrl.config.run import RunConfig, SftRunConfig
 
 DESCRIPTION = "Reinforcement-learning post-training of language models on PyTorch FSDP2."
 EPILOG = "example: meshrl train gsm8k.yaml train.optimizer.lr=1e-6 --explain"
@@ -114,10 +109,10 @@ def _train(is_sft: bool, args: argparse.Namespace) -> None:
 
     if not args.explain:
         (sft if is_sft else train)(args.config, args.overrides)
-    elif is_sft:
-        _explain(load_sft(args.config, args.overrides, starts=False))
     else:
-        _explain(load_run(args.config, args.overrides, starts=False))
+        from meshrl.tools.explain import explain_config
+
+        explain_config((load_sft if is_sft else load_run)(args.config, args.overrides, starts=False))
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -130,6 +125,12 @@ def _init(args: argparse.Namespace) -> None:
     from meshrl.tools.init import init
 
     print_message(init(args.folder, args.model), sys.stdout)
+
+
+def _translate(args: argparse.Namespace) -> None:
+    from meshrl.tools.translate.command import translate_file
+
+    print_output(translate_file(args.file, args.out, args.rows, args.devices), end="")
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -256,51 +257,6 @@ def _config(args: argparse.Namespace) -> None:
     print_output(list_keys(args.word))
 
 
-def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
-    from meshrl.config.run import SftRunConfig
-    from meshrl.data.check import count_rows
-    from meshrl.plan.explain import explain
-
-    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and no hub is waited for
-    config, run_plan = loaded.config, None
-    with suppress(ImportError):  # the lines of the memory give the reason
-        from meshrl.cluster.launch import plan_of
-
-        run_plan = plan_of(config)
-    print_output(explain(loaded, count_rows(config), run_plan), end="")
-    print_output(f"\n{_if_here('memory', partial(_memory, config))}")
-    if not isinstance(loaded.config, SftRunConfig):
-        data = loaded.config.data
-        paths = [loaded.config.model.path, data.path, data.eval_path, *(s.path for s in data.sources.values())]
-        complete = all(path is None or Path(path).exists() for path in paths)
-        print_output(_if_here("first prompt", partial(_first_prompt, loaded.config), complete))
-
-
-def _if_here(what: str, text: Callable[[], str], complete: bool = False) -> str:
-    """A text for which files of the model or of the data are read, or why there is none: a config is explained, too,
-    where they are missing. complete: whether all are here; then what is wrong with them is an error."""
-    try:
-        return text()
-    except (MeshrlError, ImportError) as error:
-        if complete and isinstance(error, DataError):
-            raise
-        return f"# {what}: can't be shown from what is on this machine: {error}"
-
-
-def _memory(config: RunConfig | SftRunConfig) -> str:
-    from meshrl.tools.memory import describe_memory
-
-    return describe_memory(config)
-
-
-def _first_prompt(config: RunConfig) -> str:
-    from meshrl.run.inputs import Objects
-    from meshrl.run.task import first_prompt, load_task
-
-    text = first_prompt(load_task(config, Objects(), training=True))
-    return f"# first prompt: {text or f'rendered by the agent {config.agent.kind}'}"
-
-
 class _Argument(NamedTuple):
     """An argument of a command. settings: as of argparse. is_alone: only one such argument is allowed."""
 
@@ -394,6 +350,23 @@ _INIT = [
     _arg("folder", "FOLDER", "folder to write; it must not exist yet", type=Path),
     _arg("--model", "MODEL", "the model to train: its folder, a hub id, or runs/NAME", required=True),
 ]
+_TRANSLATE = [
+    _arg(
+        "file",
+        "FILE",
+        "config or script of a recipe of verl, TRL (a GRPOConfig in Python, or YAML) or prime-rl",
+        type=Path,
+    ),
+    _arg("--out", "FILE", "new file to write (default: print to the terminal)", type=Path),
+    _arg("--rows", "N", "rows of the training data, by which epochs become steps", type=_positive),
+    _arg(
+        "--devices",
+        "N",
+        "devices that train with TRL, which counts answers on each (default 1)",
+        type=_positive,
+        default=1,
+    ),
+]
 _CHAT = [
     _arg("model", "MODEL", "a model's folder, a hub id, or runs/NAME for its best model"),
     _arg(
@@ -468,6 +441,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[
     "launch": (_launch, "write a Slurm batch file for a run on several nodes", _LAUNCH),
     "plan": (_plan_schedule, "predict the speed of each loop.kind and of each split of the GPUs", _PLAN),
     "init": (_init, "write a folder with a config, a reward function and rows, to start a run of your own", _INIT),
+    "translate": (_translate, "write a config from one of verl, TRL or prime-rl", _TRANSLATE),
     "chat": (_chat, "talk to a model in the terminal: one question, or a conversation", _CHAT),
     "diagnose": (_diagnose, "report where the time of a run goes, and what to change; see docs/see.md", _DIAGNOSE),
     "report": (_report, "write RUN/report.html from the run's files, during the run or after it", [_RUN, _PAGE]),

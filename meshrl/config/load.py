@@ -74,6 +74,14 @@ class Loaded(Generic[C]):
     notices: tuple[str, ...]
 
 
+class WrongConfig(ConfigError):
+    """A config with problems, which its text lists."""
+
+    def __init__(self, text: str, problems: Sequence[Problem] = ()):
+        super().__init__(text)
+        self.problems = problems
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InMemory:
     """Objects that a Python caller gives in place of the names in a config.
@@ -171,7 +179,7 @@ def _load(
         values = _flat_values(config) if config is not None else {}
         required = {key.path for key in layers.keys.values() if key.default is None}  # they may have stand-ins
         defaults = {key: value for key, value in values.items() if key not in required}
-        raise ConfigError(_report(path, problems, given, defaults))
+        raise WrongConfig(_report(path, problems, given, defaults), problems)
     config, resolved = _resolve(config, case, layers.keys, modules)
     origins = {key: given[key].origin if key in given else DEFAULT for key in _flat_values(config)}
     origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}

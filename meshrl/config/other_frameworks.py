@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import yaml
 
@@ -20,7 +21,8 @@ MOST_MEANINGS = 3  # a name such as `path`, which has more, gives no hint withou
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """A row of the table. names: framework -> its names of the setting. here: keys of meshrl; empty = there is none.
-    note: how the values differ, or without a key what to do instead.
+    note: how the values differ, or without a key what to do instead. unwritten, only, values, rule, defaults: how
+    `meshrl translate` translates a value, as at the top of the table.
 
     Example: Setting(topic="Batches and steps", names={"TRL": ("num_train_epochs",)}, here=("loop.num_steps",),
     note="counts steps: ...").
@@ -30,6 +32,11 @@ class Setting:
     names: dict[str, tuple[str, ...]]
     here: tuple[str, ...]
     note: str
+    unwritten: frozenset[str] = frozenset()
+    only: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    rule: str = ""
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +66,17 @@ def settings() -> tuple[Setting, ...]:
     return tuple(
         Setting(
             topic=topic,
-            names={title: tuple(row[column].split()) for column, title in FRAMEWORKS.items() if column in row},
+            names={
+                title: tuple(row[column].replace("~", "").split())
+                for column, title in FRAMEWORKS.items()
+                if column in row
+            },
             here=tuple(row.get("here", "").split()),
             note=row.get("note") or row.get("instead", ""),
+            unwritten=frozenset(
+                name[:-1] for column in FRAMEWORKS for name in row.get(column, "").split() if name.endswith("~")
+            ),
+            **{name: row[name] for name in ("only", "values", "rule", "defaults") if name in row},
         )
         for topic, rows in topics.items()
         for row in rows
@@ -105,6 +120,23 @@ def meanings(path: str, keys: Collection[str]) -> list[Meaning]:
             meaning = Meaning(name=".".join(name), framework=framework, here=here, note=setting.note)
             by_setting.setdefault(id(setting), meaning)
     return list(by_setting.values()) if len(by_setting) <= MOST_MEANINGS else []
+
+
+def setting_of(name: str, framework: str) -> tuple[Setting, str] | None:
+    """The setting of a full dotted name of a framework, and the rest of the name: the part below a section that the
+    setting is, or "". None if the table has neither the name nor its section."""
+    name, titles = name.lower(), (framework, FRAMEWORKS["other"])
+    parts = name.split(".")
+    tries = [(".".join(parts[:i]), ".".join(parts[i:])) for i in range(len(parts), 0, -1)]
+    for known, rest in [tries[0], *((f"{section}.*", rest) for section, rest in tries), *tries[1:]]:
+        for candidate, title, setting in _by_last_part().get(known.rpartition(".")[2], []):
+            if (
+                ".".join(candidate) == known
+                and title in titles
+                and (setting.topic != "Sections" or known in setting.unwritten)
+            ):
+                return setting, "" if known.endswith("*") else rest
+    return None
 
 
 def misspelt_meanings(path: str, keys: Collection[str]) -> list[Meaning]:

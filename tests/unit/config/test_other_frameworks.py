@@ -65,8 +65,8 @@ TRL = {  # fields of GRPOConfig -> the same
     "max_grad_norm": "train.optimizer.clip",
     "bf16": "model.dtype",
     "gradient_checkpointing": "train.activation_checkpointing",
-    "per_device_train_batch_size": "train.max_tokens_per_microbatch",
-    "gradient_accumulation_steps": "train.max_tokens_per_microbatch",
+    "per_device_train_batch_size": "loop.prompts_per_step",
+    "gradient_accumulation_steps": "train.updates_per_step",
     "num_train_epochs": "loop.num_steps",
     "max_steps": "loop.num_steps",
     "num_generations": "loop.samples_per_prompt",
@@ -245,8 +245,8 @@ def test_every_name_of_the_table_has_the_meaning_of_its_row_with_all_its_section
     rows = [(setting, each) for setting in settings() for each in setting.names.items()]
     names = [(name, framework, setting) for setting, (framework, own) in rows for name in own]
     assert len({(name.lower(), framework) for name, framework, _ in names}) == len(names)
-    for name, _, setting in names:
-        (meaning,) = meanings(name, every_key())
+    for name, framework, setting in names:
+        (meaning,) = (each for each in meanings(name, every_key()) if each.framework == framework)
         assert meaning.here == setting.here and meaning.note == setting.note
 
 

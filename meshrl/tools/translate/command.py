@@ -1,0 +1,181 @@
+"""`meshrl translate`: a config of meshrl from one of another framework. A setting that has no counterpart becomes a
+comment with the reason; so does one that the checks of configs refuse."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshrl.config.docs import every_key
+from meshrl.config.load import PATH_KEYS, WrongConfig, load_run_config
+from meshrl.config.other_frameworks import setting_of, settings
+from meshrl.config.schema import locate
+from meshrl.config.values import show
+from meshrl.core.errors import ConfigError
+from meshrl.core.files import output_errors
+from meshrl.data.tables import open_table
+from meshrl.tools.translate.read import Settings, read_settings
+from meshrl.tools.translate.values import translated
+
+KEYS = every_key()
+ORDER = [*KEYS]
+UNKNOWN = "not in the table of names; what it does has to be looked up"
+KNOWN = {  # framework -> what its files need not state: key -> (value, comment)
+    "verl": {
+        "rollout.engine": ("vllm", "the default of verl"),
+        "data.answer": ("reward_model.ground_truth", "where the rows of verl have it"),
+        "reward.terms.answer.kind": ("math_answer", "verl chooses by data_source; or a function package.module:name"),
+    },
+    "prime-rl": {"rollout.engine": ("vllm", "prime-rl samples with vLLM")},
+}
+PLACEHOLDERS = {  # required key -> the same
+    "model.path": ("organisation/model", "PLACEHOLDER: a model's folder, or a hub id"),
+    "data.path": ("organisation/dataset", "PLACEHOLDER: rows with a question and its answer, a file or a hub id"),
+    "loop.num_steps": (100, "PLACEHOLDER: epochs x rows / prompts_per_step; --rows gives the number of rows"),
+}
+
+
+@dataclass(kw_only=True)
+class Translation:
+    """there: the settings of the file. here: values by keys of meshrl. names: key of meshrl -> settings that set it;
+    those that are not in the file are defaults of their framework. reasons: of settings that have no key here."""
+
+    framework: str
+    there: Settings
+    here: Settings = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """How many settings are keys."""
+        return f"{len(self.there) - len(self.reasons)} of {len(self.there)} settings are keys here, the others comments"
+
+
+def translate_file(path: Path, out: Path | None, rows: int | None, devices: int) -> str:
+    """Translate a file and write the config to `out`. Returns what to print: the config itself without `out`.
+
+    rows: of the training data, for epochs; None = counted, if the data is on this machine. devices: TRL counts answers
+    on each of them. Raises: ConfigError if the file has no settings of another framework, or `out` is there.
+    """
+    read = read_settings(path)
+    made = translate_settings(*read, {"rows": rows, "num_processes": devices})
+    table = Path(str(made.here.get("data.path"))).expanduser()
+    if rows is None and table.exists():
+        rows = open_table(str(table), "auto").num_rows
+        made = translate_settings(*read, {"rows": rows, "num_processes": devices})
+    if out is None:
+        return render(made, path.name)
+    with output_errors(out, "Give another file by --out", ConfigError), out.open("x", encoding="utf-8") as file:
+        file.write(render(made, path.name))
+    return f"wrote {out}: {made.summary}\ncheck it:  meshrl train {out} --explain\n"
+
+
+def translate_settings(framework: str, there: Settings, numbers: Settings) -> Translation:
+    """The translation of settings by their full names. numbers: of rows and devices, unless the settings have them."""
+    made, table = Translation(framework=framework, there=there), settings()
+    made.here |= {key: value for key, (value, _) in KNOWN.get(framework, {}).items()}
+    defaults = {n: value for row in table for n, value in row.defaults.items() if n in row.names.get(framework, ())}
+    given, found = numbers | defaults | there, {name: setting_of(name, framework) for name in {**defaults, **there}}
+    made.reasons |= {name: UNKNOWN for name in there if found[name] is None}
+    places = {id(setting): i for i, setting in enumerate(table)}
+    rows = [(*row, name) for name, row in found.items() if row is not None]
+    for setting, rest, name in sorted(rows, key=lambda row: places[id(row[0])]):
+        result = translated(setting, name, rest, given, made.here)
+        result = _fitting(result, made.here) if isinstance(result, dict) else result
+        if isinstance(result, dict):
+            made.here |= result
+            for key in result:
+                made.names.setdefault(key, []).append(name)
+        elif name in there:
+            made.reasons[name] = result
+    has_data = any(key.startswith("data.sources") for key in made.here)
+    placeholders = {key: value for key, (value, _) in PLACEHOLDERS.items() if key != "data.path" or not has_data}
+    made.here = placeholders | made.here
+    while _leave_out(made):
+        continue
+    return made
+
+
+def _fitting(result: Settings, here: Settings) -> Settings | str:
+    """The values in the types of their keys, without keys of an engine other than the one here."""
+    engine, fitting = here.get("rollout.engine", "embedded"), {}
+    for key, value in result.items():
+        allowed = found.allowed if (found := locate(KEYS, key)[0]) else ""
+        if isinstance(value, float) and allowed.startswith("integer"):
+            value = math.ceil(round(value, 6))
+        if isinstance(value, list) != allowed.startswith(("list", "[")) and allowed:
+            value = [value] if not isinstance(value, list) else value[0] if len(value) == 1 else value
+        if key.split(".")[1] == engine or not key.startswith(("rollout.vllm.", "rollout.sglang.")):
+            fitting[key] = value
+    return fitting or f"of another server than rollout.engine: {engine}"
+
+
+def _leave_out(made: Translation) -> bool:
+    """Take out the keys that the checks of configs refuse, with the reasons. Returns whether there were any."""
+    try:
+        load_run_config(_nested(made.here), starts=False)
+    except WrongConfig as error:
+        refused: dict[str, str] = {}
+        for problem in error.problems:
+            wrong = [*problem.void, *problem.keys, *(key.rpartition(".")[0] for key in problem.keys)]
+            keys = [key for path in wrong for key in made.here if f"{key}.".startswith(f"{path}.")]
+            refused |= {key: problem.text for key in keys[:1] if key not in (*PATH_KEYS, *PLACEHOLDERS)}
+        for key, text in refused.items():
+            reason = f"{key}: {show(made.here.pop(key))} is refused: {text.removesuffix('.')}"
+            still = {name for k, names in made.names.items() if k in made.here for name in names}
+            made.reasons |= {n: reason for n in made.names.pop(key, []) if n in made.there and n not in still}
+        return bool(refused)
+    return False
+
+
+def _nested(values: Settings) -> Settings:
+    """Sections in sections, in the order of the list of keys."""
+    tree: Settings = {}
+    for key in sorted(values, key=lambda key: ORDER.index(found.path) if (found := locate(KEYS, key)[0]) else 0):
+        *sections, last = key.split(".")
+        section = tree
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = values[key]
+    return tree
+
+
+def render(made: Translation, name: str) -> str:
+    """The config file. name: of the file that was translated."""
+    lines = [f"# Translated from {name} ({made.framework}) by `meshrl translate`:", f"# {made.summary}.", ""]
+    lines += _lines(made, _nested(made.here), "")
+    by_reason = defaultdict(list)
+    for setting, reason in made.reasons.items():
+        by_reason[" ".join(reason.split())].append(f"#   {setting} = {_short(made.there[setting])}")
+    for reason, lines_of_it in by_reason.items():
+        lines += [
+            "",
+            *textwrap.wrap(f"No key: {reason}.", 118, initial_indent="# ", subsequent_indent="# "),
+            *lines_of_it,
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _lines(made: Translation, tree: Settings, path: str) -> list[str]:
+    lines = []
+    for name, value in tree.items():
+        key, start = f"{path}{name}", f"{'  ' * path.count('.')}{show(name)}:"
+        if isinstance(value, dict) and value and key not in made.here:
+            lines += [start, *_lines(made, value, f"{key}.")]
+            continue
+        names = made.names.get(key, [])
+        texts = [n if made.there[n] == value else f"{n} = {_short(made.there[n])}" for n in names if n in made.there]
+        texts = texts or [f"default of {made.framework}: {name}" for name in names[:1]]
+        texts = texts or [{**KNOWN.get(made.framework, {}), **PLACEHOLDERS}[key][1]]
+        lines.append(f"{start} {show(value)}   # {'; '.join(texts)}")
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = show(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
