@@ -21,19 +21,20 @@ def to_yaml(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], rules: Mapping[str
     rules: keys that are commented out because the machine of the run decides them: (value here, reason) by key."""
     lines: list[str] = [f"# resolved from {loaded.path}"]
     comments = dict(rules) | {key: (..., f"unused: {why}") for key, (why, _) in unused(loaded.config).items()}
-    _section(loaded.config.model_dump(mode="json"), "", loaded.origins, comments, lines)
+    lines += section_lines(loaded.config.model_dump(mode="json"), "", loaded.origins, comments)
     return "\n".join(lines) + "\n"
 
 
-def _section(
-    section: dict[str, Any], path: str, origins: dict[str, str], comments: dict[str, tuple[Any, str]], lines: list[str]
-) -> None:
+def section_lines(
+    section: dict[str, Any], path: str, origins: Mapping[str, str], comments: Mapping[str, tuple[Any, str]]
+) -> list[str]:
+    """The lines of a section, with the origin of each value. comments: as rules of to_yaml, with `...` for no value."""
+    lines = []
     indent = "  " * (path.count(".") + 1 if path else 0)
     for name, value in section.items():
         inner = dotted(path, name)
         if isinstance(value, dict) and value:
-            lines.append(f"{indent}{show(name)}:")
-            _section(value, inner, origins, comments, lines)
+            lines += [f"{indent}{show(name)}:", *section_lines(value, inner, origins, comments)]
             continue
         mark, origin = "", origins[inner]
         if inner in comments:
@@ -41,3 +42,4 @@ def _section(
             mark, value = "# ", value if here is ... else here
         line = f"{indent}{mark}{name if mark else show(name)}: {show(value)}"
         lines.append(f"{line:<{ORIGIN_COLUMN}}  # {origin}")
+    return lines

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.case import Value
 from meshrl.config.docs import every_key
+from meshrl.config.explain import section_lines
 from meshrl.config.load import PATH_KEYS, WrongConfig, load_run_config
 from meshrl.config.other_frameworks import setting_of, settings
 from meshrl.config.schema import locate
+from meshrl.config.source import content
 from meshrl.config.values import show
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import output_errors
@@ -50,9 +53,7 @@ class Translation:
     names: dict[str, list[str]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def summary(self) -> str:
-        """How many settings are keys."""
+    def __str__(self) -> str:
         return f"{len(self.there) - len(self.reasons)} of {len(self.there)} settings are keys here, the others comments"
 
 
@@ -72,7 +73,7 @@ def translate_file(path: Path, out: Path | None, rows: int | None, devices: int)
         return render(made, path.name)
     with output_errors(out, "Give another file by --out", ConfigError), out.open("x", encoding="utf-8") as file:
         file.write(render(made, path.name))
-    return f"wrote {out}: {made.summary}\ncheck it:  meshrl train {out} --explain\n"
+    return f"wrote {out}: {made}\ncheck it:  meshrl train {out} --explain\n"
 
 
 def translate_settings(framework: str, there: Settings, numbers: Settings) -> Translation:
@@ -86,9 +87,8 @@ def translate_settings(framework: str, there: Settings, numbers: Settings) -> Tr
     rows = [(*row, name) for name, row in found.items() if row is not None]
     for setting, rest, name in sorted(rows, key=lambda row: places[id(row[0])]):
         result = translated(setting, name, rest, given, made.here)
-        result = _fitting(result, made.here) if isinstance(result, dict) else result
         if isinstance(result, dict):
-            made.here |= result
+            made.here |= {key: _fitting(key, value) for key, value in result.items()}
             for key in result:
                 made.names.setdefault(key, []).append(name)
         elif name in there:
@@ -101,24 +101,20 @@ def translate_settings(framework: str, there: Settings, numbers: Settings) -> Tr
     return made
 
 
-def _fitting(result: Settings, here: Settings) -> Settings | str:
-    """The values in the types of their keys, without keys of an engine other than the one here."""
-    engine, fitting = here.get("rollout.engine", "embedded"), {}
-    for key, value in result.items():
-        allowed = found.allowed if (found := locate(KEYS, key)[0]) else ""
-        if isinstance(value, float) and allowed.startswith("integer"):
-            value = math.ceil(round(value, 6))
-        if isinstance(value, list) != allowed.startswith(("list", "[")) and allowed:
-            value = [value] if not isinstance(value, list) else value[0] if len(value) == 1 else value
-        if key.split(".")[1] == engine or not key.startswith(("rollout.vllm.", "rollout.sglang.")):
-            fitting[key] = value
-    return fitting or f"of another server than rollout.engine: {engine}"
+def _fitting(key: str, value: Any) -> Any:
+    """The value in the type of its key."""
+    allowed = found.allowed if (found := locate(KEYS, key)[0]) else ""
+    if isinstance(value, float) and allowed.startswith("integer"):
+        return math.ceil(round(value, 6))
+    if isinstance(value, list) != allowed.startswith(("list", "[")):
+        return [value] if not isinstance(value, list) else value[0] if len(value) == 1 else value
+    return value
 
 
 def _leave_out(made: Translation) -> bool:
     """Take out the keys that the checks of configs refuse, with the reasons. Returns whether there were any."""
     try:
-        load_run_config(_nested(made.here), starts=False)
+        load_run_config(nested(made.here), starts=False)
     except WrongConfig as error:
         refused: dict[str, str] = {}
         for problem in error.problems:
@@ -133,47 +129,29 @@ def _leave_out(made: Translation) -> bool:
     return False
 
 
-def _nested(values: Settings) -> Settings:
+def nested(values: Settings) -> Settings:
     """Sections in sections, in the order of the list of keys."""
-    tree: Settings = {}
-    for key in sorted(values, key=lambda key: ORDER.index(found.path) if (found := locate(KEYS, key)[0]) else 0):
-        *sections, last = key.split(".")
-        section = tree
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[last] = values[key]
-    return tree
+    keys = sorted(values, key=lambda key: ORDER.index(found.path) if (found := locate(KEYS, key)[0]) else 0)
+    nested: Settings = content({tuple(key.split(".")): Value(values[key], "", Path()) for key in keys})
+    return nested
 
 
 def render(made: Translation, name: str) -> str:
     """The config file. name: of the file that was translated."""
-    lines = [f"# Translated from {name} ({made.framework}) by `meshrl translate`:", f"# {made.summary}.", ""]
-    lines += _lines(made, _nested(made.here), "")
+    origins = {key: comment for key, (_, comment) in [*KNOWN.get(made.framework, {}).items(), *PLACEHOLDERS.items()]}
+    for key, names in made.names.items():
+        there = [n for n in names if n in made.there]
+        texts = [n if made.there[n] == made.here[key] else f"{n} = {_short(made.there[n])}" for n in there]
+        origins[key] = "; ".join(texts) or f"default of {made.framework}: {names[0]}"
+    lines = [f"# Translated from {name} ({made.framework}) by `meshrl translate`:", f"# {made}.", ""]
+    lines += section_lines(nested(made.here), "", origins, {})
     by_reason = defaultdict(list)
     for setting, reason in made.reasons.items():
         by_reason[" ".join(reason.split())].append(f"#   {setting} = {_short(made.there[setting])}")
-    for reason, lines_of_it in by_reason.items():
-        lines += [
-            "",
-            *textwrap.wrap(f"No key: {reason}.", 118, initial_indent="# ", subsequent_indent="# "),
-            *lines_of_it,
-        ]
+    for reason, those in by_reason.items():
+        wrapped = textwrap.wrap(f"No key: {reason}.", 118, initial_indent="# ", subsequent_indent="# ")
+        lines += ["", *wrapped, *those]
     return "\n".join([*lines, ""])
-
-
-def _lines(made: Translation, tree: Settings, path: str) -> list[str]:
-    lines = []
-    for name, value in tree.items():
-        key, start = f"{path}{name}", f"{'  ' * path.count('.')}{show(name)}:"
-        if isinstance(value, dict) and value and key not in made.here:
-            lines += [start, *_lines(made, value, f"{key}.")]
-            continue
-        names = made.names.get(key, [])
-        texts = [n if made.there[n] == value else f"{n} = {_short(made.there[n])}" for n in names if n in made.there]
-        texts = texts or [f"default of {made.framework}: {name}" for name in names[:1]]
-        texts = texts or [{**KNOWN.get(made.framework, {}), **PLACEHOLDERS}[key][1]]
-        lines.append(f"{start} {show(value)}   # {'; '.join(texts)}")
-    return lines
 
 
 def _short(value: Any) -> str:

@@ -93,15 +93,19 @@ def _in_shell(text: str) -> Settings:
 
 def _expanded(text: str, variables: dict[str, str]) -> str:
     """$NAME, ${NAME}, ${NAME:-default} and $((arithmetic)) replaced, from the inside; unknown variables remain."""
-    before, numbers = "", {name: yaml_value(value) for name, value in variables.items()}
+    numbers = {name: yaml_value(value) for name, value in variables.items()}
+
+    def value(match: re.Match[str]) -> str:
+        return variables.get(match[1] or match[3], match[0] if match[2] is None else match[2])
+
+    def number(match: re.Match[str]) -> str:
+        return str(computed(match[1], numbers)).removesuffix(".0")
+
+    before = ""
     while text != before:
-        before = text
-        text = re.sub(
-            r"\$\{(\w+)(?::?-([^${}]*))?\}|\$(\w+)",
-            lambda match: variables.get(match[1] or match[3], match[0] if match[2] is None else match[2]),
-            text,
-        )
-    return re.sub(r"\$\(\((.+?)\)\)(?!\))", lambda match: str(computed(match[1], numbers)).removesuffix(".0"), text)
+        before, text = text, re.sub(r"\$\{(\w+)(?::?-([^${}]*))?\}|\$(\w+)", value, text)
+        text = re.sub(r"\$\(\((.+?)\)\)(?!\))", number, text)
+    return text
 
 
 class _Names(dict[str, Any]):
