@@ -18,7 +18,6 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -81,6 +80,8 @@ def code_of(path: str, given: Any = None) -> str:
         if given is not None:
             text = inspect.getsource(given if hasattr(given, "__qualname__") else type(given))
         elif ":" not in path:
+            from importlib.metadata import version  # takes as long as the rest of a reward worker's standard library
+
             return version("meshrl")
         elif (spec := importlib.util.find_spec(path.partition(":")[0])) and str(spec.origin).endswith(".py"):
             text = importlib.util.decode_source(Path(str(spec.origin)).read_bytes())

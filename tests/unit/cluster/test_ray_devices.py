@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tiny_specs import worker_spec
@@ -13,15 +14,14 @@ from tiny_specs import worker_spec
 from meshrl.cluster.actors import RankWorker
 from meshrl.core.errors import RankFailure
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'meshrl[ray]'")
-
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    module = pytest.importorskip("ray", reason="ray is not installed: pip install 'meshrl[ray]'")
     monkeypatch.delenv("MESHRL_DEVICE", raising=False)
-    ray.init(address="local", num_cpus=2, num_gpus=3, include_dashboard=False, object_store_memory=80 << 20)
-    yield
-    ray.shutdown()
+    module.init(address="local", num_cpus=2, num_gpus=3, include_dashboard=False, object_store_memory=80 << 20)
+    yield module
+    module.shutdown()
 
 
 def devices(worker: RankWorker) -> str:
@@ -33,7 +33,7 @@ def sleep(worker: RankWorker) -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_sees_the_devices_of_all_ranks_of_its_machine(cluster: None):
+def test_each_rank_sees_the_devices_of_all_ranks_of_its_machine(ray: Any):
     """A server of two ranks needs the devices of both. Ray would let each rank see one, and the server could not start.
     The third GPU, which this run has not reserved, belongs to others. The same holds for a replaced rank."""
     from meshrl.cluster.ray import RayExecutor
