@@ -110,7 +110,7 @@ def predicted_bytes(shape: str, cfg: TrainConfig, tokens: int) -> int:
     inside = tokens * (block + 2 * token + 2 * config.intermediate_size * gpu_predict.HALF)
     words = 2 * config.vocab_size * token * (1 if config.tie_word_embeddings else 2)
     copies = 0 if cfg.activation_checkpointing else memory.weights - words // 2
-    return memory.masters + memory.moments + max(memory.gradients, stored) + inside + words + copies
+    return memory.masters + 2 * memory.gradients + max(memory.gradients, stored) + inside + words + copies
 
 
 def measure_steps(report: Report, args: Any, device: torch.device, gemm: float, roofline: Roofline) -> None:

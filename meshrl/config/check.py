@@ -24,7 +24,7 @@ from meshrl.config.cluster import machine_problems
 from meshrl.config.data import data_problems
 from meshrl.config.kinds import ADVANTAGES
 from meshrl.config.loop import loop_problems
-from meshrl.config.model import model_problems
+from meshrl.config.model import missing_files, model_problems
 from meshrl.config.monitor import sink_problems
 from meshrl.config.rollout import engine_problems, missing_server
 from meshrl.config.run import RunConfig, SftRunConfig, run_problems
@@ -210,6 +210,8 @@ def notices(case: Case) -> list[str]:
             f"model.dtype is {config.model.dtype}, and this CPU has no fast products of 16-bit numbers: float32 is "
             "many times faster here."
         )
+    if case.starts is False and "model.path" in case.given and (path := case.find("model.path")[0]) is not None:
+        texts += [f"model.path: {problem.text} A run needs it." for problem in missing_files(path)]
     if purpose == "train":
         texts += _notices_of_the_loss(case)
         texts += _notices_of_the_reward(case.rl)
@@ -229,12 +231,6 @@ def notices(case: Case) -> list[str]:
                 f"algo.correction.kind is off, although {reason}: the loss treats samples of another policy as its own "
                 "(docs/correction.md). auto corrects this."
             )
-    if config.train.optimizer.lr is None and purpose != "eval" and config.peak_lr != RunConfig.DEFAULT_LR:
-        with_lora = " with model.lora" if config.model.lora.enabled else ""
-        texts.append(
-            f"train.optimizer.lr is not set: its default for {'SFT' if purpose == 'sft' else 'RL'}{with_lora} is "
-            f"{config.peak_lr:g}."
-        )
     if config.train.master_dtype == "bfloat16":
         texts.append(
             f"train.master_dtype is bfloat16: steps of lr {config.peak_lr:g} are lost in rounding wherever "

@@ -94,13 +94,20 @@ def model_problems(case: Case) -> Iterator[Problem]:
         remedy = "give a folder made by save_pretrained, or the folder of a run that has saved a model"
         yield Problem((key,), f"{path} has no config.json: {remedy}.")
         return
+    if case.starts is not False:
+        yield from missing_files(path)
+    yield from _model_config(case, path / "config.json")
+
+
+def missing_files(path: Path) -> Iterator[Problem]:
+    """What a model's folder with a config.json lacks for a run; --explain does not need it."""
     if not any(path.glob("*.safetensors")):
         pickled = any(any(path.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
         detail = " but a pickle, which can run code when it is read" if pickled else ""
-        yield Problem((key,), f"{path} has no weights (*.safetensors){detail}. Write them by save_pretrained.")
+        text = f"{path} has no weights (*.safetensors){detail}. Write them by save_pretrained."
+        yield Problem(("model.path",), text)
     if not any(any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab*")):
-        yield Problem((key,), f"{path} has no tokenizer (tokenizer.json).")
-    yield from _model_config(case, path / "config.json")
+        yield Problem(("model.path",), f"{path} has no tokenizer (tokenizer.json).")
 
 
 def _model_config(case: Case, path: Path) -> Iterator[Problem]:

@@ -93,7 +93,10 @@ def read_tokenizer(path: str | Path) -> Any:
         _require_plain_files(folder)
     require_reachable(str(path))
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=is_folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=is_folder, trust_remote_code=False)
+        if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # a class's defaults, where the files are missing
+            raise ValueError("it has no tokens but special ones")
+        return tokenizer
     except BaseException as cause:  # damaged files may raise anything; a panic in Rust is not an Exception
         if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
             raise

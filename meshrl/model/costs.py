@@ -38,6 +38,7 @@ from meshrl.model.state_layers import StateLayer
 from meshrl.model.tensor_parallel import cut_model
 from meshrl.parallel.exchange import Axis
 from meshrl.parallel.tp import TensorParallel
+from meshrl.plan.sizes import ModelMemory
 
 # Dense bf16 FLOP/s by a part of the product name, the more special names first. From NVIDIA's and AMD's data sheets;
 # those of NVIDIA print the double for sparse matrices. For consumer cards: with accumulation in fp32.
@@ -184,20 +185,6 @@ def _measured(dtype: torch.dtype, num_threads: int) -> float:
             return 2.0 * _PRODUCT**3 / fastest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelMemory:
-    """Bytes. weights: of the full model in its compute dtype. masters, gradients, moments, reference: of the train rank
-    with the largest shards. token: of the keys and values of a token; None if they are not those of softmax attention.
-    """
-
-    weights: int
-    masters: int
-    gradients: int
-    moments: int
-    reference: int
-    token: int | None
-
-
 def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> ModelMemory:
     """Raises: ConfigError."""
     from transformers import AutoModelForCausalLM
@@ -215,16 +202,21 @@ def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> 
         add_adapters(lm, cfg.lora, masters, cfg.path)
     else:
         cast_parameters(lm, masters)
+    trained = _num_bytes((p for p in model.parameters() if p.requires_grad), 1)
     if num_tp > 1:
         cut_model(model, TensorParallel(Axis(num_tp, 0, None)))
     own = sum(ceil(p.shape[0] / num_shards) * p[0].numel() for p in model.parameters())
-    gradients = _num_bytes((p for p in model.parameters() if p.requires_grad), num_shards)
+    numbers = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    total = sum(p.numel() for p in model.parameters())
     return ModelMemory(
         weights=weights,
+        trained=trained,
         masters=_num_bytes(model.parameters(), num_shards),
-        gradients=gradients,
-        moments=2 * gradients,
+        gradients=_num_bytes((p for p in model.parameters() if p.requires_grad), num_shards),
         reference=0 if cfg.lora.enabled else own * compute.itemsize,  # with LoRA, the policy without adapters
+        blocks=sum(numbers) * compute.itemsize,
+        block=max(numbers) * compute.itemsize,
+        root=(total - sum(numbers)) * compute.itemsize,
         token=token,
     )
 

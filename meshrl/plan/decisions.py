@@ -62,6 +62,10 @@ class Decision:
         return self.reason if self.value is None else f"{show(self.value)}: {self.reason}"
 
 
+_CACHE = f"{CACHE_SHARE:.0%} of free memory; no limit on a CPU"
+CACHE_LIMIT = Decision("rollout.embedded.kv_cache_bytes", None, _CACHE)  # a sampler has the value when it has sampled
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelNumbers:
     """What plans read of a model's config.json. num_positions: the most tokens of a row; None = not stated.
@@ -174,8 +178,7 @@ def _of_the_samplers(
         known = False if never else None if machine.device is None else rollout.releases(has_own_memory)
         yield Decision("rollout.release_memory", known, rule, is_of_machine=not never)
     if rollout.embedded.kv_cache_bytes is None:
-        rule = f"{CACHE_SHARE:.0%} of free memory; no limit on a CPU"
-        yield Decision("rollout.embedded.kv_cache_bytes", None, rule)
+        yield CACHE_LIMIT
     if rollout.sync_mode == "delta" and fastest_sync(rollout, config.model, num_nodes, machine.is_launched) == "full":
         reason = "in shared memory all weights take less time"
         yield Decision("rollout.sync_mode", "full", reason)

@@ -1,20 +1,22 @@
-"""The output of `--explain`: the sizes that follow from a config, and every key with its value and origin, also the
-values that the run decides."""
+"""The output of `--explain`: the sizes that follow from a config, every key with its value and origin, also the values
+that the run decides, and the bytes on a rank and on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from math import ceil
 from typing import Any, cast
 
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.terminal import counted
+from meshrl.plan.decisions import CACHE_SHARE
+from meshrl.plan.disk_use import disk_use, size_text
 from meshrl.plan.ranks import RankPlan
 from meshrl.plan.run_plan import RunPlan, make_plan
+from meshrl.plan.sizes import SamplerMemory, micro_batches
 
 Sizes = list[tuple[str, str]]  # (what, how much): upper bounds, not predictions
 BY_RULE = "by rule"  # in place of a value that only the rank can decide
@@ -96,23 +98,20 @@ def _rl_sizes(config: RunConfig) -> tuple[Sizes, Sizes, int]:
 
 def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
     """The sizes of an optimizer step on each rank."""
-    ranks, rows = config.cluster.num_train_ranks, config.rows_per_update
-    shape = config.train.mesh_shape(ranks)
+    ranks, rows, longest = config.cluster.num_train_ranks, config.rows_per_update, config.longest_row_tokens
+    shape, (tokens, most) = config.train.mesh_shape(ranks), micro_batches(config, ranks)
     lines = [
         ("executor", config.cluster.executor),
         ("mesh", " x ".join(f"{axis} {size}" for (axis, _), size in zip(config.train.mesh, shape, strict=True))),
     ]
     peers = shape[2] * shape[3]
-    longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
     if longest is None:
         return [*lines, ("longest row", "the model's context (rollout.max_context_tokens is not set)")]
-    if budget is None:
-        micro_batches = "by the size of the model (train.max_tokens_per_microbatch is not set)"
+    if tokens is None:
+        each = "by the size of the model (train.max_tokens_per_microbatch is not set)"
     else:
-        budget *= config.train.mesh.ulysses
-        most = ceil(ceil(rows / (ranks // peers)) / max(1, budget // longest))
-        micro_batches = f"at most {most} per optimizer step, of {budget:,} tokens each"
-        micro_batches += f", for {peers} ranks together" if peers > 1 else ""
+        each = f"at most {most} per optimizer step, of {tokens:,} tokens each"
+        each += f", for {peers} ranks together" if peers > 1 else ""
     row = f"{longest:,} tokens (rollout.max_context_tokens)"
     if isinstance(config, SftRunConfig):
         row = f"{longest:,} tokens (sft.max_row_tokens)"
@@ -123,5 +122,62 @@ def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
         *lines,
         ("longest row", row),
         ("tokens per optimizer step", f"at most {rows} x {longest:,} = {rows * longest:,}"),
-        ("micro-batches per rank", micro_batches),
+        ("micro-batches per rank", each),
     ]
+
+
+def memory_lines(run_plan: RunPlan) -> str:
+    """Comment lines: the bytes on a rank, and on disk, of a plan that has them."""
+    config, train, sizes = run_plan.config, run_plan.config.train, run_plan.sizes
+    assert sizes is not None
+    num_rollout_ranks = config.cluster.num_rollout_ranks
+    _, num_shards, num_ulysses, num_tp = train.mesh_shape(config.cluster.num_train_ranks)
+    shards = f"sharded over {num_shards * num_ulysses}" + (f" x tp {num_tp}" if num_tp > 1 else "")
+    waits = ", in host memory except in the optimizer step" if train.optimizer_offload else ""
+    leaves = ", in host memory while samplers work" if train.param_offload and not num_rollout_ranks else ""
+    inputs = "inputs of blocks and head" if train.activation_checkpointing else "of all blocks"
+    notes = {"weights": f", {shards}{leaves}", "moments": waits, "reference": leaves}
+    notes["activations"] = f", {inputs}, {sizes.micro_batch:,} tokens"
+    trainer = [(part, size_text(size) + notes.get(part, "")) for part, size in sizes.train.items() if size]
+    trainer.append(("sum", f"{size_text(sum(sizes.train.values()))}, in training"))
+    sampler = _sampler_lines(config, sizes.sampler)
+    if not num_rollout_ranks:
+        trainer, sampler = trainer + sampler, []
+    texts = []
+    for rank, lines in (("train rank", trainer), ("rank that samples", sampler)):
+        heading = f"# memory of a {rank}, at most, without libraries and fragmentation:"
+        texts += [heading, *(f"#   {label:<17}  {size}" for label, size in lines)] if lines else []
+    evaluates = isinstance(config, RunConfig) and config.data.eval_path is not None
+    return "\n".join([*texts, f"# {disk_use(config, sizes.state, sizes.model, evaluates)}"])
+
+
+def _sampler_lines(config: RunConfig | SftRunConfig, sizes: SamplerMemory | None) -> Sizes:
+    if sizes is None or isinstance(config, SftRunConfig):
+        return []
+    rollout, is_colocated = config.rollout, not config.cluster.num_rollout_ranks
+    releases = is_colocated and rollout.releases(on_accelerators=True)
+    freed = f",{' on accelerators' if rollout.release_memory is None else ''} freed while the trainer works"
+    weights = size_text(sizes.weights) + freed * releases
+    if is_colocated and rollout.engine == "embedded":
+        releases, freed = True, ", freed while the trainer works"  # it drops its cache in any case
+    return [("sampler's weights", weights), ("sampler's cache", _cache(config, sizes) + freed * releases)]
+
+
+def _cache(config: RunConfig, sizes: SamplerMemory) -> str:
+    rollout, token = config.rollout, sizes.token
+    if token is None:
+        return "unknown for this model"
+    if sizes.rows:
+        row, bound = sizes.positions * token, rollout.embedded.kv_cache_bytes
+        size = f"{sizes.rows} rows x {sizes.positions:,} tokens x {token:,} bytes"
+        if bound is not None and bound < sizes.rows * row:
+            return f"at most {size_text(bound)}, {bound // row} of {size}; the other rows wait"
+        limit = f", or {CACHE_SHARE:.0%} of the free memory of an accelerator" if bound is None else ""
+        if sizes.eval_rows:
+            held = min(sizes.eval_rows * row, bound or sizes.eval_rows * row)
+            limit += f"; in evaluations at most {size_text(held)} ({held // row} rows)"
+        return f"at most {size_text(sizes.rows * row)} ({size}){limit}"
+    if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:
+        return f"{size_text(rollout.vllm.kv_cache_bytes)}, {rollout.vllm.kv_cache_bytes // token:,} tokens"
+    share = rollout.vllm.gpu_memory_utilization if rollout.engine == "vllm" else rollout.sglang.mem_fraction_static
+    return f"what its weights leave of {share:.0%} of the device; {token:,} bytes for each token"

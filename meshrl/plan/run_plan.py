@@ -14,24 +14,27 @@ from meshrl.config.values import show
 from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.plan.decisions import Decision, Machine, ModelNumbers, decisions
 from meshrl.plan.ranks import RankPlan, rank_plan
+from meshrl.plan.sizes import ModelMemory, RunSizes, run_sizes
 
 NO_MACHINE = Machine()
-NOTED = ("train.max_tokens_per_microbatch", "rollout.max_context_tokens", "algo.correction.kind")  # at the start
+NOTED = ("train.optimizer.lr", "train.max_tokens_per_microbatch", "rollout.max_context_tokens", "algo.correction.kind")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     """config: with each decided value in place of null or auto; the ranks' specs are made from it. decisions: by key,
-    also those that are rules for the rank that has the device. roles: what the engines of each train rank are for."""
+    also those that are rules for the rank that has the device. roles: what the engines of each train rank are for.
+    sizes: None = the model's tensors are not known."""
 
     config: RunConfig | SftRunConfig
     roles: tuple[RoleSpec, ...]
     ranks: tuple[RankPlan, ...]
     decisions: Mapping[str, Decision]
+    sizes: RunSizes | None
 
     @property
     def note(self) -> str | None:
-        """What follows from the model or the machine, in one line; None if the config has all of it."""
+        """What is decided and worth a line at the start; None if the config has all of it."""
         used = [each for key, each in self.decisions.items() if key in NOTED and each.value is not None]
         return "decided: " + ", ".join(f"{each.key} {show(each.value)}" for each in used) if used else None
 
@@ -46,9 +49,10 @@ def make_plan(
     model: ModelNumbers | None,
     machine: Machine = NO_MACHINE,
     num_ranks: tuple[int, int] | None = None,
+    memory: ModelMemory | None = None,
 ) -> RunPlan:
     """model: None = its config.json can't be read; then what follows from it is not decided. num_ranks: that train, and
-    that only sample; None = those of the config, an evaluation has others."""
+    that only sample; None = those of the config, an evaluation has others. memory: None = without bytes."""
     cluster, tp = config.cluster, config.rollout.tp_size if isinstance(config, RunConfig) else None
     num_train, num_rollout = num_ranks or (cluster.num_train_ranks, 0 if tp is None else cluster.num_rollout_ranks)
     nodes = gcd(cluster.nodes, num_train + num_rollout)  # an evaluation may have fewer ranks
@@ -57,7 +61,14 @@ def make_plan(
     shape = config.train.mesh_shape(num_train)
     ranks = [rank_plan(i, num_train, num_rollout, tp, nodes, shape) for i in range(num_train + num_rollout)]
     roles = (POLICY, REFERENCE) if isinstance(config, RunConfig) and config.algo.kl.coef > 0 else (POLICY,)
-    return RunPlan(config=reduce(_with, values.items(), config), roles=roles, ranks=tuple(ranks), decisions=made)
+    planned = reduce(_with, values.items(), config)
+    return RunPlan(
+        config=planned,
+        roles=roles,
+        ranks=tuple(ranks),
+        decisions=made,
+        sizes=run_sizes(planned, model, memory, num_train, REFERENCE in roles) if model and memory else None,
+    )
 
 
 def _with(part: Any, change: tuple[str, Any]) -> Any:

@@ -28,11 +28,10 @@ from meshrl.loops.job import Job
 from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
 from meshrl.model.limits import note_on_balance_loss
-from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.metrics import memory_metrics
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import RolloutLog
-from meshrl.plan.decisions import AUTO_SAVE_S
+from meshrl.plan.disk_use import disk_use
 from meshrl.reward.score import Scorer
 from meshrl.run.folder import LOGS, bytes_of, wait_for_folder
 from meshrl.run.inputs import Objects, WriteReport
@@ -205,15 +204,9 @@ async def _note_ready(run: LiveRun, keeper: Keeper, trainer: TrainGroup, has_eva
     out.record(attention)
     if unused := note_on_balance_loss(run.loaded.config.model, run.loaded.config.train):
         out.note(unused)
-    sizes = WrittenSizes(
-        state_bytes=await trainer.state_bytes(),
-        model_bytes=await trainer.model_bytes(),
-        has_evaluations=has_evaluations,
-        on_disk_bytes=bytes_of(run.folder) if run.start is not None else 0,
-    )
-    every_steps, free_bytes = run.save_every_steps, shutil.disk_usage(run.folder).free
-    every_s = AUTO_SAVE_S if every_steps is None else 0.0
-    disk, *full = disk_use(run.loaded.config, every_steps, every_s, sizes, free_bytes).splitlines()
+    sizes = await trainer.state_bytes(), await trainer.model_bytes()
+    used, free = bytes_of(run.folder) if run.start is not None else 0, shutil.disk_usage(run.folder).free
+    disk, *full = disk_use(run.loaded.config, *sizes, has_evaluations, used, free).splitlines()
     out.record(disk)
     for warning in warnings + full:
         out.note(warning)

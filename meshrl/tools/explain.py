@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from meshrl.config.load import Loaded
+from meshrl.config.model import missing_files
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import DataError, MeshrlError
 from meshrl.core.terminal import print_output
 from meshrl.data.check import count_rows
-from meshrl.plan.explain import explain
+from meshrl.plan.explain import explain, memory_lines
+from meshrl.plan.run_plan import make_plan
 
 
 def explain_config(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
@@ -27,9 +29,9 @@ def explain_config(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
     print_output(explain(loaded, count_rows(config), run_plan), end="")
     print_output(f"\n{_if_here('memory', partial(_memory, config))}")
     if not isinstance(loaded.config, SftRunConfig):
-        data = loaded.config.data
-        paths = [loaded.config.model.path, data.path, data.eval_path, *(s.path for s in data.sources.values())]
-        complete = all(path is None or Path(path).exists() for path in paths)
+        data, model = loaded.config.data, Path(loaded.config.model.path)
+        paths = [model, data.path, data.eval_path, *(s.path for s in data.sources.values())]
+        complete = all(path is None or Path(path).exists() for path in paths) and not any(missing_files(model))
         print_output(_if_here("first prompt", partial(_first_prompt, loaded.config), complete))
 
 
@@ -41,13 +43,15 @@ def _if_here(what: str, text: Callable[[], str], complete: bool = False) -> str:
     except (MeshrlError, ImportError) as error:
         if complete and isinstance(error, DataError):
             raise
-        return f"# {what}: can't be shown from what is on this machine: {error}"
+        return f"# {what}: can't be shown from what is on this machine: {error}".replace("\n", "\n# ")
 
 
 def _memory(config: RunConfig | SftRunConfig) -> str:
-    from meshrl.tools.memory import describe_memory
+    from meshrl.model.costs import model_memory
+    from meshrl.model.limits import model_numbers
 
-    return describe_memory(config)
+    memory = model_memory(config.model, config.train, config.cluster.num_train_ranks)
+    return memory_lines(make_plan(config, model_numbers(config.model.path), memory=memory))
 
 
 def _first_prompt(config: RunConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,23 @@ from tiny_engines import ask, run
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 from tiny_tokenizers import tiny_tokenizer
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshrl.algo.losses import sft_loss
-from meshrl.config.model import LoraConfig, ModelConfig
+from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.config.run import SftRunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import POLICY, REFERENCE
 from meshrl.model.costs import model_memory
+from meshrl.model.limits import model_numbers
 from meshrl.parallel.mesh import build_mesh
+from meshrl.plan.sizes import RunSizes, room_for, run_sizes
 from meshrl.rollout.embedded.engine import build_embedded_engine
-from meshrl.rollout.embedded.kv_cache import room_for
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
+TOKENS = 2 * 53
 SIZES: dict[str, Any] = dict(
     vocab_size=301, hidden_size=40, intermediate_size=50
 )  # ranks get different numbers of rows
@@ -33,8 +38,20 @@ SIZES: dict[str, Any] = dict(
 def _held(rank: int, world: int, model: ModelConfig, train: TrainConfig) -> dict[str, int]:
     mesh = build_mesh(train.mesh_shape(world), "cpu")
     policy, reference = (TrainEngine.build(model, train, mesh, role) for role in (POLICY, REFERENCE))
-    batches = [pack([sample], [i]) for i, sample in enumerate(weigh(random_samples(0, [5, 9])))]
-    policy.forward_backward(batches, sft_loss)
+    batches, stored = [pack(weigh(random_samples(0, [TOKENS])), [0])], dict[int, int]()
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() and x.numel() % (TOKENS // world) == 0:  # not a parameter
+            stored[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def loss(*args: Any) -> Any:
+        activations.append(sum(stored.values()))
+        return sft_loss(*args)
+
+    activations = list[int]()
+    with saved_tensors_hooks(keep, lambda x: x):
+        policy.forward_backward(batches, loss)
     gradients = policy.memory()["grads"]
     policy.optim_step(1e-3)
     assert policy.optimizer is not None
@@ -42,10 +59,13 @@ def _held(rank: int, world: int, model: ModelConfig, train: TrainConfig) -> dict
     after = policy.memory()
     moments = after["optimizer"] - counts
     return {
-        "masters": after["params"],
+        "weights": after["params"],
         "gradients": gradients,
         "moments": moments,
         "reference": reference.memory()["params"],
+        "activations": activations[0],
+        "state": policy.state_bytes(),
+        "model": policy.model_bytes(),
     }
 
 
@@ -60,18 +80,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def _sizes(folder: Path, model: dict[str, Any], train: dict[str, Any], num_ranks: int) -> tuple[Any, RunSizes]:
+    """A config, and the sizes of its run by config.json alone."""
+    sft = {"path": "rows.jsonl", "num_steps": 1, "rows_per_step": num_ranks, "max_row_tokens": TOKENS}
+    cluster, train = {"num_train_ranks": num_ranks}, {"max_tokens_per_microbatch": TOKENS} | train
+    content = {"model": {"path": str(folder)} | model, "train": train, "cluster": cluster, "sft": sft}
+    config, path = SftRunConfig.model_validate(content), str(folder / "config")
+    memory = model_memory(config.model.model_copy(update={"path": path}), config.train, num_ranks)
+    sizes = run_sizes(config, model_numbers(path), memory, num_ranks, has_reference=True)
+    return config, sizes
+
+
+STORES = {"activation_checkpointing": False}
+TRAIN = {"sharded": {}, "replicated": {"sharding_strategy": "NO_SHARD"} | STORES, "tp": {"mesh": {"tp": 2}} | STORES}
+
+
+@pytest.mark.parametrize("train", TRAIN.values(), ids=TRAIN)
 @pytest.mark.parametrize("lora", [False, True])
-def test_the_bytes_of_train_engines_follow_from_config_json(pool, folder: Path, strategy: Any, lora: bool):
+def test_the_bytes_of_train_engines_follow_from_config_json(pool, folder: Path, train: dict[str, Any], lora: bool):
     """fp32 masters, bf16 compute. The first rank has the largest shards."""
-    config = ModelConfig(path=str(folder), dtype="bfloat16", lora=LoraConfig(enabled=lora, rank=3))
-    train = TrainConfig(sharding_strategy=strategy)
-    held = pool.run(_held, 2, config, train)[0]
-    computed = model_memory(config.model_copy(update={"path": str(folder / "config")}), train, 2)
+    config, sizes = _sizes(folder, {"dtype": "bfloat16", "lora": {"enabled": lora, "rank": 3}}, train, 2)
+    of_ranks = pool.run(_held, 2, config.model, config.train)
+    held = of_ranks[0] | {"state": sum(rank["state"] for rank in of_ranks)}
+    computed = asdict(sizes) | sizes.train
     if lora:
-        assert computed.reference == 0  # the policy without its adapters
-        held["reference"] = 0
-    assert {name: getattr(computed, name) for name in held} == held
+        assert computed["reference"] == 0  # the policy without its adapters
+        held |= {"reference": 0, "model": sizes.model}
+    activations = held.pop("activations")
+    assert {name: computed[name] for name in held} == held
+    assert 0.75 < activations / computed["activations"] < 1.25
 
 
 def test_the_bytes_of_a_sampler_follow_from_config_json(folder: Path):

@@ -29,23 +29,13 @@ from meshrl.core.device import free_bytes, upload
 from meshrl.core.errors import RequestError
 from meshrl.core.types import Request
 from meshrl.plan.decisions import CACHE_SHARE
+from meshrl.plan.sizes import FIRST_WIDTH, STARTS, rows_with_memory
 from meshrl.rollout.embedded.decode_graph import StepArrays
 
-FIRST_WIDTH = 128  # positions of the first tiles; measured best of 64, 96, 128, 192 for float32 and bfloat16
 CHUNK = FIRST_WIDTH  # positions that are in one tile: every tile begins at a multiple of it
 MAX_WASTE = 1.25  # rows are sorted when the tiles to be read are larger than the rows by this factor
 
 
-def _starts(limit: int) -> np.ndarray:
-    """First position of each tile. Widths are 128 up to position 1024, then a quarter of the first position, so that
-    long rows have few tiles."""
-    starts = [0]
-    while starts[-1] < limit:
-        starts.append(starts[-1] + max(FIRST_WIDTH, 1 << max(0, (starts[-1] // 4).bit_length() - 1)))
-    return np.array(starts)
-
-
-STARTS = _starts(1 << 24)
 Tiles = list[tuple[torch.Tensor, torch.Tensor]]  # of one layer: keys and values
 RowCopy = tuple[int, int, int]  # new row, old row, its length
 
@@ -152,7 +142,7 @@ class KVStore:
     def bytes_with(self, num_rows: int, length: int, token_bytes: int, row_bytes: int) -> int:
         """Bytes of the store when it has held num_rows rows of this length, with the memory that it has already."""
         allocated = max((len(x) for states in self.states.values() for x in states.values()), default=0)
-        states = max(_room(num_rows) if num_rows else 0, allocated)
+        states = max(rows_with_memory(num_rows) if num_rows else 0, allocated)
         return positions_of(num_rows, length, self.rooms) * token_bytes + states * row_bytes
 
     @property
@@ -321,27 +311,16 @@ def tile_format(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, 
 
 def _grown(tile: torch.Tensor, num_rows: int) -> torch.Tensor:
     stored = _in_memory(tile)
-    grown = stored.new_zeros((_room(num_rows), *stored.shape[1:]))  # 0 * NaN would be NaN
+    grown = stored.new_zeros((rows_with_memory(num_rows), *stored.shape[1:]))  # 0 * NaN would be NaN
     grown[: len(stored)] = stored
     return grown if stored is tile else grown.transpose(2, 3)
-
-
-def _room(num_rows: int) -> int:
-    """Rows of a tile that needs num_rows: at most a quarter more, so that a tile grows a few times only."""
-    step = 1 << max(0, (num_rows - 1).bit_length() - 3)
-    return -(-num_rows // step) * step
-
-
-def room_for(num_rows: int, length: int) -> tuple[int, int]:
-    """(rows, positions) for which a store has memory when it holds num_rows rows of this length."""
-    return _room(num_rows), int(STARTS[np.searchsorted(STARTS, length)])
 
 
 def positions_of(num_rows: int, length: int, rooms: Sequence[int] = ()) -> int:
     """Positions for which a store has memory when it holds num_rows rows of at most this length in any order. rooms: of
     the tiles that it has already."""
     num_tiles = int(np.searchsorted(STARTS, length)) if num_rows else 0
-    needed = [_room(num_rows) if num_rows else 0] * num_tiles
+    needed = [rows_with_memory(num_rows) if num_rows else 0] * num_tiles
     return sum(
         max(pair) * int(STARTS[tile + 1] - STARTS[tile])
         for tile, pair in enumerate(zip_longest(needed, rooms, fillvalue=0))
@@ -360,14 +339,15 @@ class CacheBound:
         self._num_bytes, self._device = num_bytes, device
         self._token_bytes, self._row_bytes = token_bytes, 0
         self._running, self._prompts = running, prompts
-        self._measured: int | None = None
+        self.measured: int | None = None
+        self._is_to_measure = num_bytes is None
 
     @property
     def num_bytes(self) -> int | None:
         """The limit; None = none."""
-        if self._num_bytes is None and self._measured is None and (free := free_bytes(self._device)) is not None:
-            self._measured = int(CACHE_SHARE * free)
-        return self._measured if self._num_bytes is None else self._num_bytes
+        if self._is_to_measure and (free := free_bytes(self._device)) is not None:
+            self.measured, self._is_to_measure = int(CACHE_SHARE * free), False
+        return self.measured if self._num_bytes is None else self._num_bytes
 
     def fits(self, num_rows: int, longest: int, num_prompts: int, longest_prompt: int) -> bool:
         """Whether the stores may have this many rows of these lengths. The tiles that they have count, too: tiles don't
@@ -403,4 +383,4 @@ class CacheBound:
         """Free the memory of both stores."""
         self._running.clear()
         self._prompts.clear()
-        self._measured = None
+        self._is_to_measure = self._num_bytes is None

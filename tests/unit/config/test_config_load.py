@@ -215,7 +215,7 @@ def test_a_row_above_the_token_budget_and_bf16_masters_give_notices(good: Path):
 
 
 def test_the_default_learning_rate_follows_the_command_and_lora(good: Path, good_sft: Path):
-    """One that is not 1e-6 gets a notice; a value that is set is used, and gets none."""
+    """A value that is set is used."""
     lora, unset = "model.lora={enabled: true, rank: 4}", "train.optimizer.lr=null"
     for load, path, overrides, lr in (
         (load_run_config, good, [unset], 1e-6),
@@ -226,8 +226,6 @@ def test_the_default_learning_rate_follows_the_command_and_lora(good: Path, good
     ):
         loaded = load(path, overrides)
         assert loaded.config.peak_lr == pytest.approx(lr)
-        noted = [notice for notice in loaded.notices if "train.optimizer.lr is not set" in notice]
-        assert [f"is {lr:g}." in notice for notice in noted] == [True] * (lr in (1e-5, 1e-4))
         (line,) = [line for line in explain(loaded).splitlines() if line.startswith("    lr: ")]
         assert float(line.split()[1]) == lr and ("# decided: the default of" in line) == (lr != 3e-5)
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import yaml
+from huggingface_hub import constants
 
+from meshrl.cli import main
 from meshrl.config.load import load_sft_config
-from meshrl.model.limits import text_config
-from meshrl.plan.decisions import stored_numbers
-from meshrl.plan.explain import explain
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.model.costs import model_memory
+from meshrl.model.limits import model_numbers
+from meshrl.plan.explain import explain, memory_lines
+from meshrl.plan.run_plan import make_plan
 from meshrl.run.inputs import load_run
-from meshrl.tools.memory import describe_memory
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "grpo_trainer" / "config"
 QWEN2_7B = {
@@ -34,10 +37,8 @@ LLAMA_3_1_70B = QWEN2_7B | {
 
 
 def folder_of(facts: dict[str, object], folder: Path) -> Path:
-    """A folder with no weights: --explain reads config.json alone."""
+    """--explain reads config.json alone."""
     (folder / "config.json").write_text(json.dumps(facts))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (folder / name).touch()
     return folder
 
 
@@ -50,9 +51,38 @@ def printed(text: str) -> dict[str, str]:
     return dict(re.findall(r"^#   (\S.*?)  +(.*)$", text, re.MULTILINE))
 
 
+def described(config: RunConfig | SftRunConfig) -> str:
+    memory = model_memory(config.model, config.train, config.cluster.num_train_ranks)
+    return memory_lines(make_plan(config, model_numbers(config.model.path), memory=memory))
+
+
 def lines_of(name: str, model: Path, *overrides: str) -> dict[str, str]:
     loaded = load_run(CONFIGS / name, [f"model.path={model}", *overrides], starts=False)
-    return printed(describe_memory(loaded.config))
+    return printed(described(loaded.config))
+
+
+def test_explain_needs_the_config_json_of_a_folder_or_of_the_hubs_cache(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Nothing else of the model, and no hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--made--up" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--made--up" / "refs").mkdir()
+    (tmp_path / "models--made--up" / "refs" / "main").write_text("1")
+    folder_of(QWEN2_7B, snapshot)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    (tmp_path / "run.yaml").write_text("data: {path: rows.jsonl}\nloop: {num_steps: 1}\n")
+    texts = []
+    for path in (str(model), "made/up"):
+        assert main(["train", str(tmp_path / "run.yaml"), "--explain", f"model.path={path}"]) == 0
+        texts.append(capsys.readouterr().out)
+        assert printed(texts[-1])["sampler's weights"].startswith("15.2 GB")
+    assert f"# note: model.path: {model} has no weights (*.safetensors)" in texts[0]
+    assert "# first prompt: can't be shown" in texts[1] and "it has no tokens but special ones" in texts[1]
+    assert "has no weights" not in texts[1] and yaml.safe_load(texts[1])["model"]["path"] == "made/up"
 
 
 def comments_of(name: str) -> tuple[int, str, int, str]:
@@ -71,14 +101,14 @@ def test_the_comments_of_the_7b_configs_hold(model: Path, engine: str):
     gb = {label: float(re.sub("at most ", "", text).split()[0]) for label, text in lines.items() if "GB" in text}
     for part in (parts, others):
         for word, label in (
-            *(("masters", "weights"), ("gradients", "gradients"), ("moments", "moments of AdamW")),
+            *(("masters", "weights"), ("gradients", "gradients"), ("moments", "moments")),
             *(("reference", "reference"), ("sampler's weights", "sampler's weights")),
         ):
             for figure in re.findall(rf"{word} (\d+\.\d+)", part):
                 assert float(figure) == gb[label], word
-    state = gb["weights"] + gb["moments of AdamW"] + gb["reference"]
+    state = gb["weights"] + gb["moments"] + gb["reference"]
+    assert training == round(gb["sum"])
     assert lines["sampler's weights"] == "15.2 GB, on accelerators freed while the trainer works"
-    assert training == round(state + gb["gradients"] + 17)
     if engine:
         assert sampling == round(state + 0.5 * 80)
         assert 0.5 * 80 - gb["sampler's weights"] - 22.5 == pytest.approx(2.3)
@@ -91,21 +121,28 @@ def test_the_comments_of_the_7b_configs_hold(model: Path, engine: str):
 
 def test_the_comment_about_a_micro_batch_holds(model: Path):
     """In bf16 with activation checkpointing: what may exist in addition to weights, gradients and moments."""
-    facts, tokens = text_config(str(model)), 16384
-    width, vocabulary = facts.hidden_size, facts.vocab_size
-    heads = facts.num_key_value_heads * width // facts.num_attention_heads
-    block = 2 * width * (width + heads) + 3 * width * facts.intermediate_size  # parameters
+    lines, (_, parts, _, _) = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model), comments_of("qwen2-7b_gsm8k_fsdp.yaml")
     sizes = {
-        "for inputs of blocks": facts.num_hidden_layers * tokens * width * 2,
-        "within a block": stored_numbers(facts) * tokens * 2,
-        "for logits": 3 * 4 * 2**28,  # train.logprob_chunk_tokens
-        "for embedding and head": 2 * (2 * vocabulary * width * 2),
-        "for two blocks": block * (2 * 2 + 2 + 4),  # both gathered; gradients of one in bf16, of another to be reduced
+        "for inputs of blocks": "activations",
+        "within a block": "within a block",
+        "for logits": "logits",
+        "for embedding and head": "embedding, head",
+        "for two blocks": "blocks in use",
     }
-    _, parts, _, _ = comments_of("qwen2-7b_gsm8k_fsdp.yaml")
-    for words, num_bytes in sizes.items():
-        assert f"{num_bytes / 1e9:.1f} {words}" in parts
-    assert 16 < sum(sizes.values()) / 1e9 < 17
+    assert [float(lines[label].split()[0]) for label in sizes.values()] == [
+        float(re.search(rf"(\d+\.\d) {words}", parts)[1]) for words in sizes
+    ]
+    assert parts.startswith(f"masters {lines['weights'].split()[0]}, ") and "17.2 for a micro-batch" in parts
+    assert of_a_micro_batch(lines) == pytest.approx(17.2, abs=0.06)
+
+
+def of_a_micro_batch(lines: dict[str, str]) -> float:
+    """GB."""
+    labels = ("activations", "within a block", "logits", "embedding, head", "blocks in use")
+    units = {"GB": 1.0, "MB": 1e-3}
+    return sum(
+        float(number) * units[unit] for number, unit in (lines[label].replace(",", "").split()[:2] for label in labels)
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,30 +158,21 @@ def test_the_comments_of_the_configs_with_tensor_parallelism_hold(
     tmp_path: Path, name: str, facts: dict[str, int], mesh: str
 ):
     loaded = load_run(CONFIGS / f"{name}.yaml", [f"model.path={folder_of(facts, tmp_path)}"], starts=False)
-    train, resolved = loaded.config.train, explain(loaded)
+    resolved = explain(loaded)
     assert f" {mesh}\n" in re.sub(" +", " ", resolved) and "path: Qwen/Qwen2-7B" not in resolved
-    lines, (training, parts, sampling, others) = printed(describe_memory(loaded.config)), comments_of(f"{name}.yaml")
+    lines, (training, parts, sampling, others) = printed(described(loaded.config)), comments_of(f"{name}.yaml")
     gb = {label: float(text.split()[0]) for label, text in lines.items() if text.split()[1].startswith("GB")}
-    labels = ("weights", "gradients", "moments of AdamW", "reference")
+    labels = ("weights", "gradients", "moments", "reference")
     masters, gradients, moments, reference, weights = (gb[label] for label in (*labels, "sampler's weights"))
-    written = f"masters {masters}, gradients {gradients}, AdamW's moments {moments}, reference {reference}, and at most"
+    written = f"masters {masters}, gradients {gradients}, AdamW's moments {moments}, reference {reference}, and"
     assert parts.startswith(written)
-    micro_batch = int(re.search(r"(\d+) for a micro-batch", parts)[1])
-    assert bound_of_a_micro_batch(facts, train.max_tokens_per_microbatch, train.mesh.tp) <= micro_batch
-    assert training == round(masters + gradients + moments + reference + micro_batch)
+    micro_batch = float(re.search(r"(\d+\.\d) for a micro-batch", parts)[1])
+    assert of_a_micro_batch(lines) == pytest.approx(micro_batch, abs=0.06)
+    assert training == round(gb["sum"])
     assert others.startswith(f"masters {masters}, moments {moments}, reference {reference}, and 40 for vLLM: ")
     assert f" of the weights {weights}, and its" in others
     assert sampling == round(masters + moments + reference + 0.5 * 80)
     assert loaded.config.rollout.vllm.gpu_memory_utilization == 0.5
-
-
-def bound_of_a_micro_batch(facts: dict[str, int], tokens: int, tp: int) -> float:
-    """GB, as in the test above; within a block, each rank of tp stores at most what it would store alone."""
-    width, numbers = facts["hidden_size"], stored_numbers(SimpleNamespace(**facts, head_dim=None))
-    heads = facts["num_key_value_heads"] * width // facts["num_attention_heads"]
-    block = 2 * width * (width + heads) + 3 * width * facts["intermediate_size"]
-    inputs, words = facts["num_hidden_layers"] * tokens * width * 2, 8 * facts["vocab_size"] * width
-    return (inputs / tp + numbers * tokens * 2 + 3 * 4 * 2**28 + words / tp + 10 * block / tp) / 1e9
 
 
 def test_separate_samplers_and_servers_have_lines_of_their_own(model: Path):
@@ -153,7 +181,7 @@ def test_separate_samplers_and_servers_have_lines_of_their_own(model: Path):
     size = "rollout.vllm.kv_cache_bytes=28672000"
     lines = lines_of(name, model, *split, size, "train.optimizer_offload=true")
     assert lines["weights"] == "7.6 GB, sharded over 4"
-    assert lines["moments of AdamW"] == "15.2 GB, in host memory except in the optimizer step"
+    assert lines["moments"] == "15.2 GB, in host memory except in the optimizer step"
     assert lines["sampler's weights"] == "7.6 GB"
     assert lines["sampler's cache"] == "28.7 MB, 1,000 tokens"
 
@@ -189,13 +217,19 @@ def test_a_step_has_no_more_rows_than_answers(model: Path):
 def test_what_a_run_does_not_have_or_release_has_no_line(model: Path, tmp_path: Path):
     (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
     sft = {"path": str(tmp_path / "chat.jsonl"), "num_steps": 1, "rows_per_step": 2, "max_row_tokens": 64}
-    loaded = load_sft_config({"model": {"path": str(model)}, "sft": sft, "train": {"master_dtype": "bfloat16"}})
-    text = describe_memory(loaded.config)
+    content = {"model": {"path": str(model)}, "sft": sft, "train": {"master_dtype": "bfloat16"}}
+    loaded = load_sft_config(content, starts=False)
+    text = described(loaded.config)
     assert printed(text) == {
         "weights": "15.2 GB, sharded over 1",
         "gradients": "15.2 GB",
-        "moments of AdamW": "30.5 GB",
+        "moments": "30.5 GB",
+        "activations": "28.4 MB, inputs of blocks and head, 128 tokens",
+        "within a block": "28.6 MB",
+        "logits": "233.6 MB",
+        "sum": "61.2 GB, in training",
     }
+    assert "# disk: at most 60.9 GB: states 45.7 GB (1 x 45.7 GB; written" in text
     lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, "algo.kl.coef=0")
     assert "reference" not in lines
     lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, "rollout.release_memory=false")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.monitor.disk_use import WrittenSizes, disk_use
+from meshrl.plan.disk_use import disk_use
 
 GB, TB = 10**9, 10**12
-SIZES = WrittenSizes(state_bytes=6 * GB, model_bytes=GB, has_evaluations=True)
+SIZES = 6 * GB, GB, True
 NO_BEST = {"save_best": False}
 
 
@@ -26,39 +26,37 @@ def _config(**sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(given)
 
 
-def _sft(**run: Any) -> SftRunConfig:
-    sections = {"model": {"path": "m"}, "sft": {"path": "d", "num_steps": 100}, "run": run}
-    return SftRunConfig.model_validate(sections)
+def _sft(save_every_steps: int) -> SftRunConfig:
+    sft = {"path": "d", "num_steps": 100, "save_every_steps": save_every_steps}
+    return SftRunConfig.model_validate({"model": {"path": "m"}, "sft": sft})
 
 
 def test_the_line_lists_all_that_a_run_writes_and_the_room():
-    config = _config(loop={"eval_every_steps": 100}, run={"keep_models": 3})
-    assert disk_use(config, 50, 0.0, SIZES, TB) == (
+    config = _config(loop={"eval_every_steps": 100, "save_every_steps": 50}, run={"keep_models": 3})
+    assert disk_use(config, *SIZES, free_bytes=TB) == (
         "disk: at most 26.0 GB, and rollouts, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 50 steps, at the "
         "end, newest 2 kept), models 8.0 GB (4 + 4 that were the best, x 1.0 GB; newest 3 kept), metrics 30.3 MB"
     )
 
 
 @pytest.mark.parametrize(
-    ("every_steps", "every_s", "loop", "expected"),
+    ("every_steps", "loop", "expected"),
     [
-        (0, 0.0, {}, "states 6.0 GB (1 x 6.0 GB; written at the end, newest 2 kept)"),
-        (0, 600.0, {}, "states 18.0 GB (3 x 6.0 GB; written every 600 s, at the end, newest 2 kept)"),
-        (6000, 0.0, {}, "states 12.0 GB (2 x 6.0 GB; written every 6000 steps, at the end, newest 2 kept)"),
+        (0, {}, "states 6.0 GB (1 x 6.0 GB; written at the end, newest 2 kept)"),
+        (None, {}, "states 18.0 GB (3 x 6.0 GB; written every 600 s, at the end, newest 2 kept)"),
+        (6000, {}, "states 12.0 GB (2 x 6.0 GB; written every 6000 steps, at the end, newest 2 kept)"),
         (
             None,
-            600.0,
             {"eval_every_steps": 20},
             "states 18.0 GB (3 x 6.0 GB; written at each evaluation (every 20 steps), every 600 s, at the end, newest "
             "2 kept)",
         ),
-        (None, 0.0, {}, "states 6.0 GB (1 x 6.0 GB; written at the end, newest 2 kept)"),
-        (10, 0.0, {"num_steps": 1}, "states 6.0 GB (1 x 6.0 GB; written every 10 steps, at the end, newest 2 kept)"),
+        (10, {"num_steps": 1}, "states 6.0 GB (1 x 6.0 GB; written every 10 steps, at the end, newest 2 kept)"),
     ],
 )
-def test_states_are_counted_by_steps_evaluations_and_time(every_steps, every_s, loop, expected):
+def test_states_are_counted_by_steps_evaluations_and_time(every_steps, loop, expected):
     """With one that is being written next to those that are kept."""
-    assert f": {expected}, models " in disk_use(_config(loop=loop), every_steps, every_s, SIZES, TB)
+    assert f": {expected}, models " in disk_use(_config(loop=loop | {"save_every_steps": every_steps}), *SIZES)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +84,16 @@ def test_states_are_counted_by_steps_evaluations_and_time(every_steps, every_s, 
     ],
 )
 def test_models_are_counted_with_those_that_were_the_best_and_with_adapters(every_steps, sections, expected):
-    assert f", models {expected}), metrics " in disk_use(_config(**sections), every_steps, 0.0, SIZES, TB)
+    loop = sections.get("loop", {}) | {"save_every_steps": every_steps}
+    assert f", models {expected}), metrics " in disk_use(_config(**sections | {"loop": loop}), *SIZES)
 
 
 def test_a_run_without_held_out_prompts_has_no_best_model():
-    text = disk_use(_config(), 0, 0.0, WrittenSizes(state_bytes=1, model_bytes=1), TB)
-    assert "best" not in text
+    assert "best" not in disk_use(_config(), 1, 1, False)
 
 
 def test_supervised_training_writes_one_model():
-    assert disk_use(_sft(), 10, 0.0, SIZES, TB) == (
+    assert disk_use(_sft(10), *SIZES, free_bytes=TB) == (
         "disk: at most 19.0 GB, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 10 steps, at the end, newest 2 "
         "kept), models 1.0 GB (1 x 1.0 GB; all kept), metrics 300.0 kB"
     )
@@ -103,10 +101,9 @@ def test_supervised_training_writes_one_model():
 
 def test_a_run_that_may_not_fit_gets_a_warning_with_the_keys():
     """What a run that continues has written before counts as room."""
-    assert "warning" not in disk_use(_sft(), 0, 0.0, SIZES, 7_000_300_000)
-    line, warning = disk_use(_sft(), 0, 0.0, SIZES, 7_000_299_999).splitlines()
+    assert "warning" not in disk_use(_sft(0), *SIZES, free_bytes=7_000_300_000)
+    line, warning = disk_use(_sft(0), *SIZES, free_bytes=7_000_299_999).splitlines()
     assert "7.0 GB free" in line and warning.startswith("warning: the disk may become full")
     assert "run.keep_checkpoints or run.keep_models" in warning
-    continued = WrittenSizes(state_bytes=6 * GB, model_bytes=GB, on_disk_bytes=5 * GB)
-    text = disk_use(_sft(), 0, 0.0, continued, 2_000_300_000)
+    text = disk_use(_sft(0), *SIZES, 5 * GB, 2_000_300_000)
     assert text.startswith("disk: at most 7.0 GB (5.0 GB of it exist), 2.0 GB free: ") and "warning" not in text
