@@ -29,6 +29,9 @@ class Samplers:
         self.tools: list[dict[str, Any]] = []
         self.rewards = lambda ordinal, index: None
 
+    async def kv_cache_bytes(self) -> int | None:
+        return None
+
     async def run(self, prompt: Prompt, index: int, generate: Any, ctx: Any) -> Trajectory:
         versions = await self.ended.setdefault(prompt.ordinal, asyncio.get_running_loop().create_future())
         return Trajectory(prompt=prompt, group_id=ctx.group_id, index=index, turns=[turn(versions)])

@@ -356,6 +356,11 @@ class RankWorker:
     # ---- rest
 
     @phase("report")
+    def kv_cache_bytes(self) -> int | None:
+        """The limit of its sampler's KV cache, if the device's free memory decides it."""
+        return self._sampler().stats().kv_cache_bytes
+
+    @phase("report")
     def memory(self) -> list[Metric]:
         """This process's memory metrics, and those of the recorder."""
         settle(self.device)

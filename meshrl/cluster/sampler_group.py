@@ -277,6 +277,11 @@ class RolloutGroup:
         calls = (self.executor.call(rank, RankWorker.release_memory) for rank in self.routes.ranks)
         return sum(await asyncio.gather(*calls))
 
+    async def kv_cache_bytes(self) -> int | None:
+        """The smallest limit of a KV cache that the free memory of a device decides; None = none does."""
+        limits = await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.kv_cache_bytes))
+        return min((limit for limit in limits.values() if limit is not None), default=None)
+
     async def reconcile(self, layout: Layout) -> None:
         """Compare the trainer's layout with every sampler's own parameters."""
         self.replacement.layout = layout

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.job import Job
 from meshrl.monitor.metrics import histogram, memory_metrics
 from meshrl.monitor.sinks import read_metrics
+from meshrl.plan.decisions import CACHE_LIMIT
 
 
 def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> list[Metric]:
@@ -78,6 +80,10 @@ async def finish_step(
         metrics.append(Metric(name="run/rollout_idle", sum=max(0.0, wall - busy), weight=wall, unit="fraction"))
     if (note := unknown_device(job.step, metrics)) is not None:
         job.run.note(note)
+    if CACHE_LIMIT.key not in job.noted:
+        job.noted.add(CACHE_LIMIT.key)
+        if (limit := await job.rollouts.kv_cache_bytes()) is not None:
+            job.run.note(f"decided: {CACHE_LIMIT.key} {replace(CACHE_LIMIT, value=limit).shown}")
     metrics.append(Metric(name="train/restarts", sum=float(job.keeper.restarts), reduce="max", unit="restarts"))
     metrics += [*job.run.writes.take(), *job.run.spans.take()]
     if job.proof.threshold is not None:

@@ -29,7 +29,8 @@ class Capabilities:
 
 @dataclass(kw_only=True, slots=True)
 class EngineStats:
-    """A snapshot: running and waiting requests, tokens in the cache, computed tokens, weight version."""
+    """A snapshot: running and waiting requests, tokens in the cache, computed tokens, weight version, and the limit of
+    the KV cache by the device's free memory."""
 
     running: int = 0
     waiting: int = 0
@@ -37,6 +38,7 @@ class EngineStats:
     prefill_tokens: int = 0  # since start
     decode_tokens: int = 0  # sampled, since start
     version: int = -1
+    kv_cache_bytes: int | None = None  # None = not measured
 
     @property
     def computed_tokens(self) -> int:

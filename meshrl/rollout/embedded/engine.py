@@ -389,6 +389,7 @@ class EmbeddedEngine:
             waiting=len(self._scheduler.waiting),
             cached_tokens=sum(s.cached for s in running) + sum(p.length for p in prompts),
             version=self._state.version,
+            kv_cache_bytes=self._runner.bound.measured,
         )
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.notes import important
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.monitor.status import read_status
+from meshrl.rollout.embedded import kv_cache
 from meshrl.run import keeper
 from meshrl.run.folder import Start
 from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best, restore_best
@@ -49,11 +50,14 @@ def _recorded(loaded: Loaded[RunConfig]) -> AbstractContextManager[LiveRun]:
     return live_run(loaded, "train", 4, Stop(), write_report)
 
 
-def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_path: Path):
+def test_the_best_model_is_retained_and_result_json_names_it(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Each evaluation up to step 3 is better than all before, step 4 equals the best: the model of step 1 is removed,
     the model of step 2 is retained because of save_every_steps."""
     script = tmp_path / "script"
     script.write_text("0.25 0.5 0.625 0.75 0.75")
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 10**9)
     folder = train(config, "best", "loop.save_every_steps=2", f"reward.terms.answer.args.script={script}")
 
     best = read_best(folder)
@@ -80,6 +84,8 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     assert result["verdict"]["outcome"] == "unchanged" and result["verdict"]["text"] == notes[-3]
     assert (folder / "rewards.log").read_text().splitlines()[0].endswith(r"  worker 0: graded \x1b[2J")
     assert notes[1] == 'decided: rollout.max_context_tokens 256, algo.correction.kind "off"'
+    measured = "decided: rollout.embedded.kv_cache_bytes 800000000: 80% of free memory; no limit on a CPU"
+    assert notes.count(measured) == 1
     assert "  # default, here 0: loop.kind is colocated\n" in (folder / "config.yaml").read_text()
     (cut,) = important((folder / "run_notes.txt").read_text())
     assert "step 1: 75% of the answers were cut off" in cut
