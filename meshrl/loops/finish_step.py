@@ -163,7 +163,11 @@ def run_without_signal(job: Job) -> str | None:
         place = f"in {rollouts}" if rollouts.exists() else "of a run with monitor.rollout_log_every_steps=1"
         cause = NO_SIGNAL if any(values["train/num_tokens"] for values in steps) else "no answer was trained"
         advice = f"Check the rewards {place}; change the reward function if it does not distinguish answers, or the "
-        return f"{of}: {cause}. {advice}prompts if all are too hard or too easy" if steps else None
+        advice += "prompts if all are too hard or too easy"
+        if all(values.get("reward/mean") == 0 for values in steps):
+            advice += ". No answer has a reward above 0: if the model can't do the task yet, `meshrl sft` on rows with "
+            advice += "right answers teaches it first (docs/sft.md)"
+        return f"{of}: {cause}. {advice}" if steps else None
     for name, text in (("train/grad_norm", "every gradient is 0"), ("train/lr", "the learning rate is 0")):
         if not any(values.get(name) for values in steps):
             return f"{of}: {text}, so no weight has changed"

@@ -165,3 +165,15 @@ def test_a_run_that_changes_no_weight_by_its_rewards_has_a_reason(tmp_path: Path
     cfg = SimpleNamespace(algo=SimpleNamespace(advantage="grpo"))
     found = run_without_signal(SimpleNamespace(cfg=cfg, run=SimpleNamespace(folder=tmp_path)))
     assert found is None if reason is None else found.startswith(reason)
+
+
+@pytest.mark.parametrize(("last_mean", "advised"), [(0.0, True), (0.5, False)])
+def test_a_run_without_any_reward_is_advised_to_warm_up(tmp_path: Path, last_mean: float, advised: bool):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step, mean in ((1, 0.0), (2, last_mean)):
+        values = {"reward/groups_without_signal": 1.0, "train/num_tokens": 9.0, "reward/mean": mean}
+        sink.write(step, values, {})
+    sink.close()
+    cfg = SimpleNamespace(algo=SimpleNamespace(advantage="grpo"))
+    found = run_without_signal(SimpleNamespace(cfg=cfg, run=SimpleNamespace(folder=tmp_path)))
+    assert ("`meshrl sft`" in found) == advised
