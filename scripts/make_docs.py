@@ -58,6 +58,8 @@ has in its place: also for each key of a section that was copied from another co
 A reward function of verl, `compute_score(data_source, solution_str, ground_truth, extra_info)`, works as it is: name
 it as `reward.terms.NAME.kind: package.module:compute_score`. `data_source` and `extra_info` are the columns of these
 names, `ground_truth` is the column of `data.answer`.
+A tool class of verl, with `create`, `execute`, `calc_reward` and `release`, works by the agent in
+[examples/sglang_multiturn/verl_tools.py](../examples/sglang_multiturn/verl_tools.py).
 A reward function of TRL gets lists and returns a list. meshrl grades one completion in each call, so such a function is
 refused; write one of a single completion: `score(completion, answer, prompt)`, where `prompt["meta"]` has the other
 columns of the row.

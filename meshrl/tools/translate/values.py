@@ -94,7 +94,18 @@ def _server_args(keys: list[str], name: str, value: Any, here: Settings) -> Sett
     return {keys[0]: [*here.get(keys[0], []), flag]}
 
 
+def _reward_function(keys: list[str], name: str, value: Any, here: Settings) -> Settings | str:
+    """The row of the file comes before that of the function's name, which is compute_score by default."""
+    if name.endswith(".path"):
+        path = Path(str(value)).expanduser().resolve()
+        kind = dict(zip(keys, (f"{path.stem}:compute_score", str(path.parent))))
+        return kind if path.is_file() else f"there is no file {value} here; the reward is math_answer until it is named"
+    module, colon, _ = here[keys[0]].partition(":")
+    return {keys[0]: f"{module}:{value}"} if colon else "of a function whose file is not here"
+
+
 RULES: dict[str, Callable[[list[str], str, Any, Settings], Settings | str]] = {
     "files": _files,
+    "reward_function": _reward_function,
     "server_args": _server_args,
 }

@@ -196,17 +196,20 @@ def test_a_translated_config_is_written_once_and_is_explained(write: Callable[..
     home = write("").parent
     row = {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
     (home / "rows.jsonl").write_text((json.dumps(row) + "\n") * 64)
+    (home / "my_score.py").write_text("def score(data_source, solution_str, ground_truth): return 1.0")
     script = write(
         f"python3 -m verl.trainer.main_ppo data.train_files={home}/rows.jsonl trainer.total_epochs=3 "
         f"data.train_batch_size=16 {ACTOR}.ppo_mini_batch_size=8 {ROLLOUT}.n=4 "
         f"actor_rollout_ref.model.path={home}/tiny "
-        "data.max_prompt_length=64 data.max_response_length=32 trainer.n_gpus_per_node=2 critic.optim.lr=1e-5 a.b=1",
+        "data.max_prompt_length=64 data.max_response_length=32 trainer.n_gpus_per_node=2 critic.optim.lr=1e-5 a.b=1 "
+        f"custom_reward_function.name=score custom_reward_function.path={home}/my_score.py",
         "run.sh",
     )
     out = home / "my.yaml"
     assert main(["translate", str(script), "--out", str(out)]) == 0
     assert "my.yaml --explain" in capfd.readouterr().out
     text = out.read_text()
+    assert "kind: my_score:score" in text and f"module_folder: {home}" in text
     assert "no critic" in text and "critic.optim.lr = 1e-05" in text and "a.b = 1" in text
     assert load_run(out, starts=False).config.loop.num_steps == 12  # 3 x 64 rows / 16
     with pytest.raises(ConfigError, match=r"my\.yaml"):
