@@ -57,7 +57,7 @@ def _missing(condition: str, there: Settings, here: Settings) -> str:
     value = there.get(name, here.get(name))
     if other:
         return f"{name} is {other}" if value == other else ""
-    return "" if not name or bool(value) != condition.startswith("not ") else f"{name} is {str(value).lower()}"
+    return "" if not name or bool(value) != condition.startswith("not ") else f"{name} is {value or 'not set'}"
 
 
 def _names(value: Any, there: Settings, here: Settings) -> Settings:

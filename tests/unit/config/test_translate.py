@@ -180,6 +180,7 @@ PRIME_RL = {
                 "train.optimizer.betas": [0.9, 0.999],  # verl's default
             },
         ),
+        ("verl", {"trainer.n_gpus_per_node": 4}, {"cluster.num_train_ranks": 4, "cluster.executor": None}),
         ("verl", {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "low_var_kl"}, {"algo.kl.estimator": "k3"}),
         ("verl", {f"{ACTOR}.kl_loss_coef": 0.1, f"{ACTOR}.use_kl_loss": False}, {"algo.kl.coef": None}),
         ("prime-rl", PRIME_RL, {"loop.prompts_per_step": 8, "cluster.num_train_ranks": 2, "loop.kind": "fully_async"}),
