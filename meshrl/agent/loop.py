@@ -98,6 +98,7 @@ class Task:
     stop_token_ids: tuple[int, ...]
     max_context_tokens: int
     tool_note: str | None = None  # about the chat template's calls of tools
+    row_note: str | None = None  # about rows that are left out (data.bad_rows)
 
 
 def start_trajectory(prompt: Prompt, index: int, ctx: AgentContext) -> Trajectory:

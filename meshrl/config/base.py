@@ -26,6 +26,8 @@ class Unless:
     key: str
     value: object
     reason: str = "{key} is {value}"
+    also: str = ""
+    """another key that must have this value, too"""
 
     def is_void(self, value: object) -> bool:
         return value == self.value
@@ -48,7 +50,7 @@ class NotInSft:
 COLOCATED = OnlyWith(
     "cluster.num_rollout_ranks", 0, "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
 )
-EVALUATED = Unless("data.eval_path", None)
+EVALUATED = Unless("data.eval_path", None, also="data.eval_fraction")
 OF_SAMPLING = NotInSft("SFT samples nothing")
 
 

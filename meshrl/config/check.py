@@ -64,8 +64,11 @@ def _void_fields(config: Slice, part: Slice, path: str) -> Iterator[tuple[str, t
         for rule in info.metadata:
             if isinstance(rule, NotInSft) and isinstance(config, SftRunConfig):
                 why = rule.reason, ""
-            elif isinstance(rule, Unless) and why is None and rule.is_void(value := value_of(config, rule.key)):
-                why = rule.reason.format(key=rule.key, value=value if isinstance(value, str) else show(value)), rule.key
+            elif isinstance(rule, Unless) and why is None:
+                value, causes = value_of(config, rule.key), f"{rule.key} {rule.also}".split()
+                if all(rule.is_void(value_of(config, cause)) for cause in causes):
+                    shown = value if isinstance(value, str) else show(value)
+                    why = rule.reason.format(key=rule.key, value=shown), " ".join(causes)
         if isinstance(inner, Slice) and why is None:
             yield from _void_fields(config, inner, key)
         elif why is not None:
@@ -76,7 +79,7 @@ def _unused_by_several(config: RunConfig) -> Iterator[tuple[str, str, str, str]]
     """(section, names of its keys separated by blanks, why they have no effect, the keys that are the reason) for keys
     that more than the value of one other key makes void."""
     data, algo, (correction, reason) = config.data, config.algo, config.correction
-    without_eval = data.eval_path is None
+    without_eval = not data.is_evaluated
     if data.sources:
         names = "split subset format" if without_eval else "split"
         yield "data", names, "each of data.sources names its own", "data.sources"

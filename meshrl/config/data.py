@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from meshrl.config.base import EVALUATED, Slice
+from meshrl.config.base import EVALUATED, Slice, Unless
 from meshrl.config.case import Case, Problem
 from meshrl.config.kinds import needs_answer
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported
 
-Format = Literal["auto", "jsonl", "parquet", "datasets"]
+Format = Literal["auto", "jsonl", "json", "csv", "parquet", "datasets"]
 
 
 class DataSource(Slice):
@@ -37,19 +37,23 @@ class DataSource(Slice):
 
 class DataConfig(Slice):
     path: str | None = None
-    """training rows: a JSONL or parquet file or a folder of such shards (relative to the config file or the working
-    folder), a folder made by save_to_disk, or a hub id such as organisation/name"""
+    """training rows: a JSONL, JSON, CSV, TSV or parquet file or a folder of JSONL or parquet files (relative to the
+    config file or the working folder), a folder made by save_to_disk, or a hub id such as organisation/name"""
     sources: dict[str, DataSource] = Field({})
     """in place of path: a mixture of data sets, by name; each step has the share of every set, to within two prompts"""
     eval_path: str | None = None
-    """held-out rows, in any form that path accepts; null = no evaluation"""
+    """held-out rows, in any form that path accepts; null = those of eval_fraction, or no evaluation"""
+    eval_fraction: float | None = Field(None, gt=0, lt=1)
+    """in place of eval_path: share of the rows of path that are held out for evaluations and never trained on. The text
+    of the user's messages decides it, so equal questions are on one side, and new rows leave the others where they are;
+    null = none"""
     format: Format = "auto"
     """the format of path and eval_path; auto = by suffix, or by the files in the folder"""
     subset: str | None = None
     """configuration of a hub data set that has several, such as main of openai/gsm8k"""
     split: str | None = None
     """split of a Hugging Face data set in path; required if the data set has several"""
-    eval_split: Annotated[str | None, EVALUATED] = None
+    eval_split: Annotated[str | None, Unless("data.eval_path", None)] = None
     """split of a Hugging Face data set in eval_path"""
     prompt: str = "question"
     """column with the question text or a list of chat messages; a.b = field b of column a"""
@@ -73,13 +77,21 @@ class DataConfig(Slice):
     """variables that the chat template gets in every rendering, such as enable_thinking: false"""
     max_prompt_tokens: int = Field(1024, ge=1)
     """limit of a prompt in tokens; longer prompts are left out and counted"""
+    bad_rows: Annotated[Literal["error", "leave_out"], Unless("data.streaming", True)] = "error"
+    """what happens to rows that can't be read or that have no prompt or no answer; leave_out = they are listed in the
+    run's notes and left out, unless they are more than half of the rows"""
     shuffle: bool = True
     """draw the rows of each pass in a new random order, from run.seed"""
     streaming: bool = False
     """read and render each row only when it is drawn, for data sets larger than memory; an invalid row is an error only
     when it is drawn"""
     eval_limit: Annotated[int | None, EVALUATED] = Field(None, ge=1)
-    """rows of eval_path to use, from its start; null = all"""
+    """held-out rows to use, from the first one; null = all"""
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether there are held-out rows."""
+        return self.eval_path is not None or self.eval_fraction is not None
 
 
 def data_problems(case: Case) -> Iterator[Problem]:
@@ -95,6 +107,14 @@ def data_problems(case: Case) -> Iterator[Problem]:
             if not name.isidentifier():
                 text = f"the name {name!r} must be one word of letters, digits and underscores."
                 yield Problem(("data.sources",), text)
+    if data.eval_fraction is not None:
+        why = "eval_fraction holds out rows of a single data.path, which is read at the start"
+        for key in ("eval_path", "sources", "streaming"):
+            if getattr(data, key):
+                keys = ("data.eval_fraction", f"data.{key}")
+                yield Problem(keys, f"{why}: give only one of the two.", void=keys, reason=why)
+        if data.path is None:
+            yield Problem(("data.eval_fraction",), "there is no data.path of which rows could be held out.")
     if data.continue_last and case.rl.agent.kind == "multi_turn":
         text = "multi_turn begins a new message for each turn, so it can't continue one. Use agent.kind: single_turn."
         yield Problem(("data.continue_last", "agent.kind"), text)

@@ -55,6 +55,7 @@ PATH_KEYS = (
 ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # one of them is required
 MAX_SHOWN = 50  # wrong keys that are explained at once; each is compared with all known keys
 MAX_LISTED = 100  # others, whose names are listed
+UNKNOWN_STEPS = 1 << 30  # until the rows of the epochs are counted
 NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path
 
 
@@ -154,13 +155,14 @@ def _load(
         raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of strings: ['train.optimizer.lr=1e-6']")
     path, reader, parts = _read(source)
     layers = Layers(all_keys(model))
-    if make_case.keywords["purpose"] == "eval" and not _has_sft(
-        parts
-    ):  # it has no steps, so it needs no number of them
-        parts.insert(0, {tuple(model.NUM_STEPS_KEY.split(".")): Value(1, DEFAULT, reader.folder)})
+    is_eval = make_case.keywords["purpose"] == "eval" and not _has_sft(parts)
+    lines, steps = [reader.override(text) for text in overrides], tuple(model.NUM_STEPS_KEY.split("."))
+    has_epochs = any((steps[0], "num_epochs") in part for part in (*parts, *lines))
+    if is_eval or has_epochs:  # an evaluation has no steps; those of epochs follow from the rows (run/inputs.py)
+        parts.insert(0, {steps: Value(1 if is_eval else UNKNOWN_STEPS, DEFAULT, reader.folder)})
     for part in parts:
         layers.add(part)
-    layers.add(*(reader.override(text) for text in overrides))
+    layers.add(*lines)
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
     written = given_in(layers.values)
     modules = _module_folder(written, reader.folder, of_run)

@@ -26,6 +26,8 @@ class LoopConfig(Slice):
     others are sampled (docs/schedules.md)"""
     num_steps: int = Field(ge=1)
     """number of steps; each step samples and trains"""
+    num_epochs: float | None = Field(None, gt=0)
+    """in place of num_steps: passes over the rows of data.path, rounded to steps; rows that are left out count, too"""
     prompts_per_step: int = Field(32, ge=1)
     """prompts drawn for each step"""
     samples_per_prompt: int = Field(8, ge=1)
@@ -79,15 +81,25 @@ class LoopConfig(Slice):
 class SftConfig(Slice):
     path: str
     """training rows, in any form that data.path accepts; each row has a list of chat messages, in which the assistant's
-    messages are trained"""
+    messages are trained, or a question and its answer (sft.prompt)"""
     format: Format = "auto"
     """as data.format"""
     subset: str | None = None
     """as data.subset"""
     split: str | None = None
     """as data.split"""
-    messages: str = "messages"
+    messages: Annotated[str, OnlyWith("sft.prompt", None)] = "messages"
     """column with the chat messages"""
+    prompt: str | None = None
+    """in place of messages: column with the question, as data.prompt"""
+    answer: Annotated[str, Unless("sft.prompt", None)] = "answer"
+    """column with the answer, a text or a number, which is trained"""
+    system: Annotated[str | None, Unless("sft.prompt", None)] = None
+    """system message put before each question"""
+    eval_fraction: float | None = Field(None, gt=0, lt=1)
+    """share of the rows that are left out of training: those that data.eval_fraction with the same value holds out"""
+    bad_rows: Literal["error", "leave_out"] = "error"
+    """as data.bad_rows"""
     tools: str | None = "tools"
     """column with the tools of a row's conversation, a list or its JSON text, if the row has it; null = it is not
     read"""
@@ -99,6 +111,8 @@ class SftConfig(Slice):
     """rows in one optimizer step"""
     num_steps: int = Field(ge=1)
     """optimizer steps"""
+    num_epochs: float | None = Field(None, gt=0)
+    """in place of num_steps: passes over the rows, rounded to steps; rows that are left out count, too"""
     save_every_steps: int | None = Field(None, ge=0)
     """null = the training state is saved at least every ten minutes; a number = steps between checkpoints; 0 = only at
     the end and when the run is interrupted, so that a run that loses train ranks can't continue"""
@@ -133,9 +147,9 @@ def loop_problems(case: Case) -> Iterator[Problem]:
             "than the trainer's weights prove nothing. Use kind: colocated, or engine: vllm."
         )
         yield Problem(("loop.kind", "rollout.engine"), text)
-    if config.data.eval_path is None and (loop.eval_every_steps or case.purpose == "eval"):
+    if not config.data.is_evaluated and (loop.eval_every_steps or case.purpose == "eval"):
         every = ("loop.eval_every_steps",) if loop.eval_every_steps else ()
-        text, why = "set data.eval_path to a file of such rows.", "there are no held-out rows for an evaluation"
+        text, why = "set data.eval_path or data.eval_fraction.", "there are no held-out rows for an evaluation"
         keys = ("data.eval_path", *every)
         yield Problem(keys, f"an evaluation needs held-out rows: {text}", void=every, reason=why)
     terms = [*config.reward.terms, WEIGHTED_SUM]

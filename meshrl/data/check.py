@@ -17,7 +17,7 @@ from meshrl.core.errors import DataError
 from meshrl.core.files import is_there
 from meshrl.data.chat import is_template_text, require_read, template_text, variables_read_by
 from meshrl.data.files import Kind, files_of, kind_of
-from meshrl.data.tables import RowTable, column_names, open_table
+from meshrl.data.tables import RawRow, RowTable, Table, column_names, open_table
 
 WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt", "strftime_now")  # variables of a chat template
 MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
@@ -46,9 +46,11 @@ def check_data(case: Case) -> Iterator[Problem]:
     """Problems of the data. Training rows are checked only for training: an evaluation does not need them."""
     section = _section(case.config)
     if isinstance(section, SftConfig):
-        name, tables = "sft", [_ConfiguredTable("sft", section, {"sft.messages": section.messages})]
+        pair: dict[str, str | None] = {"sft.prompt": section.prompt, "sft.answer": section.answer}
+        columns: dict[str, str | None] = {"sft.messages": section.messages}
+        name, tables = "sft", [_ConfiguredTable("sft", section, columns if section.prompt is None else pair)]
     else:
-        name, tables = "data", list(_tables(section, case.purpose == "train"))
+        name, tables = "data", list(_tables(section, case.purpose == "train" or section.eval_fraction is not None))
     kinds: dict[str, Kind] = {}
     for table in tables:
         yield from _table_problems(case, table, kinds)
@@ -112,14 +114,14 @@ def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind])
             yield Problem((table.path,), f"{e}{looked}.")
             return
     kinds[table.path] = kind
-    if table.split is not None and kind in ("jsonl", "parquet", "rows"):
+    if table.split is not None and kind not in ("datasets", "hub"):
         these = "these are rows in memory" if kind == "rows" else f"this is {kind}"
         reason, key = f"only Hugging Face data sets have splits, and {these}", f"{table.section}.{table.prefix}split"
         yield Problem((key, table.path), f"would have no effect: {reason}. Remove it.", void=(key,), reason=reason)
     if kind == "hub" or source is None:
         return  # only the hub knows its rows
     try:
-        first = open_table(source, table.slice.format, split=table.split).first()
+        first = _first_row(open_table(source, table.slice.format, split=table.split), _section(case.config).bad_rows)
     except DataError as e:
         yield Problem((table.path,), f"{e}.")
         return
@@ -132,6 +134,16 @@ def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind])
             unneeded = " If no reward needs an answer, set data.answer: null." if key == "data.answer" else ""
             text = f"no column {name!r} in the first row; it has {', '.join(map(repr, there))}.{unneeded}"
             yield Problem((key, table.path), text)
+
+
+def _first_row(table: Table, bad_rows: str) -> RawRow | None:
+    """The first row; where bad rows are left out, the first one that can be read."""
+    first = table.first()
+    if bad_rows == "leave_out" and first is not None and first.fault:
+        return next((row for row in table.rows() if not row.fault), None)
+    if first is not None:
+        first.require_read()
+    return first
 
 
 def _chat_template(case: Case, section: str, template: str | None, variables: dict[str, Any]) -> Iterator[Problem]:

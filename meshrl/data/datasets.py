@@ -1,4 +1,4 @@
-"""Rows of a table -> Prompts (for RL) and SftRows (for SFT). A bad row is an error that names file and line.
+"""Rows of a table -> Prompts (for RL) and SftRows (for SFT). A bad row is an error with file and line, or is left out.
 
 Messages and tools have one form for all layouts with the same meaning, and an error for those that a chat template
 would render as something else; the text of such an error follows the row's place.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import itertools
 import json
 import re
@@ -198,7 +199,8 @@ class PromptMaker:
     tools: schemas of the agent's tools, for templates that put them into the prompt. vocab_size: of the model that
     reads the ids, if it is known. answer_for: names of the reward terms that need an answer in every row. source: the
     row's source in a mixture; it is the beginning of the prompt's id and the prompt's `env`, so that a reward function
-    can see the source of a question.
+    can see the source of a question. bad: gets the errors of bad rows, which are left out; None = they are raised.
+    held_out: with data.eval_fraction, whether load_prompts gives the rows that are held out, or the others.
     """
 
     cfg: DataConfig
@@ -207,6 +209,8 @@ class PromptMaker:
     vocab_size: int | None = None
     answer_for: Sequence[str] = ()
     source: str | None = None
+    bad: list[str] | None = None
+    held_out: bool = False
 
     @functools.cached_property
     def _map(self) -> Callable[[Row], Any] | None:
@@ -219,18 +223,21 @@ class PromptMaker:
     def __call__(self, raw: RawRow, ordinal: int) -> Prompt:
         """Raises: DataError for a row that does not fit the config, that the chat template refuses, or that is rendered
         to ids which the model does not have."""
+        raw.require_read()
         row = self._columns(raw) if self._map is None else self._mapped(raw, self._map)
         answer = row["answer"]
         column = "data.answer" if self.cfg.answer is None else f"column {self.cfg.answer!r}"
         name = column if self._map is None else f"the answer from data.map {self.cfg.map}"
-        if self.answer_for and (answer is None or (isinstance(answer, str) and not answer.strip())):
+        is_blank = isinstance(answer, str) and not answer.strip()
+        blank = f"{raw.where}: {name} is {'an empty string' if is_blank else 'null'}"
+        if self.answer_for and (answer is None or is_blank):
             terms = ", ".join(f"reward.terms.{term}" for term in self.answer_for)
             raise DataError(
-                f"{raw.where}: {name} is {'null' if answer is None else 'an empty string'}, but completions are "
-                f"compared with it ({terms}); give the row an answer, or remove the row"
+                f"{blank}, but completions are compared with it ({terms}); give the row an answer, or remove the row"
             )
-        if answer is None and self._map is None and self.cfg.answer is not None:
-            raise MissingAnswerError(f"{raw.where}: {name} is null; give the row an answer, or remove the row")
+        is_missing = answer is None or (is_blank and self.bad is not None)
+        if is_missing and self._map is None and self.cfg.answer is not None:
+            raise MissingAnswerError(f"{blank}; give the row an answer, or remove the row")
         with as_data_error(f"{raw.where}: "):
             messages = messages_of(row["content"], row["name"], self.tokenizer.chat_template, raw.is_filled)
             continues = self.cfg.continue_last and messages[-1]["role"] == "assistant"
@@ -238,12 +245,7 @@ class PromptMaker:
             own_tools = tools_of(row["tools"], f"column {self.cfg.tools!r}", raw.is_filled)
             if own_tools and self.tools:
                 raise DataError("it has tools, but only the agent's can be called; set data.tools: null")
-        if self.cfg.system is not None:
-            if messages[0]["role"] == "system":
-                raise DataError(
-                    f"{raw.where}: {row['name']} begins with a system message and data.system is set too; keep one"
-                )
-            messages = [{"role": "system", "content": self.cfg.system}, *messages]
+            messages = _after_system(messages, self.cfg.system, row["name"], "data.system")
         prompt = Prompt(
             id=raw.id if self.source is None else f"{self.source}/{raw.id}",
             ordinal=ordinal,
@@ -295,6 +297,13 @@ class PromptMaker:
         }
 
 
+def _after_system(messages: list[Message], system: str | None, name: str, key: str) -> list[Message]:
+    """The messages after the system message of the config, if it has one."""
+    if system is not None and messages[0]["role"] == "system":
+        raise DataError(f"{name} begins with a system message and {key} is set too; keep one")
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
 def _require_open(messages: Sequence[Message], name: str, continues: bool) -> None:
     """Raises: DataError for a conversation that asks for no answer."""
     role = messages[-1]["role"]
@@ -307,8 +316,8 @@ def _require_open(messages: Sequence[Message], name: str, continues: bool) -> No
         raise DataError(f"{name} ends with a message of the role {role!r}; it needs one of the user")
 
 
-def make_all(rows: Iterator[RawRow], make: Callable[[RawRow], T]) -> list[T]:
-    """make(row) of all rows."""
+def make_all(rows: Iterator[RawRow], make: Callable[[RawRow], T], left_out: list[str] | None = None) -> list[T]:
+    """make(row) of all rows. left_out: gets the errors of bad rows; None = they are raised."""
     made, bad, count, num_unanswered, started = list[T](), list[str](), 0, 0, time.monotonic()
     try:
         for raw in rows:
@@ -318,19 +327,35 @@ def make_all(rows: Iterator[RawRow], make: Callable[[RawRow], T]) -> list[T]:
             except DataError as error:
                 bad.append(str(error))
                 num_unanswered += isinstance(error, MissingAnswerError)
-                if time.monotonic() - started > MAX_READ_S:
+                if left_out is None and time.monotonic() - started > MAX_READ_S:
                     break
-    except DataError as error:  # for a row that can't be read; the rows after it are not read
+    except DataError as error:  # for a file that can't be read further
+        if left_out is not None:
+            raise
         bad.append(str(error))
         count += 1
+    if left_out is not None and 2 * len(bad) <= count:
+        left_out[:], bad = dict.fromkeys([*left_out, *bad]), []
     if not bad:
         return made
     advice = ". If no reward needs a ground truth, set data.answer: null" if num_unanswered == count else ""
     if len(bad) == 1:
         raise DataError(bad[0] + advice)
+    raise DataError(f"{len(bad)} of the first {count} rows can't be used{advice}:{listed(bad)}")
+
+
+def listed(bad: Sequence[str]) -> str:
+    """The first of these errors of rows, each in a line of its own, and the number of the others."""
     more = f"\n  and {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else ""
-    lines = "".join(f"\n  {text}" for text in bad[:MAX_SHOWN])
-    raise DataError(f"{len(bad)} of the first {count} rows can't be used{advice}:{lines}{more}")
+    return "".join(f"\n  {text}" for text in bad[:MAX_SHOWN]) + more
+
+
+def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
+    """Whether a row is held out for evaluations. It depends on the text of its user's messages alone, without regard to
+    case and white space: not on other rows, the order, the seed, a system message or the answers."""
+    words = " ".join(m["content"] for m in messages if m["role"] == "user").casefold().split()
+    digest = hashlib.sha256(" ".join(words).encode("utf-8", "replace")).digest()
+    return int.from_bytes(digest[:8]) < fraction * 2**64
 
 
 def load_prompts(
@@ -340,12 +365,17 @@ def load_prompts(
 
     The id is "<file stem>-<line>", or for rows in memory "<name>-<index>". The ordinal is the row's number;
     PromptSource gives a new one to each draw.
-    limit: the number of rows to read, from the start. split: of a Hugging Face data set.
+    limit: the number of rows to use, from the start. split: of a Hugging Face data set.
     """
     table = open_table(path, make.cfg.format, make.cfg.subset, split)
-    ordinals = itertools.count()
-    prompts = make_all(table.rows(0, limit), lambda raw: make(raw, next(ordinals)))
+    ordinals, fraction = itertools.count(), make.cfg.eval_fraction
+    rows = table.rows(0, limit if fraction is None else None)
+    prompts = make_all(rows, lambda raw: make(raw, next(ordinals)), make.bad)
     require_rows(table, len(prompts))
+    if fraction is not None:
+        side = [p for p in prompts if is_held_out(p.messages or [], fraction) == make.held_out]
+        _require_left(table, side, len(prompts), f"data.eval_fraction = {fraction}")
+        prompts = side[:limit]
     most = make.cfg.max_prompt_tokens
     lengths = [len(p.ids) for p in prompts if p.ids is not None]
     fitting = [p for p, length in zip(prompts, lengths) if length <= most]
@@ -355,18 +385,33 @@ def load_prompts(
 
 
 def load_sft_rows(
-    path: str | Path | RowTable, cfg: SftConfig, tokenizer: Any, stop_ids: Iterable[int], vocab_size: int | None = None
+    path: str | Path | RowTable,
+    cfg: SftConfig,
+    tokenizer: Any,
+    stop_ids: Iterable[int],
+    vocab_size: int | None = None,
+    bad: list[str] | None = None,
 ) -> tuple[list[SftRow], int]:
-    """All conversations of a table as rendered rows, and the number of those left out as longer than max_row_tokens.
+    """All conversations of a table as rendered rows, without those of eval_fraction, and the number of those left out
+    as longer than max_row_tokens.
 
-    vocab_size: of the model that reads the ids, if it is known.
+    vocab_size: of the model that reads the ids, if it is known. bad: as in PromptMaker.
     """
     stops = tuple(stop_ids)
 
-    def make(raw: RawRow) -> SftRow:
-        content, name = _column(raw.data, cfg.messages, "sft.messages", raw.where), f"column {cfg.messages!r}"
+    def make(raw: RawRow) -> SftRow | None:
+        raw.require_read()
+        column, key = (cfg.prompt, "sft.prompt") if cfg.prompt is not None else (cfg.messages, "sft.messages")
+        content, name = _column(raw.data, column, key, raw.where), f"column {column!r}"
         with as_data_error(f"{raw.where}: "):
-            messages = messages_of(content, name, tokenizer.chat_template, raw.is_filled, takes_text=False)
+            messages = messages_of(content, name, tokenizer.chat_template, raw.is_filled, cfg.prompt is not None)
+            if cfg.prompt is not None:
+                _require_open(messages, name, False)
+                answer = answer_text(_column(raw.data, cfg.answer, "sft.answer", raw.where), cfg.answer)
+                question = _after_system(messages, cfg.system, name, "sft.system")
+                messages = [*question, {"role": "assistant", "content": answer}]
+            if cfg.eval_fraction is not None and is_held_out(messages, cfg.eval_fraction):
+                return None
             tools = tools_of(raw.data.get(cfg.tools or ""), f"column {cfg.tools!r}", raw.is_filled)
             require_rendered(tokenizer, messages, tools, name, "tool_calls", "reasoning_content", "thinking")
             ids, mask = sft_row(tokenizer, messages, stops, tools)
@@ -375,8 +420,10 @@ def load_sft_rows(
         return SftRow(id=raw.id, ids=ids, mask=mask)
 
     table = open_table(path, cfg.format, cfg.subset, cfg.split)
-    rows = make_all(table.rows(), make)
-    require_rows(table, len(rows))
+    made = make_all(table.rows(), make, bad)
+    require_rows(table, len(made))
+    rows = [row for row in made if row is not None]
+    _require_left(table, rows, len(made), f"sft.eval_fraction = {cfg.eval_fraction}")
     fitting = [row for row in rows if len(row.ids) <= cfg.max_row_tokens]
     if not fitting:
         raise all_too_long(table.name, [len(row.ids) for row in rows], "sft.max_row_tokens", cfg.max_row_tokens)
@@ -402,6 +449,19 @@ def require_rows(table: Table, num_rows: int) -> None:
     """Raises: DataError for a table without rows."""
     if num_rows == 0:
         raise DataError(f"{table.name} has no rows; in JSONL each line should be one JSON object")
+
+
+def _require_left(table: Table, rows: list[T], num_rows: int, fraction: str) -> None:
+    if not rows:
+        text = "give another share, or more rows with different questions"
+        raise DataError(f"{table.name}: {fraction} leaves none of {num_rows} rows here; {text}")
+
+
+def answer_text(answer: Any, column: str) -> str:
+    """The answer of a row as the text that is trained. Errors follow the row's place."""
+    if not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise DataError(f"column {column!r} is {shown(answer)}; it should be a text or a number")
+    return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer).strip()
 
 
 def all_too_long(name: str, lengths: list[int], key: str, limit: int) -> DataError:

@@ -6,6 +6,7 @@ The text of every DataError of this file follows a path and a colon.
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +14,21 @@ from typing import Any, Literal
 
 from meshrl.config.source import HUB_ID
 from meshrl.core.errors import DataError
-from meshrl.core.files import Unreadable, is_there, read_json, size_of
+from meshrl.core.files import Unreadable, is_there, open_plain, read_json, size_of
 
-Kind = Literal["jsonl", "parquet", "datasets", "hub", "rows"]  # rows: given in memory
+Kind = Literal["jsonl", "json", "csv", "parquet", "datasets", "hub", "rows"]  # rows: given in memory
 SHARD_SUFFIXES: dict[Kind, tuple[str, ...]] = {"jsonl": (".jsonl",), "parquet": (".parquet", ".pq")}
-FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".txt", *SHARD_SUFFIXES["parquet"])
+CSV_SUFFIXES = (".csv", ".tsv")
+FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", *CSV_SUFFIXES, *SHARD_SUFFIXES["parquet"])
+OTHER_FORMS = {  # suffix -> what to do
+    **dict.fromkeys((".gz", ".zip", ".bz2", ".xz", ".zst"), "is compressed; unpack it, and name the file in it"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "is a spreadsheet; save it as CSV UTF-8, and name that file"),
+}
 
 
 def kind_of(path: str | Path, format: str = "auto") -> Kind:
-    """The kind of table at a path: by `format` (jsonl, parquet, datasets), else by the type and suffix of the path.
+    """The kind of table at a path: by `format`, else by the type and suffix of the path; for .json also by its first
+    lines, which show whether it is one value or JSONL.
 
     A folder was made by save_to_disk, or has shards: *.jsonl or *.parquet files, read in the order of their names.
     Text of the form organisation/name, if this machine has no such path, is a data set on the Hugging Face hub.
@@ -36,8 +43,18 @@ def kind_of(path: str | Path, format: str = "auto") -> Kind:
     elif format == "datasets":
         raise DataError("is a file; format: datasets needs a folder made by save_to_disk, or a hub id")
     _require_regular(place)
-    is_parquet = format == "parquet" or (format == "auto" and place.suffix in SHARD_SUFFIXES["parquet"])
-    return "parquet" if is_parquet else "jsonl"
+    if place.suffix in OTHER_FORMS:
+        raise DataError(OTHER_FORMS[place.suffix])
+    suffix = place.suffix.lower() if format == "auto" else f".{format}"
+    if suffix == ".json" and (format == "json" or _is_one_value(place)):
+        return "json"
+    return "csv" if suffix in CSV_SUFFIXES else "parquet" if suffix in SHARD_SUFFIXES["parquet"] else "jsonl"
+
+
+def _is_one_value(place: Path) -> bool:
+    with as_data_error(""), open_plain(place) as file:
+        first, _, rest = file.read(1 << 16).removeprefix(BOM_UTF8).strip().partition(b"\n")
+    return first.startswith(b"[") or first.strip() == b"{" or not rest
 
 
 def _folder_kind(place: Path, format: str) -> Kind:
@@ -50,6 +67,8 @@ def _folder_kind(place: Path, format: str) -> Kind:
         wanted = {"jsonl": "*.jsonl", "parquet": "*.parquet", "auto": "*.jsonl or *.parquet"}.get(format)
         files = f"has no {wanted} in it and " if wanted else ""
         saved = "was not made by save_to_disk" if format in ("auto", "datasets") else "so no shards"
+        if format in ("csv", "json"):
+            files, saved = "", f"may have shards of JSONL or parquet, but format: {format} is one file"
         raise DataError(f"is a folder, not a file; it {files}{saved}")
     if len(kinds) > 1:
         raise DataError(f"is a folder that could be read as {' or as '.join(kinds)}; set format to one of them")

@@ -261,16 +261,18 @@ def open_feed(make: PromptMaker, seed: int, rows: RowTable | None = None) -> Pro
 
 
 def load_eval_prompts(make: PromptMaker, rows: RowTable | None = None) -> tuple[list[Prompt], int]:
-    """The held-out prompts, from the first data.eval_limit rows of data.eval_path, and the number of rows left out
-    because they are longer than data.max_prompt_tokens; ([], 0) without an eval_path. rows: rows in memory, in place of
-    those at data.eval_path.
+    """The held-out prompts, from the first data.eval_limit rows of data.eval_path or of data.eval_fraction, and the
+    number of rows left out because they are longer than data.max_prompt_tokens; ([], 0) without either. rows: rows in
+    memory, in place of those at data.eval_path, or with data.eval_fraction at data.path.
 
     Their ordinals count down from -1, so that no seed is also a seed of training, where ordinals count up from 0.
     """
     cfg = make.cfg
-    if cfg.eval_path is None:
+    path, split = (cfg.path, cfg.split) if cfg.eval_path is None else (cfg.eval_path, cfg.eval_split)
+    if path is None or not cfg.is_evaluated:
         return [], 0
-    prompts, left_out = load_prompts(rows or cfg.eval_path, make, cfg.eval_limit, cfg.eval_split)
+    make = dataclasses.replace(make, held_out=True)
+    prompts, left_out = load_prompts(rows or path, make, cfg.eval_limit, split)
     for i, prompt in enumerate(prompts):
         prompt.ordinal = -1 - i
     return prompts, left_out

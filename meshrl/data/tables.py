@@ -1,24 +1,28 @@
-"""Rows of JSONL, parquet, Hugging Face data sets and lists with one interface: count them, read any range of them.
+"""Rows of JSONL, CSV, JSON, parquet, Hugging Face data sets and lists with one interface: count them, read any range of
+them.
 
 A row has an id, by which it can be found again ("train-12"), and a place, with which errors about it begin
-("data/train.jsonl:12"). JSONL counts lines from 1, as editors do; all others count rows from 0, as pandas does. Files
-are not kept in memory.
+("data/train.jsonl:12"). JSONL and CSV count lines from 1, as editors do; all others count rows from 0, as pandas does.
+Files are not kept in memory, except CSV and JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
 import glob
+import io
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from meshrl.core.errors import DataError
-from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_json
+from meshrl.core.files import MAX_LINE_BYTES, Unreadable, decode, lines_of, open_plain, parse_json, read_text
 from meshrl.data.files import (
     as_data_error,
     chosen_split,
@@ -31,18 +35,26 @@ from meshrl.data.files import (
 
 Row = dict[str, Any]
 ROWS_AT_ONCE = 256  # read together from Arrow files
+MAX_FILE_BYTES = 1 << 30  # of CSV and JSON, which are read at once
+DELIMITERS = ",;\t|"  # of CSV
 MARK_BYTES = 1 << 20  # between two indexed rows of a JSONL file; at most this much is read to find a row
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
     """One row as it is in its file. where: "train.jsonl:12", the beginning of every error about the row. is_filled: it
-    has the keys of all rows, with null for those that it lacks, as Arrow's columns do."""
+    has the keys of all rows, with null for those that it lacks, as Arrow's columns do. fault: why it can't be read."""
 
     id: str
     where: str
     data: Row
     is_filled: bool = False
+    fault: str = ""
+
+    def require_read(self) -> None:
+        """Raises: DataError for a row that can't be read."""
+        if self.fault:
+            raise DataError(self.fault)
 
 
 def column_names(row: Row, prefix: str = "") -> list[str]:
@@ -65,7 +77,7 @@ class Table(ABC):
 
     @abstractmethod
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
-        """The rows from `start` up to `stop` (default: the last). Raises: DataError for a row that can't be read."""
+        """The rows from `start` up to `stop` (default: the last). Raises: DataError where the file can't be read."""
 
     @abstractmethod
     def fingerprint(self) -> list[Any]:
@@ -79,8 +91,8 @@ class Table(ABC):
 def open_table(
     path: str | Path | RowTable, format: str = "auto", subset: str | None = None, split: str | None = None
 ) -> Table:
-    """The rows at a path: JSONL, parquet, a folder of either, a folder made by save_to_disk, or a hub id. A RowTable is
-    returned as it is.
+    """The rows at a path: JSONL, CSV, JSON, parquet, a folder of JSONL or parquet, a folder made by save_to_disk, or a
+    hub id. A RowTable is returned as it is.
 
     Raises: DataError when there is no table, when a split must be named, or when the hub can't be reached.
     """
@@ -100,6 +112,8 @@ def open_table(
             stem = "-".join(part.name for part in dict.fromkeys((place, folder)))
             return DatasetTable(str(folder), stem, dataset)
         files = files_of(place, kind)
+        if kind in ("csv", "json"):
+            return RowTable(str(place), list(csv_rows(place) if kind == "csv" else json_rows(place)))
     tables: list[Table] = [ParquetTable(file) if kind == "parquet" else JsonlTable(file) for file in files]
     return tables[0] if len(tables) == 1 else Shards(str(path), tables)
 
@@ -110,7 +124,8 @@ def is_dataset(rows: Any) -> TypeGuard[Sequence[Row]]:
 
 
 class RowTable(Table):
-    """Rows in memory. name: the caller's name of them in errors, such as "data": row 11 is then data[11]."""
+    """Rows in memory: a caller's, or those of a CSV or JSON file as RawRows. name: the caller's name of them in errors,
+    such as "data": row 11 is then data[11]."""
 
     def __init__(self, name: str, rows: Sequence[Any]):
         self.name, self._rows = name, rows
@@ -122,6 +137,9 @@ class RowTable(Table):
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
         for i in range(start, self.num_rows if stop is None else min(stop, self.num_rows)):
             row, where = self._rows[i], f"{self.name}[{i}]"
+            if isinstance(row, RawRow):
+                yield row
+                continue
             if not isinstance(row, dict):
                 raise DataError(
                     f"{where} is {type(row).__name__} {row!r:.80}; each row must be a dict {{column: value}} (from a "
@@ -164,11 +182,14 @@ class JsonlTable(Table):
             )
         where, start = f"{self._path}:{number}", line[:40].decode("utf-8", "replace").strip()
         advice = f"; each line should be one complete JSON object, and this one begins with {start!r}"
-        with as_data_error(f"{where}: ", advice):
+        row, fault = None, ""
+        try:
             row = parse_json(decode(line), constants=False)
             if not isinstance(row, dict):
                 raise Unreadable(f"a JSON {type(row).__name__} and not an object {{column: value}}")
-        return RawRow(f"{self._path.stem}-{number}", where, row)
+        except Unreadable as cause:
+            row, fault = {}, f"{where}: {cause}{advice}"
+        return RawRow(f"{self._path.stem}-{number}", where, row, fault=fault)
 
     def fingerprint(self) -> list[Any]:
         return [self.num_rows, self._path.stat().st_size, self._index[1]]
@@ -198,6 +219,53 @@ class JsonlTable(Table):
                     before, at = before + 1, at + len(line)
             except Unreadable as cause:
                 raise DataError(f"{self._path}:{before + 1}: {cause}") from cause
+
+
+def json_rows(path: Path) -> Iterator[RawRow]:
+    """The rows of a JSON list of objects, or of an object with one such list. Errors follow the path and a colon."""
+    value = parse_json(read_text(path, MAX_FILE_BYTES), constants=False)
+    inner = [value] if isinstance(value, list) else [each for each in value.values() if isinstance(each, list)]
+    if len(inner) != 1:
+        raise Unreadable(f"an object with {len(inner)} lists; it should be a list of objects {{column: value}}")
+    for i, row in enumerate(inner[0]):
+        where, is_row = f"{path}: row {i} (from 0)", isinstance(row, dict)
+        fault = "" if is_row else f"{where} is a JSON {type(row).__name__} and not an object {{column: value}}"
+        yield RawRow(f"{path.stem}-{i}", where, row if is_row else {}, fault=fault)
+
+
+def csv_rows(path: Path) -> Iterator[RawRow]:
+    """The rows of a CSV file, whose first line has the names of its columns. All values are texts. Lines without a
+    value are not rows. Errors follow the path and a colon."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    text = read_text(path, MAX_FILE_BYTES)
+    delimiter = delimiter_of(text)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+    names: list[str] = []
+    while True:
+        number, values, fault = lines.line_num + 1, list[str](), ""
+        try:
+            values = next(lines)
+        except StopIteration:
+            return
+        except csv.Error as cause:
+            fault = f"not CSV ({cause}); a quote in a quoted value is written twice"
+            if not names or "end of data" in str(cause):
+                raise Unreadable(f"line {number}: {fault}, and the quote that begins in this line must end") from cause
+        if not names and any(values):
+            names = [name.strip() or f"column_{i}" for i, name in enumerate(values, 1)]
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise Unreadable(f"line {number}: several columns have the name {twice[0]!r}; rename all but one")
+        elif fault or any(values):
+            if not fault and len(values) != len(names):
+                fault = f"{len(values)} values for {len(names)} columns, separated by {delimiter!r}"
+            where = f"{path}:{number}"
+            yield RawRow(f"{path.stem}-{number}", where, dict(zip(names, values)), fault=fault and f"{where}: {fault}")
+
+
+def delimiter_of(text: str) -> str:
+    """The one of DELIMITERS that separates most columns in the first line of a CSV file."""
+    first = text.lstrip("\r\n").partition("\n")[0]
+    return max(DELIMITERS, key=lambda each: len(next(csv.reader([first], delimiter=each, skipinitialspace=True), [])))
 
 
 class DatasetTable(Table):

@@ -87,7 +87,8 @@ async def train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
         if (prompt := first_prompt(task)) is not None:
             out.note(f"first prompt: {prompt}")
-        for note in filter(None, (note_on_default_reward(loaded), note_on_overlap(task), task.tool_note)):
+        notes = (note_on_default_reward(loaded), note_on_overlap(task), task.tool_note, task.row_note)
+        for note in filter(None, notes):
             out.note(f"note: {note}")
         if (special := note_on_special(task)) is not None:
             out.record(special)
@@ -142,13 +143,13 @@ async def sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepor
     with live_run(loaded, "sft", loaded.config.sft.num_steps, stop, write_report, objects) as run:
         cfg, out, job = run.loaded.config, run.out, None
         _note_start(run)
-        source, left_out, chat = await asyncio.to_thread(load_sft_source, cfg, objects)
+        source, left_out_notes, chat = await asyncio.to_thread(load_sft_source, cfg, objects)
         try:
             async with launched(cfg, cfg.cluster.num_train_ranks, 0, progress=out.progress) as groups:
                 assert groups.trainer is not None
                 out.status.show_processes(groups.executor.processes)
-                if left_out:
-                    out.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
+                for note in left_out_notes:
+                    out.note(note)
                 async with _checkpoints(run, groups.trainer) as checkpoints:
                     keeper, trainer, cursor = Keeper(run, checkpoints, chat), groups.trainer, source.state()
                     job = SftJob(cfg=cfg, run=out, keeper=keeper, trainer=trainer, source=source, cursor=cursor)

@@ -55,7 +55,7 @@ async def run_evaluation(
     cfg = loaded.config
     task = await asyncio.to_thread(load_task, cfg, objects, False)
     if not task.eval_prompts:
-        raise MeshrlError("meshrl eval needs data.eval_path; set it to a file of held-out rows")
+        raise MeshrlError("meshrl eval needs held-out rows; set data.eval_path to a file of them")
     folder = _new_folder(cfg, subject.run, out)
     num_answers = len(task.eval_prompts) * cfg.loop.eval_samples
     own = {"folder": str(folder.parent), "name": folder.name, "resume": "never"}  # without a checkpoint and trackers
@@ -66,7 +66,7 @@ async def run_evaluation(
         outputs = run.out
         outputs.note(f"evaluates {subject.text if subject.model is not None else cfg.model.path}")
         outputs.note(f"eval {folder}: {len(task.eval_prompts)} held-out prompts, {evaluation_text(cfg)}")
-        for note in filter(None, (note_on_special(task), task.tool_note and f"note: {task.tool_note}")):
+        for note in filter(None, (task.row_note, note_on_special(task), task.tool_note and f"note: {task.tool_note}")):
             outputs.note(note)
         answers = _Answers(outputs, cfg, task, subject)
         model = cfg.model
@@ -133,7 +133,7 @@ class _Answers:
         return {
             "model": cfg.model.path if self._subject.state is None else str(self._subject.state.resolve()),
             "step": self._subject.step,
-            "data": cfg.data.eval_path,
+            "data": cfg.data.eval_path or cfg.data.path,
             "samples": cfg.loop.eval_samples,
             "sampling": cfg.eval_sampling.model_dump(mode="json"),
             "eval_term": cfg.eval_term,

@@ -6,26 +6,30 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from meshrl.agent.loop import AGENTS, Agent
 from meshrl.agent.resolve import AgentFunction, FunctionAgent, as_agent, require_parameters, resolve_agent, shown
 from meshrl.cluster.worker import prepare_ranks
+from meshrl.config.base import value_of
 from meshrl.config.case import Check
 from meshrl.config.kinds import REWARDS
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
+from meshrl.config.precedence import DEFAULT
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.source import COMMAND_LINE
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.terminal import print_message
-from meshrl.data.check import check_data
+from meshrl.data.check import check_data, count_rows
 from meshrl.data.tables import RowTable, is_dataset
 from meshrl.reward.self_test import check_graders
 
+C = TypeVar("C", RunConfig, SftRunConfig)
 OnStep = Callable[[int, dict[str, float]], Any]
 """Called after each step with its number, from 1, and its metrics. False ends the run after this step."""
 WriteReport = Callable[[Path], object]
@@ -156,7 +160,11 @@ def load_run(
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
     }
     checks: list[Check] = [check_data, partial(check_graders, objects.rewards)]
-    loaded = load_run_config(source, overrides, names, purpose, objects.in_memory(), checks, starts, of_run)
+
+    def load(overrides: Sequence[str]) -> Loaded[RunConfig]:
+        return load_run_config(source, overrides, names, purpose, objects.in_memory(), checks, starts, of_run)
+
+    loaded = load(overrides) if purpose == "eval" else _in_steps(load, overrides, objects)
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)
     return loaded
@@ -166,7 +174,36 @@ def load_sft(
     source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS, starts: bool | None = True
 ) -> Loaded[SftRunConfig]:
     """The checked config of an SFT run. starts: as in load_run."""
-    return load_sft_config(source, overrides, objects.in_memory(), [check_data], starts)
+
+    def load(overrides: Sequence[str]) -> Loaded[SftRunConfig]:
+        return load_sft_config(source, overrides, objects.in_memory(), [check_data], starts)
+
+    return _in_steps(load, overrides, objects)
+
+
+def _in_steps(load: Callable[[Sequence[str]], Loaded[C]], overrides: Sequence[str], objects: Objects) -> Loaded[C]:
+    """The config, in which a number of epochs has become one of steps."""
+    loaded = load(overrides)
+    config, key, origins = loaded.config, loaded.config.NUM_STEPS_KEY, dict(loaded.origins)
+    in_epochs = key.replace("num_steps", "num_epochs")
+    epochs, steps = value_of(config, in_epochs), value_of(config, key)
+    if epochs is None:
+        return loaded
+    is_on_line = origins[in_epochs] == COMMAND_LINE
+    if origins[key] != DEFAULT and (origins[key] == COMMAND_LINE) == is_on_line:
+        raise ConfigError(f"{loaded.path}: {key} and {in_epochs} are two ways to write one number; give only one")
+    if origins[key] == DEFAULT or is_on_line:
+        data, prompts = ("sft", "sft.rows") if isinstance(config, SftRunConfig) else ("data", "loop.prompts")
+        given = objects.rows.get(f"{data}.path")
+        rows = count_rows(config) if given is None else len(given)
+        if rows is None:
+            raise ConfigError(f"{in_epochs} needs rows that can be counted at the start; give {key} in its place")
+        rows = round(rows * (1 - (value_of(config, f"{data}.eval_fraction") or 0)))
+        steps = max(1, round(epochs * rows / value_of(config, f"{prompts}_per_step")))
+        origins[key] = f"{origins[in_epochs]}, {epochs:g} epochs of {rows:,} rows"
+    origins[in_epochs] = f"written as {key}"
+    loaded = load([*overrides, f"{key}={steps}", f"{in_epochs}=null"])
+    return replace(loaded, origins=origins)
 
 
 def begin(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], quiet: bool) -> None:

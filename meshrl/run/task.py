@@ -14,9 +14,10 @@ from meshrl.config.kinds import REWARDS, needs_answer
 from meshrl.config.load import Loaded
 from meshrl.config.precedence import DEFAULT
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.terminal import counted
 from meshrl.core.types import Prompt
 from meshrl.data.chat import ChatFiles, load_tokenizer, stop_token_ids
-from meshrl.data.datasets import PromptMaker, load_sft_rows
+from meshrl.data.datasets import PromptMaker, listed, load_sft_rows
 from meshrl.data.decode import ending_ids, text_of
 from meshrl.data.order import SftSource, load_eval_prompts, open_feed
 from meshrl.model.limits import limits_of, text_config
@@ -35,11 +36,13 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     """
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs, cfg.run.date)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
+    bad = list[str]() if cfg.data.bad_rows == "leave_out" else None
     answer_for = [name for name, term in cfg.reward.terms.items() if needs_answer(term.kind)]
     max_context_tokens, vocab_size = limits_of(cfg.model.path, cfg.rollout.max_context_tokens)  # as in the samplers
-    make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size, answer_for)
+    make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size, answer_for, bad=bad)
     feed = open_feed(make, cfg.run.seed, objects.table("data.path")) if training else None
-    held_out, left_out = load_eval_prompts(make, objects.table("data.eval_path"))
+    eval_key = "data.path" if cfg.data.eval_path is None else "data.eval_path"
+    held_out, left_out = load_eval_prompts(make, objects.table(eval_key))
     task = Task(
         tokenizer=tokenizer,
         agent=agent,
@@ -48,6 +51,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
         num_eval_left_out=left_out,
         stop_token_ids=stop_token_ids(tokenizer, cfg.model.path, cfg.rollout.sampling.stop_token_ids),
         max_context_tokens=max_context_tokens,
+        row_note=_note_on_bad_rows(bad),
     )
     for prompt in _first_prompts(task)[:1] if agent.tools else ():
         own = f"the chat template of {cfg.model.path}"
@@ -99,16 +103,23 @@ def note_on_special(task: Task) -> str | None:
     return f"{text}. A reward function with the parameter raw or tokens gets all of them" if others else None
 
 
-def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int, ChatFiles]:
-    """The rows, the number of rows left out as too long, and the text of sft.chat_template with the stop ids."""
+def _note_on_bad_rows(bad: list[str] | None) -> str | None:
+    return f"left out {counted(len(bad), 'row')} that can't be used:{listed(bad)}" if bad else None
+
+
+def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, list[str], ChatFiles]:
+    """The rows, notes on those that are left out, and the text of sft.chat_template with the stop ids."""
     path = cfg.model.path
     tokenizer = load_tokenizer(path, cfg.sft.chat_template, cfg.sft.chat_template_kwargs, cfg.run.date)
     table = objects.table("sft.path") or cfg.sft.path
     vocab_size = text_config(path).vocab_size
     stops = stop_token_ids(tokenizer, path)
-    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size)
+    bad = list[str]() if cfg.sft.bad_rows == "leave_out" else None
+    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size, bad)
+    too_long = f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens" if left_out else None
+    notes = [note for note in (_note_on_bad_rows(bad), too_long) if note]
     template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
-    return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out, ChatFiles(template, stops)
+    return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), notes, ChatFiles(template, stops)
 
 
 @asynccontextmanager

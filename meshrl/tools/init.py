@@ -1,177 +1,329 @@
-"""`meshrl init`: a folder with everything that a first run of one's own needs, fitted to a model: with
-problems, endless rows of a question and its answer."""
+"""`meshrl init`: a folder with everything that a first run on one's own rows needs, fitted to them and to a model."""
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterator
-from itertools import islice
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from meshrl.config.data import DataConfig
 from meshrl.core.device import device_count, device_type
-from meshrl.core.errors import ConfigError
+from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.files import is_there, output_errors, replacing, write_text
+from meshrl.core.lookup import did_you_mean
+from meshrl.core.types import Prompt
 from meshrl.data.built_in_templates import BUILT_IN
-from meshrl.data.chat import CHATML_TOKENS, load_tokenizer, render
+from meshrl.data.chat import CHATML_TOKENS, Message, load_tokenizer, render, sft_row, stop_token_ids
+from meshrl.data.datasets import PromptMaker, answer_text, is_held_out, listed, make_all
+from meshrl.data.files import as_data_error
+from meshrl.data.tables import RawRow, Table, column_names, open_table
 from meshrl.model.limits import limits_of, text_config
 from meshrl.run.subject import find_subject
 
-Row = dict[str, str]
-NAMES = ("Ada", "Ben", "Carla", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
-THINGS = ("apples", "books", "coins", "marbles", "pencils", "stamps", "shells", "cards", "cookies", "stickers")
-STORIES = (  # text, operation
-    ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?", "+"),
-    ("{name} finds {a} {things} on Monday and {b} on Tuesday. How many {things} is that in total?", "+"),
-    ("There are {a} {things} on one table and {b} on another. How many {things} are there together?", "+"),
-    ("{name} has {a} {things} and gives {b} of them away. How many {things} are left?", "-"),
-    ("{name} had {a} {things} and lost {b}. How many {things} does {name} still have?", "-"),
-    ("A box had {a} {things}. {name} took out {b}. How many {things} remain in the box?", "-"),
-    ("{name} fills {a} bags with {b} {things} each. How many {things} does {name} need?", "*"),
-    ("There are {a} rows of {b} {things}. How many {things} are there?", "*"),
-    ("{name} buys {a} {things} for {b} dollars each. How many dollars does {name} pay?", "*"),
+MAX_READ = 5000  # rows of a file that are read
+MAX_LABELS, ROWS_PER_LABEL = 20, 5  # with fewer rows for each different answer, they are no labels
+LEARNING_RATES = (  # hidden size up to, of RL, of SFT
+    (128, "1e-3", "1e-3"),
+    (512, "1e-4", "1e-3"),
+    (1024, "1e-5", "1e-4"),
+    (1 << 30, "1e-6", "1e-5"),
 )
+EVAL_LIMIT = 200  # held-out rows of an evaluation
+SFT_ROWS_PER_STEP, MIN_SFT_STEPS, MAX_SFT_STEPS = 16, 30, 200
 
 
-def word_problems(seed: int) -> Iterator[Row]:
-    """Endless word problems of one addition, subtraction or multiplication, no two with the same text."""
-    rng, seen = random.Random(seed), set[str]()
-    while True:
-        story, sign = rng.choice(STORIES)
-        if sign == "*":
-            a, b = rng.randint(2, 9), rng.randint(2, 9)
-        else:
-            a, b = sorted((rng.randint(2, 20), rng.randint(2, 20)), reverse=True)
-        text = story.format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
-        if text not in seen:
-            seen.add(text)
-            yield {"question": text, "answer": str({"+": a + b, "-": a - b, "*": a * b}[sign])}
+class DataFile(NamedTuple):
+    """Rows of a question and its answer: anything that data.path accepts, the columns, subset and split of a hub id."""
+
+    path: str
+    prompt: str = "question"
+    answer: str = "answer"
+    subset: str | None = None
+    split: str | None = None
 
 
-def doublings(seed: int) -> Iterator[Row]:
-    """The problems of the quickstart, whose model reads 64 tokens and knows nothing else."""
-    rng = random.Random(seed)
-    for number in rng.sample(range(10_000, 50_000), k=10_000):
-        yield {"question": f"2*{number}", "answer": str(2 * number)}
-
-
-def jsonl(rows: list[Row]) -> str:
-    """The text of a JSONL file."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-NUM_TRAIN, NUM_HELDOUT = 200, 50
-
-
-class _Task(NamedTuple):
-    rows: Callable[[int], Iterator[Row]]
-    max_new_tokens: int
-
-
-TASKS = (_Task(word_problems, 64), _Task(doublings, 8))  # the first whose prompts and answers fit into the model
-
-PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
+PLAIN_TEMPLATE = (  # the end of an assistant's turn is a token, which a model can learn to write
+    "{% for message in messages %}{{ message['content'] + "
+    "((eos_token or '') if message['role'] == 'assistant' else '') + '\n' }}{% endfor %}"
+)
 REWARD = '''"""The rewards of config.yaml, which names them."""
 
 import re
 
+{score}
 
-def score(completion: str, answer: str) -> float:
-    """1 if the last number in the model's answer is the one in the row's "answer", else 0. For answers that are texts
-    return, for example, float(answer.lower() in completion.lower())."""
-    numbers = re.findall(r"-?\\d+(?:\\.\\d+)?", completion.replace(",", ""))
-    return float(bool(numbers) and float(numbers[-1]) == float(answer))
-
-
-def finished(completion: str, answer: str, stop_reason: str) -> float:
-    """1 if the answer has a number and was not cut off, else 0."""
-    return float(stop_reason == "stop" and re.search(r"\\d", completion) is not None)
+def finished(completion: str, answer, stop_reason: str) -> float:
+    """1 if there is an answer and it was not cut off, else 0."""
+    return float(stop_reason == "stop" and bool(completion.strip()))
 '''
+NUMBER = r'''
+def last_number(text: str) -> float | None:
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return float(numbers[-1]) if numbers else None
+
+
+def score(completion: str, answer) -> float:
+    """1 if the last number in the model's answer is that of the row, else 0."""
+    number = last_number(completion)
+    return float(number is not None and number == last_number(str(answer)))
+'''
+LABEL = r'''LABELS = {labels}
+ANY = "|".join(re.escape(label.lower()) for label in sorted(LABELS, key=len, reverse=True))
+
+
+def score(completion: str, answer) -> float:
+    """1 if the last line of the model's answer names the row's label and no other, in any case, else 0."""
+    last = (completion.strip().lower().splitlines() or [""])[-1]
+    return float(set(re.findall(rf"(?<!\w)(?:{{ANY}})(?!\w)", last)) == {{str(answer).strip().lower()}})
+'''
+TEXT = r'''
+def score(completion: str, answer) -> float:
+    """1 for the words of the row's answer, else the share of words that both have in common (F1, as in SQuAD), without
+    regard to case and punctuation. If only equal texts are right: return float(words == wanted). Don't look for the
+    answer anywhere in the completion, since a model learns to mention everything."""
+    words, wanted = (re.findall(r"\w+", text.lower()) for text in (completion, str(answer)))
+    common = sum(min(words.count(word), wanted.count(word)) for word in {*words} & {*wanted})
+    return 2 * common / max(1, len(words) + len(wanted))
+'''
+
+
+class Form(NamedTuple):
+    """Of the rows' answers. text: for the user. kind: of the reward. score: its code. system: how to answer, for the
+    model. max_new_tokens: of an answer, at least."""
+
+    text: str
+    kind: str
+    score: str
+    system: str | None
+    max_new_tokens: int
+
+
+def form_of(answers: Sequence[str]) -> Form:
+    """The form of these answers: numbers, mathematics, a few labels, or texts."""
+    own = "my_reward:score"
+    if all(re.fullmatch(r"[-+$€£\s]*\d[\d,]*(\.\d+)?\s*%?", answer) for answer in answers):
+        return Form("numbers; the last number of an answer counts", own, NUMBER, "End with the number.", 128)
+    if 2 * sum("####" in answer or "\\" in answer for answer in answers) > len(answers):
+        return Form("mathematics, for the built-in reward math_answer", "math_answer", "", None, 256)
+    counts, spelled = Counter(answer.lower() for answer in answers), {answer.lower(): answer for answer in answers}
+    if len(counts) > MAX_LABELS or ROWS_PER_LABEL * len(counts) > len(answers):
+        return Form("texts, whose words are compared (F1)", own, TEXT, None, 32)
+    labels = [spelled[label] for label, _ in counts.most_common()]
+    shares = ", ".join(f"{spelled[label]} {num / len(answers):.0%}" for label, num in counts.most_common())
+    system = f"Answer with one of these labels and nothing else: {', '.join(labels)}"
+    return Form(f"{len(labels)} labels: {shares}", own, LABEL.format(labels=_quoted(labels)), system, 16)
+
 
 CONFIG = """# `meshrl config WORD` explains the keys about a word; docs/config.md lists all of them.
 # Paths and modules are looked up next to this file.
 model: {{path: {model}, dtype: {dtype}}}
 data:
-  path: train.jsonl            # one {{"question": ..., "answer": ...}} a line: your own rows, with numbers as answers
-  eval_path: heldout.jsonl     # rows that are never trained on
-  prompt: question
-  answer: answer
-  max_prompt_tokens: {max_prompt_tokens}      # rows with longer prompts are left out
+{rows}  max_prompt_tokens: {max_prompt_tokens}      # rows with longer prompts are left out
+  eval_limit: {eval_limit}
   chat_template: chat_template.jinja   # how messages become text; it was {template}
 reward:
   terms:                       # functions in my_reward.py
-    answer: {{kind: "my_reward:score"}}
+    answer: {{kind: "{kind}"}}
     finished: {{kind: "my_reward:finished", weight: 0.2}}
 rollout: {{sampling: {{max_new_tokens: {max_new_tokens}}}}}   # longer answers are cut
 loop: {{num_steps: 20, prompts_per_step: 8, samples_per_prompt: 8, eval_every_steps: 10, eval_term: answer}}
 train: {{optimizer: {{lr: {lr}}}}}   # larger models need smaller ones
 cluster: {{num_train_ranks: {ranks}}}
 """
+SFT_CONFIG = """# A warm-up: the model learns to answer as the rows do. config.yaml then trains the resulting model.
+model: {{path: {model}, dtype: {dtype}}}
+sft:
+{rows}  max_row_tokens: {max_row_tokens}
+  chat_template: chat_template.jinja
+  rows_per_step: {rows_per_step}
+  num_steps: {num_steps}
+train: {{optimizer: {{lr: {sft_lr}}}}}
+cluster: {{num_train_ranks: {ranks}}}
+run: {{name: {name}}}
+"""
 
 
-def init(folder: Path, model: str) -> str:
-    """Write a config, a reward function, rows and a chat template for `model`, a model's folder, a hub id or a run's
-    folder, into the new folder `folder`. Returns what to do next, for a terminal."""
+def init(folder: Path, model: str, data: DataFile) -> str:
+    """Write configs, a reward function and a chat template for these rows and for `model`, a model's folder, a hub id
+    or a run's folder, into the new folder `folder`. Returns what was found and what to do next, for a terminal.
+
+    Raises: ConfigError and DataError for a model or rows with which a run could not start.
+    """
     if is_there(folder):
         raise ConfigError(f"{folder} already exists; give the name of a new folder")
     subject = find_subject(model)
     if subject.state is not None:
         raise ConfigError(f"{subject.text} has no model yet; write it by: meshrl convert {subject.state} OUT")
     path = str(subject.model)
-    tokenizer = load_tokenizer(path)
-    template, origin = tokenizer.chat_template, "the tokenizer's own"
-    template = template.get("default") if isinstance(template, dict) else template
-    if not template and set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
-        template, origin = BUILT_IN["chatml"], "chatml, because the tokenizer has none but its tokens"
-    elif not template:
-        template, origin = PLAIN_TEMPLATE, "the bare text, the tokenizer has none"
+    template, origin = _template(path)
     tokenizer = load_tokenizer(path, template)
-    task, rows = _fitting_rows(path, tokenizer)
-    files = {
-        "config.yaml": _config(path, origin, task.max_new_tokens),
-        "my_reward.py": REWARD,
-        "train.jsonl": jsonl(rows[:NUM_TRAIN]),
-        "heldout.jsonl": jsonl(rows[NUM_TRAIN:]),
-        "chat_template.jinja": template,
-    }
+    tokenizer.model_max_length = 1 << 30  # it would warn of rows that are too long
+    values, example, lines = _facts(data, path, tokenizer)
+    values |= _facts_of_model(path) | {"template": origin, "name": _quoted(f"{folder.name}-sft")}
+    files = {"config.yaml": CONFIG, "my_reward.py": REWARD, "sft.yaml": SFT_CONFIG}
+    files = {name: text.format(**values) for name, text in files.items()} | {"chat_template.jinja": template}
+    try:
+        sft_row(tokenizer, example, stop_token_ids(tokenizer, path))
+    except DataError as error:
+        del files["sft.yaml"]
+        lines.append(f"there is no sft.yaml, because {error}")
     with output_errors(folder, "Give another folder"), replacing(folder) as aside:
         aside.mkdir(parents=True)
         for name, text in files.items():
             write_text(aside / name, text)
-    config = folder / "config.yaml"
-    return (
-        f"wrote {folder}: {', '.join(files)}\n"
-        f"{NUM_TRAIN} rows to train on and {len(rows) - NUM_TRAIN} held-out ones, such as {json.dumps(rows[0])}\n"
-        f"check it:  meshrl train {config} --explain\n"
-        f"train:     meshrl train {config}"
+    lines.append(f"wrote {folder}: {', '.join(files)}")
+    return "\n".join([*lines, *_commands(folder, values["num_steps"] if "sft.yaml" in files else None)])
+
+
+def _commands(folder: Path, num_sft_steps: int | None) -> Iterator[str]:
+    """What to do next. num_sft_steps: of sft.yaml, None = there is none."""
+    train, run = f"meshrl train {folder}/config.yaml", f"runs/{folder.name}"
+    yield f"check it:  {train} --explain"
+    yield f"train:     {train} run.name={folder.name}"
+    if num_sft_steps is not None:
+        warmed_up = f"{run}-sft/checkpoints/step_{num_sft_steps:06d}/model"
+        yield f"or first teach the form of the answers, as small and base models need:  meshrl sft {folder}/sft.yaml"
+        yield f"           {train} run.name={folder.name} model.path={warmed_up}"
+    yield f"look:      meshrl view {run} --eval   meshrl report {run}   meshrl eval {run}"
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _template(path: str) -> tuple[str, str]:
+    """The chat template for a model, and where it comes from."""
+    tokenizer = load_tokenizer(path)
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    if template:
+        return template, "the tokenizer's own"
+    if set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
+        return BUILT_IN["chatml"], "chatml, because the tokenizer has none but its tokens"
+    return PLAIN_TEMPLATE, "the bare text, the tokenizer has none"
+
+
+def _facts_of_model(path: str) -> dict[str, Any]:
+    """The values in the configs that follow from the model and this machine."""
+    on_cpu, width = device_type() == "cpu", text_config(path).hidden_size
+    lr, sft_lr = next((own for most, *own in LEARNING_RATES if width <= most))
+    return {
+        "model": _quoted(str(Path(path).resolve()) if Path(path).is_dir() else path),
+        "dtype": "float32" if on_cpu else "bfloat16",
+        "ranks": 1 if on_cpu else device_count(),
+        "lr": lr,
+        "sft_lr": sft_lr,
+    }
+
+
+def _facts(data: DataFile, model: str, tokenizer: Any) -> tuple[dict[str, Any], list[Message], list[str]]:
+    """The values in the configs that follow from the rows; a conversation with its answer; lines for the terminal."""
+    table = open_table(data.path, "auto", data.subset, data.split)
+    _require_columns(table, data)
+    context, vocab_size = limits_of(model, None)
+    bad, texts = list[str](), dict[str, str]()
+    cfg = DataConfig(prompt=data.prompt, answer=data.answer, bad_rows="leave_out")
+    make = PromptMaker(cfg, tokenizer, vocab_size=vocab_size, bad=bad)
+
+    def checked(raw: RawRow) -> Prompt:
+        prompt = make(raw, 0)
+        with as_data_error(f"{raw.where}: "):
+            texts[prompt.id] = answer_text(prompt.answer, data.answer)
+        return prompt
+
+    prompts = make_all(table.rows(0, MAX_READ), checked, bad)
+    answers = [texts[prompt.id] for prompt in prompts]
+    if len({answer.lower() for answer in answers}) < 2:
+        raise ConfigError(
+            f"{data.path}: all rows have the answer {answers[0]!r} in column {data.answer!r}; name another"
+        )
+    form, question = form_of(answers), prompts[0].messages or []
+    messages = _with_system(tokenizer, form.system, question)
+    more_tokens = len(render(tokenizer, messages)) - len(render(tokenizer, question))
+    lengths = np.array([0 if prompt.ids is None else len(prompt.ids) for prompt in prompts]) + more_tokens
+    of_answers = np.array([len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in answers])
+    max_prompt_tokens, max_new_tokens = _limits(lengths, of_answers, form.max_new_tokens, context, model)
+    fraction, num_train = _split(data.path, prompts)
+    path = str(Path(data.path).resolve()) if is_there(Path(data.path)) else data.path
+    system = form.system if len(messages) > len(question) else None
+    keys = {**data._asdict(), "path": path, "system": system, "eval_fraction": fraction, "bad_rows": "leave_out"}
+    num_long = int((lengths > max_prompt_tokens).sum())
+    lines = [
+        f"{data.path}: {len(prompts)} rows{', of which only these are read here' * (len(prompts) == MAX_READ)}",
+        *([f"left out {len(bad)} that can't be used:{listed(bad)}"] if bad else []),
+        f"answers: {form.text}",
+        f"tokens: prompts {_spread(lengths)}, answers {_spread(of_answers)}",
+        *([f"{num_long} prompts have more than {max_prompt_tokens}, and are left out of runs"] if num_long else []),
+        f"{num_train} rows to train on, {len(prompts) - num_train} held out (data.eval_fraction)",
+    ]
+    values = {
+        "rows": "".join(f"  {key}: {_quoted(value)}\n" for key, value in keys.items() if value is not None),
+        "kind": form.kind,
+        "score": form.score,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+        "max_row_tokens": max_prompt_tokens + max_new_tokens,
+        "eval_limit": EVAL_LIMIT,
+        "rows_per_step": SFT_ROWS_PER_STEP,
+        "num_steps": min(MAX_SFT_STEPS, max(MIN_SFT_STEPS, num_train // SFT_ROWS_PER_STEP)),
+    }
+    return values, [*messages, {"role": "assistant", "content": answers[0]}], lines
+
+
+def _with_system(tokenizer: Any, system: str | None, question: list[Message]) -> list[Message]:
+    """The messages, after a system message if the chat template accepts it and the tokenizer can write it."""
+    messages = [{"role": "system", "content": system}, *question]
+    try:
+        is_written = system is not None and system in tokenizer.decode(render(tokenizer, messages).tolist())
+    except DataError:
+        return question
+    return messages if is_written else question
+
+
+def _require_columns(table: Table, data: DataFile) -> None:
+    first = next((row for row in table.rows() if not row.fault), None)
+    if first is None:
+        raise ConfigError(f"{data.path} has no rows")
+    names = column_names(first.data)
+    for option, name in (("--prompt", data.prompt), ("--answer", data.answer)):
+        if name not in names:
+            near = did_you_mean(name, names) or ";"
+            raise ConfigError(
+                f"{data.path} has no column {name!r}; its columns are {', '.join(names)}{near} name one by {option}"
+            )
+
+
+def _spread(sizes: np.ndarray) -> str:
+    return f"{np.median(sizes):.0f} (median) to {sizes.max()}"
+
+
+def _limits(prompts: np.ndarray, answers: np.ndarray, least: int, context: int, model: str) -> tuple[int, int]:
+    """(max_prompt_tokens, max_new_tokens) for these lengths in tokens, int[N]: room for the longest, or for 99 of 100
+    where few are much longer. least: of max_new_tokens, if the model's context has room for it."""
+    of_prompt, of_answer = (
+        -(-(longest if (longest := int(sizes.max())) <= 2 * (most := int(np.percentile(sizes, 99))) else most) // 8) * 8
+        for sizes in (prompts, answers)
     )
+    new = min(max(least, of_answer), max(of_answer, context - of_prompt))
+    of_prompt = min(of_prompt, context - new)
+    if of_prompt < np.median(prompts):
+        raise ConfigError(
+            f"{model} reads {context} tokens (max_position_embeddings); the prompts have {_spread(prompts)}, "
+            f"the answers {_spread(answers)}. Give shorter rows, or another model"
+        )
+    return of_prompt, new
 
 
-def _fitting_rows(path: str, tokenizer: Any) -> tuple[_Task, list[Row]]:
-    """The first task of which all prompts, with the longest answers, fit into the model's context."""
-    max_context_tokens, _ = limits_of(path, None)
-    tokenizer.model_max_length = 1 << 30  # it would warn of the problems that are too long
-    for task in TASKS:
-        rows = list(islice(task.rows(0), NUM_TRAIN + NUM_HELDOUT))
-        longest = max(len(render(tokenizer, [{"role": "user", "content": row["question"]}])) for row in rows)
-        if longest + task.max_new_tokens <= max_context_tokens:
-            return task, rows
-    raise ConfigError(
-        f"{path} reads {max_context_tokens} tokens (max_position_embeddings); the shortest problems need "
-        f"{longest + task.max_new_tokens} with their answers. Write a config as in README, with short rows of your own"
-    )
-
-
-def _config(path: str, template: str, max_new_tokens: int) -> str:
-    on_cpu = device_type() == "cpu"
-    width = text_config(path).hidden_size
-    return CONFIG.format(
-        model=json.dumps(str(Path(path).resolve()) if Path(path).is_dir() else path),
-        dtype="float32" if on_cpu else "bfloat16",
-        template=template,
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=min(1024, limits_of(path, None)[0] - max_new_tokens),
-        lr="1e-3" if width <= 256 else "1e-5" if width <= 1024 else "1e-6",
-        ranks=1 if on_cpu else device_count(),
-    )
+def _split(path: str, prompts: Sequence[Prompt]) -> tuple[float, int]:
+    """(data.eval_fraction, number of rows to train on): a tenth of many rows, more of few."""
+    for fraction in (0.1 if len(prompts) >= 500 else 0.2, 0.3, 0.5):
+        num_train = sum(not is_held_out(prompt.messages or [], fraction) for prompt in prompts)
+        if 0 < num_train < len(prompts):
+            return fraction, num_train
+    text = f"{path} has {len(prompts)} usable rows, too few different ones to train on some and evaluate on others"
+    raise ConfigError(f"{text}. Give at least 50")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import engine_over, unsharded
 from rank_pool import RankPool
-from real_model import prompts, real_model
+from real_model import folder_of_run, prompts, real_model
 from tiny_models import widen
 from tiny_run import train
 
@@ -22,7 +22,6 @@ from meshrl.algo.losses import sft_loss
 from meshrl.data.chat import load_tokenizer, render, stop_token_ids
 from meshrl.model.recipe import load_causal_lm
 from meshrl.parallel.fsdp import full_tensor
-from meshrl.tools.init import init
 from meshrl.tools.model_check.checks import CHECKS, findings
 from meshrl.train.packing import bare_row, pack
 
@@ -148,8 +147,13 @@ def test_two_steps_of_each_schedule_with_their_proofs_and_a_model_that_transform
 ):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    init(tmp_path / "my", model)
-    small = ("loop.num_steps=2", "loop.prompts_per_step=2", "loop.samples_per_prompt=4", "data.eval_path=null")
+    folder_of_run(tmp_path / "my", model)
+    small = (
+        "loop.num_steps=2",
+        "loop.prompts_per_step=2",
+        "loop.samples_per_prompt=4",
+        "data.eval_fraction=null",
+    )
     limits = ("rollout.sampling.max_new_tokens=16", "loop.eval_every_steps=0", "cluster.num_train_ranks=1")
     where = f"run.folder={tmp_path / 'runs'}"
     run = train(tmp_path / "my" / "config.yaml", "real", *small, *limits, where, *overrides)

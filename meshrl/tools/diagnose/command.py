@@ -60,8 +60,8 @@ def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:
         sft = load_sft(config, [*common, f"sft.num_steps={count}"])
         settings, begin = sft.config.run, partial(start.sft, sft)
     else:
-        of_loop = [f"loop.num_steps={count}", "loop.eval_every_steps=0", "data.eval_path=null"]
-        loaded = load_run(config, [*common, *of_loop])
+        no_evaluation = ["loop.eval_every_steps=0", "data.eval_path=null", "data.eval_fraction=null"]
+        loaded = load_run(config, [*common, f"loop.num_steps={count}", *no_evaluation])
         settings, begin = loaded.config.run, partial(start.train, loaded)
     if is_there(folder := Path(settings.folder) / settings.name):
         raise ConfigError(f"{folder} exists, but the steps run in a new folder; choose another run.name")

@@ -150,14 +150,15 @@ def test_keys_of_one_origin_that_do_not_fit_and_keys_that_a_weaker_one_makes_voi
 ):
     both = write("base: run.yaml\ndata: {eval_path: null, eval_limit: 4}\n", "both.yaml")
     message = refusal(both)
-    assert "data.eval_limit = 4 [both.yaml:2] data.eval_path = null [both.yaml:2] would have no effect" in message
+    unset = "data.eval_fraction = null [default] would have no effect"
+    assert f"data.eval_limit = 4 [both.yaml:2] data.eval_path = null [both.yaml:2] {unset}" in message
     assert "would have no effect" in refusal(good, "data.eval_path=null", "data.eval_limit=4")
     named = ["data.sources={a: {path: train.jsonl, prompt: question}}", "data.prompt=answer"]
     message = refusal(good, "data.eval_path=null", *named)
     assert "data.prompt = answer" in message and "each of data.sources names its own" in message
     weaker = write("base: run.yaml\ndata: {eval_path: null}\n", "weaker.yaml")
     message = refusal(weaker, "data.eval_limit=4")
-    assert "data.eval_limit = 4 [command line] data.eval_path = null [weaker.yaml:2] would have no effect" in message
+    assert f"data.eval_limit = 4 [command line] data.eval_path = null [weaker.yaml:2] {unset}" in message
     assert "never reach its peak" in refusal(good, "train.scheduler.warmup_steps=20")
     with pytest.raises(ConfigError, match="no effect: an SFT step is one optimizer step"):
         load_sft_config(good_sft, ["train.updates_per_step=2"])

@@ -113,7 +113,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["path: train.jsonl", "format: parquet"], ["not a parquet file that pyarrow can read"]),
     (["path: disguised.jsonl"], ["begins like a parquet file"]),
     (["path: train.jsonl", "format: datasets"], ["needs a folder made by save_to_disk"]),
-    (["path: train.jsonl", "format: csv"], ["must be auto, jsonl, parquet or datasets"]),
+    (["path: train.jsonl", "format: xml"], ["must be auto, jsonl, json, csv, parquet or datasets"]),
     (["path: nowhere/train.jsonl"], ["no such file", "looked for"]),
     (["path: shards/missing"], ["no such file", "looked for"]),
     (["path: train.jsonl", "map: loads"], ["data.map = loads", "package.module:name"]),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from real_model import prompts, real_model
+from real_model import folder_of_run, prompts, real_model
 from tiny_engines import ask, scores
 from tiny_engines import run as answers_of
 from tiny_run import train
@@ -29,7 +29,6 @@ from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.rollout.server.dialect import ServerSpec
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.vllm.dialect import VllmDialect, http_of, start_server
-from meshrl.tools.init import init
 
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
@@ -110,8 +109,13 @@ def test_logprobs_in_bf16_differ_from_the_trainers_by_the_rounding_of_logits(mod
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_run_with_vllm_is_proven_and_vllm_answers_like_its_export(tmp_path: Path, model: str, dtype: str):
-    init(tmp_path / "my", model)
-    small = ("loop.num_steps=2", "loop.prompts_per_step=2", "loop.samples_per_prompt=4", "data.eval_path=null")
+    folder_of_run(tmp_path / "my", model)
+    small = (
+        "loop.num_steps=2",
+        "loop.prompts_per_step=2",
+        "loop.samples_per_prompt=4",
+        "data.eval_fraction=null",
+    )
     limits = ("rollout.sampling.max_new_tokens=16", "loop.eval_every_steps=0", "cluster.num_train_ranks=1")
     vllm = ("rollout.engine=vllm", "rollout.vllm.args=[--enforce-eager]", "rollout.vllm.kv_cache_bytes=536870912")
     where = (f"run.folder={tmp_path / 'runs'}", f"model.dtype={dtype}", "model.lora.enabled=false")
