@@ -17,7 +17,7 @@ from meshrl.core.errors import DataError
 from meshrl.core.files import is_there
 from meshrl.data.chat import is_template_text, require_read, template_text, variables_read_by
 from meshrl.data.files import Kind, files_of, kind_of
-from meshrl.data.tables import RawRow, RowTable, Table, column_names, open_table
+from meshrl.data.tables import RowTable, column_names, open_table
 
 WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt", "strftime_now")  # variables of a chat template
 MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
@@ -121,12 +121,16 @@ def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind])
     if kind == "hub" or source is None:
         return  # only the hub knows its rows
     try:
-        first = _first_row(open_table(source, table.slice.format, split=table.split), _section(case.config).bad_rows)
+        first = open_table(source, table.slice.format, split=table.split).first()
     except DataError as e:
         yield Problem((table.path,), f"{e}.")
         return
     if first is None:
         yield Problem((table.path,), "has no rows.")
+        return
+    if first.fault:
+        if _section(case.config).bad_rows == "error":
+            yield Problem((table.path,), f"{first.fault}.")
         return
     there = column_names(first.data)
     for key, name in table.columns.items():
@@ -134,16 +138,6 @@ def _table_problems(case: Case, table: _ConfiguredTable, kinds: dict[str, Kind])
             unneeded = " If no reward needs an answer, set data.answer: null." if key == "data.answer" else ""
             text = f"no column {name!r} in the first row; it has {', '.join(map(repr, there))}.{unneeded}"
             yield Problem((key, table.path), text)
-
-
-def _first_row(table: Table, bad_rows: str) -> RawRow | None:
-    """The first row; where bad rows are left out, the first one that can be read."""
-    first = table.first()
-    if bad_rows == "leave_out" and first is not None and first.fault:
-        return next((row for row in table.rows() if not row.fault), None)
-    if first is not None:
-        first.require_read()
-    return first
 
 
 def _chat_template(case: Case, section: str, template: str | None, variables: dict[str, Any]) -> Iterator[Problem]:

@@ -14,14 +14,14 @@ import numpy as np
 from meshrl.config.data import DataConfig
 from meshrl.core.device import device_count, device_type
 from meshrl.core.errors import ConfigError, DataError
-from meshrl.core.files import is_there, output_errors, replacing, write_text
+from meshrl.core.files import decode, is_there, open_plain, output_errors, replacing, write_text
 from meshrl.core.lookup import did_you_mean
 from meshrl.core.types import Prompt
 from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.data.chat import CHATML_TOKENS, Message, load_tokenizer, render, sft_row, stop_token_ids
 from meshrl.data.datasets import PromptMaker, answer_text, is_held_out, listed, make_all
-from meshrl.data.files import as_data_error
-from meshrl.data.tables import RawRow, Table, column_names, open_table
+from meshrl.data.files import CSV_SUFFIXES, as_data_error
+from meshrl.data.tables import RawRow, Table, column_names, delimiter_of, open_table
 from meshrl.model.limits import limits_of, text_config
 from meshrl.run.subject import find_subject
 
@@ -239,26 +239,26 @@ def _facts(data: DataFile, model: str, tokenizer: Any) -> tuple[dict[str, Any], 
     prompts = make_all(table.rows(0, MAX_READ), checked, bad)
     answers = [texts[prompt.id] for prompt in prompts]
     if len({answer.lower() for answer in answers}) < 2:
-        raise ConfigError(
-            f"{data.path}: all rows have the answer {answers[0]!r} in column {data.answer!r}; name another"
-        )
+        same = f"{data.path}: all rows have the answer {answers[0]!r} in column {data.answer!r}"
+        raise ConfigError(f"{same}, so there is nothing to learn; name another column by --answer")
+    fraction, num_train = _split(data.path, prompts)
     form, question = form_of(answers), prompts[0].messages or []
     messages = _with_system(tokenizer, form.system, question)
     more_tokens = len(render(tokenizer, messages)) - len(render(tokenizer, question))
     lengths = np.array([0 if prompt.ids is None else len(prompt.ids) for prompt in prompts]) + more_tokens
     of_answers = np.array([len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in answers])
     max_prompt_tokens, max_new_tokens = _limits(lengths, of_answers, form.max_new_tokens, context, model)
-    fraction, num_train = _split(data.path, prompts)
     path = str(Path(data.path).resolve()) if is_there(Path(data.path)) else data.path
     system = form.system if len(messages) > len(question) else None
     keys = {**data._asdict(), "path": path, "system": system, "eval_fraction": fraction, "bad_rows": "leave_out"}
     num_long = int((lengths > max_prompt_tokens).sum())
+    of_first = f" of the first {MAX_READ}" if table.num_rows > MAX_READ else ""
     lines = [
-        f"{data.path}: {len(prompts)} rows{', of which only these are read here' * (len(prompts) == MAX_READ)}",
+        f"{data.path}: {len(prompts)} rows{of_first}{_separator(data.path)}",
         *([f"left out {len(bad)} that can't be used:{listed(bad)}"] if bad else []),
         f"answers: {form.text}",
         f"tokens: prompts {_spread(lengths)}, answers {_spread(of_answers)}",
-        *([f"{num_long} prompts have more than {max_prompt_tokens}, and are left out of runs"] if num_long else []),
+        *([f"{num_long} of the prompts are longer than {max_prompt_tokens}: runs leave them out"] if num_long else []),
         f"{num_train} rows to train on, {len(prompts) - num_train} held out (data.eval_fraction)",
     ]
     values = {
@@ -296,6 +296,13 @@ def _require_columns(table: Table, data: DataFile) -> None:
             raise ConfigError(
                 f"{data.path} has no column {name!r}; its columns are {', '.join(names)}{near} name one by {option}"
             )
+
+
+def _separator(path: str) -> str:
+    if Path(path).suffix.lower() not in CSV_SUFFIXES:
+        return ""
+    with open_plain(Path(path)) as file:
+        return f", with values separated by {delimiter_of(decode(file.readline()))!r}"
 
 
 def _spread(sizes: np.ndarray) -> str:

@@ -1,23 +1,23 @@
-"""`meshrl init`: what it writes is complete, fits the model, and is not written twice."""
+"""`meshrl init`: what it writes is complete, fits the rows and the model, and is accepted by train and sft."""
 
 from __future__ import annotations
 
-import json
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import pytest
 from tiny_models import tiny_qwen2
 from tiny_tokenizers import tiny_tokenizer
 
 from meshrl.cli import main
 from meshrl.data.built_in_templates import BUILT_IN
-from meshrl.run.inputs import Objects, load_run
-from meshrl.run.task import load_task
-from meshrl.tools.init import NUM_HELDOUT, NUM_TRAIN, TASKS, word_problems
+from meshrl.run.inputs import Objects, load_run, load_sft
+from meshrl.run.task import load_sft_source, load_task
+from meshrl.tools.init import REWARD, form_of
+
+LABELS = ["billing", "not spam", "spam"]
 
 
-def model(folder: Path, positions: int, template: str | None = "own") -> str:
+def model(folder: Path, positions: int = 2048, template: str | None = "own") -> str:
     tokenizer = tiny_tokenizer()
     if template != "own":
         tokenizer.chat_template = template
@@ -26,73 +26,94 @@ def model(folder: Path, positions: int, template: str | None = "own") -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("positions", "question"), [(2048, "How many"), (80, "2*")])
-def test_it_writes_a_run_that_loads_with_problems_that_fit(tmp_path, capsys, monkeypatch, positions, question):
-    path, folder = model(tmp_path / "model", positions), tmp_path / "new" / "my"
-    assert main(["init", str(folder), "--model", path]) == 0
-    assert f"meshrl train {folder}/config.yaml --explain" in capsys.readouterr().out
+def tickets(folder: Path, count: int = 60, column: str = "label") -> str:
+    rows = "".join(f'"ticket {i};\nplease";{LABELS[i % 3]}\n' for i in range(count))
+    (folder / "tickets.csv").write_text(f"question;{column}\n{rows}only one value\n;spam\n", "utf-8-sig")
+    return str(folder / "tickets.csv")
+
+
+def test_sft_and_train_accept_what_it_writes_and_hold_out_the_same_rows(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "new" / "my"
+    data = ["--data", tickets(tmp_path), "--answer", "label"]
+    assert main(["init", str(folder), "--model", model(tmp_path / "model"), *data]) == 0
+    printed = capsys.readouterr().out
+    assert "60 rows, with values separated by ';'" in printed and "3 labels: billing 33%" in printed
+    assert f"left out 2 that can't be used:\n  {data[1]}:122: 1 values for 2 columns" in printed
+    assert f"meshrl train {folder}/config.yaml --explain" in printed and f"meshrl sft {folder}/sft.yaml" in printed
     monkeypatch.chdir("/")  # paths and modules are found next to the config, not in the working folder
-    cfg = load_run(folder / "config.yaml", []).config
+    cfg = load_run(folder / "config.yaml").config
     task = load_task(cfg, Objects(), training=True)
-    assert len(task.eval_prompts) == NUM_HELDOUT and task.num_eval_left_out == 0
-    assert question in task.eval_prompts[0].messages[-1]["content"]
-    rows = [json.loads(line) for name in ("train", "heldout") for line in (folder / f"{name}.jsonl").open()]
-    assert len(rows) == NUM_TRAIN + NUM_HELDOUT == len({row["question"] for row in rows})
-    assert (folder / "chat_template.jinja").read_text() == tiny_tokenizer().chat_template
-    longest = max(len(prompt.ids) for prompt in task.eval_prompts) + cfg.rollout.sampling.max_new_tokens
-    assert longest <= positions
+    assert task.row_note is not None and "tickets.csv:122" in task.row_note and "tickets.csv:123" in task.row_note
+    held_out = {prompt.id for prompt in task.eval_prompts}
+    assert 0 < len(held_out) < 60 and task.train_prompts is not None
+    trained = {prompt.id for prompt in task.train_prompts.next(60 - len(held_out))}
+    assert len(held_out | trained) == 60 and task.num_eval_left_out == task.train_prompts.num_left_out == 0
+    system = {"role": "system", "content": f"Answer with one of these labels and nothing else: {', '.join(LABELS)}"}
+    assert task.eval_prompts[0].messages[0] == system
+    source, notes, _ = load_sft_source(load_sft(folder / "sft.yaml").config, Objects())
+    warm = source.next(len(trained))
+    assert {row.trajectory_id.partition("@")[0] for row in warm} == trained and "left out 2 rows" in notes[0]
+    decoded = task.tokenizer.decode(warm[0].tokens.tolist())
+    assert system["content"] in decoded and decoded.rstrip().endswith("<|im_end|>")
 
 
-def test_its_reward_accepts_the_right_number_at_the_end(tmp_path):
-    folder = tmp_path / "my"
-    main(["init", str(folder), "--model", model(tmp_path / "model", 2048)])
-    names: dict = {}
-    exec((folder / "my_reward.py").read_text(), names)
-    score = names["score"]
-    right = ["12", "5 + 7 = 12.", "That is $12", "12.0", "The answer is **12**"]
-    assert [score(text, "12") for text in right] == [1.0] * len(right)
-    assert [score(text, "12") for text in ("", "13", "12 of 30", "none")] == [0.0] * 4
-    assert score("It is 1,200.", "1200") == 1.0 and score("-3", "3") == 0.0
-    cases = (("12", "stop"), ("12", "length"), ("", "stop"))
-    assert [names["finished"](text, "12", reason) for text, reason in cases] == [1.0, 0.0, 0.0]
+def scores(answers: list[str], completions: list[str]) -> list[float]:
+    """Of these completions for the first answer, by the reward for rows with these answers."""
+    names: dict[str, Any] = {}
+    exec(REWARD.format(score=form_of(answers).score), names)
+    return [names["score"](text, answers[0]) for text in completions]
 
 
-@pytest.mark.parametrize("signs", ["+", "-", "*"])
-def test_word_problems_are_solved_by_their_answers(signs):
-    """Solved again from the numbers in the text and the sign that its words call for."""
-    words = {"+": ("more", "total", "together"), "-": ("away", "lost", "took out"), "*": ("each", "rows of")}
-    found = 0
-    for row in islice(word_problems(1), 300):
-        if any(word in row["question"] for word in words[signs]):
-            a, b = (int(word.strip(".")) for word in row["question"].split() if word.strip(".").isdigit())
-            assert int(row["answer"]) == {"+": a + b, "-": a - b, "*": a * b}[signs], row
-            found += 1
-    assert found > 50
+def test_the_reward_for_numbers_reads_the_last_one():
+    right = ["12", "5 + 7 = 12.", "That is $12", "12.0", "The answer is **12**", "of 30: 12"]
+    assert scores(["$12", "1,200", "-3.5 "], right) == [1.0] * len(right)
+    assert scores(["12", "7"], ["", "13", "12 of 30", "none", "-12"]) == [0.0] * 5
 
 
-def test_a_tokenizer_without_a_template_gets_chatml_if_it_has_its_tokens_else_the_bare_text(tmp_path, monkeypatch):
-    folder = tmp_path / "my"
-    assert main(["init", str(folder), "--model", model(tmp_path / "model", 2048, None)]) == 0
-    assert (folder / "chat_template.jinja").read_text() == BUILT_IN["chatml"]
-    assert "chatml" in (folder / "config.yaml").read_text()
+def test_the_reward_for_labels_needs_one_label_and_no_other_in_the_last_line():
+    right = ["Spam", "It is **spam**.", "billing or not spam?\nspam"]
+    assert scores(["spam", *LABELS * 10], right) == [1.0] * len(right)
+    wrong = ["billing, spam, not spam", "not spam", "spammer", "", "spam\nor billing"]
+    assert scores(["spam", *LABELS * 10], wrong) == [0.0] * len(wrong)
+
+
+def test_other_answers_are_texts_or_mathematics():
+    texts = [f"the red lamp {'x' * i}" for i in range(30)]
+    assert scores(texts, ["The red lamp!", "lamp", "", "the red lamp and all the rest of it"]) == [1.0, 0.5, 0.0, 0.5]
+    assert form_of([f"so\n#### {i}" for i in range(30)]).kind == "math_answer"
+
+
+def test_a_tokenizer_without_a_template_gets_chatml_if_it_has_its_tokens_else_one_that_ends_a_turn(
+    tmp_path, monkeypatch
+):
+    arguments = ["--model", model(tmp_path / "model", 2048, None), "--data", tickets(tmp_path, column="answer")]
+    assert main(["init", str(tmp_path / "my"), *arguments]) == 0
+    assert (tmp_path / "my" / "chat_template.jinja").read_text() == BUILT_IN["chatml"]
+    assert "chatml" in (tmp_path / "my" / "config.yaml").read_text()
     monkeypatch.setattr("meshrl.tools.init.CHATML_TOKENS", ("<absent>",))
     other = tmp_path / "other"
-    assert main(["init", str(other), "--model", str(tmp_path / "model")]) == 0
-    assert "message['content']" in (other / "chat_template.jinja").read_text()
-    load_task(load_run(other / "config.yaml", []).config, Objects(), training=True)
+    assert main(["init", str(other), *arguments]) == 0
+    load_task(load_run(other / "config.yaml").config, Objects(), training=True)
+    source, _, chat = load_sft_source(load_sft(other / "sft.yaml").config, Objects())
+    assert source.next(1)[0].tokens[-1] in (chat.stop_token_ids or ())
 
 
 def test_what_can_not_work_is_refused_and_nothing_is_written(tmp_path, capsys):
-    small = model(tmp_path / "small", 24)
-    for arguments, printed in (
-        ([str(tmp_path), "--model", small], "already exists"),
-        ([str(tmp_path / "my"), "--model", small], "max_position_embeddings"),
-        ([str(tmp_path / "my"), "--model", str(tmp_path / "none")], "none does not exist; give a model's folder"),
+    data, small = tickets(tmp_path), model(tmp_path / "small", 24)
+    (tmp_path / "same.csv").write_text("question,label\n" + "".join(f"{i},x\n" for i in range(60)))
+    (tmp_path / "few.csv").write_text("question,label\nsame,x\nsame,y\n")
+    (tmp_path / "empty.csv").write_text("question,label\n")
+    for folder, path, answer, printed in (
+        (tmp_path, data, "label", "already exists"),
+        (tmp_path / "my", data, "label", "reads 24 tokens (max_position_embeddings)"),
+        (tmp_path / "my", data, "lable", "its columns are question, label; did you mean 'label'? name one by --answer"),
+        (tmp_path / "my", f"{tmp_path}/same.csv", "label", "nothing to learn"),
+        (tmp_path / "my", f"{tmp_path}/few.csv", "label", "too few different ones"),
+        (tmp_path / "my", f"{tmp_path}/empty.csv", "label", "has no rows"),
+        (tmp_path / "my", f"{tmp_path}/none.csv", "label", "no such file"),
     ):
-        assert main(["init", *arguments]) != 0
+        assert main(["init", str(folder), "--model", small, "--data", path, "--answer", answer]) != 0
         assert printed in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "my"), "--model", str(tmp_path / "none"), "--data", data]) != 0
+    assert "none does not exist; give a model's folder" in capsys.readouterr().err
     assert not (tmp_path / "my").exists() and not list(tmp_path.glob("*.aside"))
-
-
-def test_the_tasks_are_tried_from_long_to_short():
-    assert [task.max_new_tokens for task in TASKS] == sorted((task.max_new_tokens for task in TASKS), reverse=True)
