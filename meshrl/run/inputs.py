@@ -187,6 +187,8 @@ def _in_steps(load: Callable[[Sequence[str]], Loaded[C]], overrides: Sequence[st
     config, key, origins = loaded.config, loaded.config.NUM_STEPS_KEY, dict(loaded.origins)
     in_epochs = key.replace("num_steps", "num_epochs")
     epochs, steps = value_of(config, in_epochs), value_of(config, key)
+    if epochs is None and origins[key] == DEFAULT:  # null replaces the epochs of a file
+        raise ConfigError(f"{loaded.path}: {key} is required, but not given")
     if epochs is None:
         return loaded
     is_on_line = origins[in_epochs] == COMMAND_LINE

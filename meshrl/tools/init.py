@@ -33,6 +33,7 @@ LEARNING_RATES = (  # hidden size up to, of RL, of SFT
     (1024, "1e-5", "1e-4"),
     (1 << 30, "1e-6", "1e-5"),
 )
+SMALL_WIDTH = 512  # models of up to this hidden size follow no instruction
 EVAL_LIMIT = 200  # held-out rows of an evaluation
 SFT_ROWS_PER_STEP, MIN_SFT_STEPS, MAX_SFT_STEPS = 16, 30, 200
 
@@ -177,18 +178,16 @@ def init(folder: Path, model: str, data: DataFile) -> str:
         for name, text in files.items():
             write_text(aside / name, text)
     lines.append(f"wrote {folder}: {', '.join(files)}")
-    return "\n".join([*lines, *_commands(folder, values["num_steps"] if "sft.yaml" in files else None)])
+    return "\n".join([*lines, *_commands(folder, "sft.yaml" in files)])
 
 
-def _commands(folder: Path, num_sft_steps: int | None) -> Iterator[str]:
-    """What to do next. num_sft_steps: of sft.yaml, None = there is none."""
+def _commands(folder: Path, has_sft: bool) -> Iterator[str]:
+    """What to do next."""
     train, run = f"meshrl train {folder}/config.yaml", f"runs/{folder.name}"
     yield f"check it:  {train} --explain"
-    yield f"train:     {train} run.name={folder.name}"
-    if num_sft_steps is not None:
-        warmed_up = f"{run}-sft/checkpoints/step_{num_sft_steps:06d}/model"
-        yield f"or first teach the form of the answers, as small and base models need:  meshrl sft {folder}/sft.yaml"
-        yield f"           {train} run.name={folder.name} model.path={warmed_up}"
+    if has_sft:
+        yield f"warm up:   meshrl sft {folder}/sft.yaml   (small and base models need it: it teaches how to answer)"
+    yield f"train:     {train} run.name={folder.name}" + f" model.path={run}-sft" * has_sft
     yield f"look:      meshrl view {run} --eval   meshrl report {run}   meshrl eval {run}"
 
 
@@ -243,7 +242,8 @@ def _facts(data: DataFile, model: str, tokenizer: Any) -> tuple[dict[str, Any], 
         raise ConfigError(f"{same}, so there is nothing to learn; name another column by --answer")
     fraction, num_train = _split(data.path, prompts)
     form, question = form_of(answers), prompts[0].messages or []
-    messages = _with_system(tokenizer, form.system, question)
+    follows = text_config(model).hidden_size > SMALL_WIDTH
+    messages = _with_system(tokenizer, form.system, question) if follows else question
     more_tokens = len(render(tokenizer, messages)) - len(render(tokenizer, question))
     lengths = np.array([0 if prompt.ids is None else len(prompt.ids) for prompt in prompts]) + more_tokens
     of_answers = np.array([len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in answers])

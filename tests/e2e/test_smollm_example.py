@@ -8,12 +8,14 @@ import runpy
 import shlex
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from tiny_models import tiny_qwen2
 from tiny_tokenizers import tiny_tokenizer
 
+from examples.word_problems import word_problems
 from meshrl.run.inputs import load_run
 
 FOLDER = Path(__file__).parents[2] / "examples" / "smollm2"
@@ -84,3 +86,16 @@ def test_every_part_runs_and_writes_its_results(tmp_path: Path, options: tuple[s
     assert report["seed"] == 3 and report["steps"] == len(report["reward_curve"]) == 2
     assert (place / "grpo" / "report.html").is_file()
     assert f"meshrl chat {place}/grpo" in done.stdout and "before the RL: '" in done.stdout
+
+
+@pytest.mark.parametrize("signs", ["+", "-", "*"])
+def test_word_problems_are_solved_by_their_answers(signs):
+    """Solved again from the numbers in the text and the sign that its words call for."""
+    words = {"+": ("more", "total", "together"), "-": ("away", "lost", "took out"), "*": ("each", "rows of")}
+    found = 0
+    for row in islice(word_problems(1), 300):
+        if any(word in row["question"] for word in words[signs]):
+            a, b = (int(word.strip(".")) for word in row["question"].split() if word.strip(".").isdigit())
+            assert int(row["answer"]) == {"+": a + b, "-": a - b, "*": a * b}[signs], row
+            found += 1
+    assert found > 50

@@ -127,6 +127,8 @@ def test_epochs_become_steps_of_the_rows_that_are_trained(tmp_path):
         objects=Objects(rows={"sft.path": [{"question": 1, "answer": 2}] * 80}),
     )
     assert in_memory.config.sft.num_steps == 18
+    with pytest.raises(ConfigError, match=r"sft\.num_steps is required"):
+        load_sft(config, ["sft.num_epochs=null"])
     written = {**config, "sft": {**sft, "num_steps": 5}}
     with pytest.raises(ConfigError, match="two ways to write one number"):
         load_sft(written)

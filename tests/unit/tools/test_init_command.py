@@ -35,6 +35,7 @@ def tickets(folder: Path, count: int = 60, column: str = "label") -> str:
 def test_sft_and_train_accept_what_it_writes_and_hold_out_the_same_rows(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "new" / "my"
     data = ["--data", tickets(tmp_path), "--answer", "label"]
+    monkeypatch.setattr("meshrl.tools.init.SMALL_WIDTH", 0)
     assert main(["init", str(folder), "--model", model(tmp_path / "model"), *data]) == 0
     printed = capsys.readouterr().out
     assert "60 rows, with values separated by ';'" in printed and "3 labels: billing 33%" in printed
