@@ -52,7 +52,7 @@ def text_of(page: Path) -> str:
 
 def test_a_reward_with_a_loophole_is_found_by_the_report(place: Path) -> None:
     text = text_of(place / SEED / "hacked" / "report.html")
-    above = text[: text.index("Learning")]
+    above = text[: text.index("Answers")]
     assert re.search(
         r"Verdict : held-out answer 0\.\d+ -> 0\.000 \(worse: -0\.\d+ \+- 0\.\d+\); "
         r"best: 0\.\d+ at step 0 best model: \S+",
@@ -64,7 +64,7 @@ def test_a_reward_with_a_loophole_is_found_by_the_report(place: Path) -> None:
 
 def test_a_collapsed_entropy_is_found_by_the_report(place: Path) -> None:
     text = text_of(place / SEED / "collapsed" / "report.html")
-    above = text[: text.index("Learning")]
+    above = text[: text.index("Answers")]
     assert "(unchanged" in above and "loss/entropy : the newest values below 0.05 times the first ones" in above
     assert "no group has answers with different rewards" in above
 

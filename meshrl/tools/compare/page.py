@@ -17,11 +17,11 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.terminal import counted
 from meshrl.monitor.rollout_log import answer_files
 from meshrl.monitor.sinks import duration
-from meshrl.run.verdict import HELD_OUT, Z, outcome_of
-from meshrl.tools.page.charts import Line, Style, figure, number
+from meshrl.run.verdict import HELD_OUT, Z, name_of, outcome_of
+from meshrl.tools.page.charts import COLOURS, OTHER, Line, Style, figure, number
 from meshrl.tools.page.document import document, package_text, write_page
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder, criterion_of, read_evaluation, read_run
-from meshrl.tools.report.page import LEARNING, PHASES, SPEED, STABILITY, interval, sample_row
+from meshrl.tools.report.page import CHARTS, HEADLINE, SPEED, Chart, fold, interval, logged, sample_row
 from meshrl.tools.runs import table
 from meshrl.tools.state import read_part
 
@@ -126,32 +126,62 @@ def held_out(runs: Sequence[Compared]) -> ComparisonTable:
     several = any(len({evaluation[0] for evaluation in run.evaluations.values()}) > 1 for run in runs)
     rows = []
     for kind in ("first", "best", "last") if several else ("last",):
-        base = runs[0].evaluations.get(kind)
         for run in (run for run in runs if run.evaluations):
-            step, score, between, asked = run.evaluations[kind]
-            difference = ""
-            if base is not None and run is not runs[0]:
-                a, b = _means(base[-1]), _means(asked)
-                if common := [b[key] - a[key] for key in a if key in b]:
-                    low, high = difference_interval(common)
-                    outcome, prompts = outcome_of(low, high), counted(len(common), "prompt")
-                    difference = f"{mean(common):+.3f} [{low:.3f}, {high:.3f}] {outcome}, {prompts}"
-                elif a and b:
-                    difference = "no common prompts"
-            mine, first = (each.run.evals[-1].evaluation for each in (run, runs[0])) if difference else ({}, {})
-            other = [part for part in mine.keys() & first.keys() if mine[part] != first[part]]
-            if criterion_of(run.run.settings)[0] != criterion_of(runs[0].run.settings)[0] or "term" in other:
-                difference = difference and "scored by another term"
-            elif "graders" in other:
-                difference = "scored by other graders"
-            elif "sampling" in other:
-                difference += ", other sampling"
-            rows.append([kind if several else "", run.label, str(step), f"{score:.3f}", between, difference])
+            step, score, between, _ = run.evaluations[kind]
+            measured, about = _difference(runs[0], run, kind) if run is not runs[0] else (None, "")
+            parts = [about] if about else []
+            if measured is not None:
+                change, low, high, num = measured
+                parts = [
+                    f"{change:+.3f} [{low:.3f}, {high:.3f}] {outcome_of(low, high)}",
+                    counted(num, "prompt"),
+                    *parts,
+                ]
+            rows.append([kind if several else "", run.label, str(step), f"{score:.3f}", between, ", ".join(parts)])
     notes = [
         "Intervals are 95 % intervals over held-out prompts, not over seeds. A difference is the mean over the prompts "
         "that both runs answered; it is unchanged when its interval contains 0."
     ]
     return ComparisonTable("Held-out score", head, rows, notes if rows else [])
+
+
+def _difference(base: Compared, run: Compared, kind: str) -> tuple[tuple[float, float, float, int] | None, str]:
+    """The mean difference, its interval and the number of common prompts if the scores are comparable, and what differs
+    between the evaluations."""
+    a, b = (_means(each.evaluations[kind][-1]) if each.evaluations else {} for each in (base, run))
+    if not (a and b):
+        return None, ""
+    own, other = run.run.evals[-1].evaluation, base.run.evals[-1].evaluation
+    differ = [part for part in own.keys() & other.keys() if own[part] != other[part]]
+    if criterion_of(run.run.settings)[0] != criterion_of(base.run.settings)[0] or "term" in differ:
+        return None, "scored by another term"
+    if "graders" in differ:
+        return None, "scored by other graders"
+    common = [b[key] - a[key] for key in a if key in b]
+    about = "other sampling" if "sampling" in differ else ""
+    return ((mean(common), *difference_interval(common), len(common)), about) if common else (None, "no common prompts")
+
+
+_WORDS = {"better": "higher", "worse": "lower", "unchanged": "neither clearly higher nor lower", "unknown": "not known"}
+
+
+def sentence(runs: Sequence[Compared]) -> str:
+    """The held-out score of the first run and the highest one of the others, and which of the two is higher."""
+    base, *others = runs
+    if not (base.evaluations and any(run.evaluations for run in others)):
+        return "There are no held-out scores to compare."
+    best = max((run for run in others if run.evaluations), key=lambda run: run.evaluations["last"][1])
+    measured, about = _difference(base, best, "last")
+    if measured is None:
+        why = about or "their answers were not logged"
+        return f"The held-out scores of {base.label} and {best.label} can't be compared: {why}."
+    change, low, high, num = measured
+    own, other = (run.evaluations["last"][1] for run in (best, base))
+    name = name_of(best.run.evals).removesuffix("held-out") or "held-out score"
+    ends = f"{change:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}, {counted(num, 'common prompt')}"
+    which = "Best of the others: " if len(runs) > 2 else ""
+    outcome, end = _WORDS[outcome_of(low, high)], f", {about}" if about else ""
+    return f"{which}{best.label}'s {name} is {outcome}: {own:.3f} against {other:.3f} of {base.label} ({ends}{end})."
 
 
 def _means(asked: Asked) -> dict[tuple[str, str], float]:
@@ -180,7 +210,7 @@ def cost(runs: Sequence[Compared]) -> ComparisonTable:
     for phase, word in (("rollout", "sampled"), ("train", "trained")):
         speeds = [run.run.tokens(phase) for run in runs]
         rows.append([f"tokens {word} a second", *(number(speed[1]) if speed else "" for speed in speeds)])
-    phases = dict.fromkeys([*PHASES, *(phase for run in runs for phase in run.run.phases)])
+    phases = dict.fromkeys([*COLOURS, *(phase for run in runs for phase in run.run.phases)])
     totals = [{phase: sum(steps.values()) for phase, steps in run.run.phases.items()} for run in runs]
     rows += [[f"time of {p}", *(number(t[p], "s") if p in t else "" for t in totals)] for p in phases]
     return ComparisonTable("Time", ["", *(run.label for run in runs)], [row for row in rows if any(row[1:])])
@@ -196,7 +226,7 @@ def same_prompts(runs: Sequence[Compared]) -> Iterator[dict[str, LoggedPrompt]]:
 
 
 _SAMPLES, _SAMPLES_IN_TEXT = 6, 2
-_CHARTS = (*LEARNING, *STABILITY, *SPEED[:1])
+_FOLDED = (*(chart for charts in CHARTS.values() for chart in charts), SPEED[0])
 
 
 def compare(folders: Sequence[Path], out: Path | None) -> tuple[str, Path]:
@@ -205,7 +235,7 @@ def compare(folders: Sequence[Path], out: Path | None) -> tuple[str, Path]:
     tables = [each for each in (configuration(runs), held_out(runs), cost(runs)) if each.rows or each.notes]
     path = out or folders[0] / "compare.html"
     write_page(path, page(runs, tables, path.parent))
-    texts = [*map(_text, tables), _samples_note(runs)]
+    texts = [sentence(runs), *map(_text, tables), _samples_note(runs)]
     for row in islice(same_prompts(runs), _SAMPLES_IN_TEXT):
         first = next(iter(row.values()))
         lines = [*(text for _, text in first.question), "  expected answer:", indent(first.truth, "    ")]
@@ -243,35 +273,43 @@ def page(runs: Sequence[Compared], tables: Sequence[ComparisonTable], place: Pat
     ]
     reports_line = f"<p>Reports: {' · '.join(links)}</p>" if links else ""
     header = f"<header><h1>{escape(' · '.join(names))}</h1>{reports_line}</header>"
-    curves = "".join(
-        _figure(runs, name, f"{chart.title}: {name}" if chart.names[1:] else chart.title)
-        for chart in _CHARTS
-        for name in chart.names
-    )
+    drawn = set[str]()
+    curves, folded = _figures(runs, [HEADLINE], drawn), _figures(runs, _FOLDED, drawn)
     note = f'<p class="note">{escape(_samples_note(runs))}</p>'
-    samples = "".join(sample_row(**row) for row in islice(same_prompts(runs), _SAMPLES))
-    learned = f'<section><h2>Curves</h2><div class="grid2">{curves}</div></section>' if curves else ""
-    answers = f"<section><h2>Samples</h2>{note}{samples}</section>" if samples else ""
-    parts = [header, *map(_html, tables), learned, answers]
-    return document(f"{' and '.join(names)}: compare", parts, style=[package_text(__package__, "compare.css")])
+    samples = "".join(sample_row(row) for row in islice(same_prompts(runs), _SAMPLES))
+    answers = f"<section><h2>Answers</h2>{note}{samples}</section>" if samples else ""
+    summary = f'<section class="summary"><p>{escape(sentence(runs))}</p></section>'
+    settings, *rest = map(_html, tables)
+    parts = [header, summary, *rest[:1], curves, settings, *rest[1:], answers, fold("More curves", folded)]
+    return document(f"{' and '.join(names)} · compare", parts, style=[package_text(__package__, "compare.css")])
 
 
-def _figure(runs: Sequence[Compared], name: str, title: str) -> str:
-    """One metric of all runs that have it; the held-out score with its intervals."""
-    lines, unit = [], ""
-    style: Style = "dots" if name.startswith("eval/") else "noisy"
-    for run in runs:
-        if (series := run.run.series.get(name)) is None:
-            continue
-        lines.append(Line(run.label, series.steps, series.values, style, *interval(run.run, name)))
-        unit = series.unit
-    return figure(title, unit, lines) if any(len(line.values) > 1 for line in lines) else ""
+def _figures(runs: Sequence[Compared], charts: Sequence[Chart], drawn: set[str]) -> str:
+    """The metrics of these charts, each of all runs that have it, but constant ones and those with the values of one in
+    `drawn`, to which the others are added."""
+    figures = ""
+    for name in dict.fromkeys(name for chart in charts for run in runs for name in logged(run.run, chart)):
+        having = [run for run in runs if name in run.run.series]
+        values = str([(run.label, run.run.series[name].steps, run.run.series[name].values) for run in having])
+        if len({value for run in having for value in run.run.series[name].values}) > 1 and values not in drawn:
+            drawn.add(values)
+            style: Style = "dots" if name.startswith("eval/") else "noisy"
+            of_runs = [(run.label, run.run.series[name], interval(run.run, name)) for run in having]
+            lines = [Line(label, each.steps, each.values, style, *ends) for label, each, ends in of_runs]
+            figures += figure(name, of_runs[0][1].unit, lines)
+    return f'<div class="grid2">{figures}</div>' if figures else ""
+
+
+def _swatch(name: str) -> str:
+    """The colour of the phase in the name of a row, such as: time of train."""
+    phase = name.removeprefix("time of ")
+    return f'<i class="k{COLOURS.get(phase, OTHER)}"></i>' if phase != name else ""
 
 
 def _html(comparison: ComparisonTable) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in comparison.head)
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
+        f'<tr><th scope="row">{_swatch(name)}{escape(name)}</th>'
         + "".join(f'<td data-of="{escape(of)}">{escape(cell)}</td>' for of, cell in zip(comparison.head[1:], cells))
         + "</tr>"
         for name, *cells in comparison.rows

@@ -18,7 +18,7 @@ from meshrl.core.terminal import print_message
 from meshrl.monitor.recorder import FOLDER
 from meshrl.tools.diagnose.diagnosis import SYNC_STAGES, Diagnosis, as_record, diagnose, perfetto
 from meshrl.tools.diagnose.read import CONFIG, Trace, read_trace
-from meshrl.tools.page.charts import Line, figure, number
+from meshrl.tools.page.charts import COLOURS, Line, figure, number
 from meshrl.tools.page.document import data_block, document, package_text, write_page
 from meshrl.tools.runs import table
 
@@ -140,17 +140,17 @@ def page(diagnosis: Diagnosis) -> str:
     start = min(step.start_ns for step in trace.steps)
     name = source.parent.name if source.name == FOLDER else source.name
     parts = [
-        f"<header><h1>Where the time goes: {escape(name)}</h1><p>{escape(trace.clock)}</p></header>",
+        f"<header><h1>{escape(name)}</h1><p>{escape(trace.clock)}</p></header>",
         '<main id="diagnose"><noscript>This page needs JavaScript; see diagnose.json.</noscript></main>',
         _memory(trace, start),
     ]
     package = "meshrl.tools.diagnose"
     return document(
-        f"Trace of {name}",
+        f"{name} · diagnose",
         parts,
         style=[package_text(package, "diagnose.css")],
         scripts=[package_text(package, "diagnose.js")],
-        data=data_block("diagnosis", as_record(diagnosis)),
+        data=data_block("diagnosis", as_record(diagnosis)) + data_block("colours", COLOURS),
     )
 
 

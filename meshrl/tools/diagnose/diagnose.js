@@ -6,9 +6,10 @@
   const found = JSON.parse(document.getElementById("diagnosis").textContent,
     (key, value) => typeof value === "string" ? value.replace(hidden, visible) : value);
   const main = document.getElementById("diagnose");
-  const COLOURS = { compute: 0, sampling: 2, communication: 1, slow_rank: 4, wait: 4, sync: 3, copy: 5, host: 7,
-    reward: 9, imbalance: 10, idle_trainers: 11, idle_samplers: 11, controller: 6 };
-  const DASHED = { host: "3 2", reward: "6 2", imbalance: "1 2", idle_trainers: "2 4", idle_samplers: "2 4" };
+  const phases = JSON.parse(document.getElementById("colours").textContent);
+  const COLOURS = { compute: phases.train, sampling: phases.rollout, sync: phases.sync, reward: phases.reward,
+    communication: 1, slow_rank: 4, wait: 4, copy: 8, host: 7, imbalance: 10, idle_trainers: 11, idle_samplers: 11 };
+  const DASHED = { host: "3 2", copy: "6 2", imbalance: "1 2", idle_trainers: "2 4", idle_samplers: "2 4" };
   const SVG = "http://www.w3.org/2000/svg";
 
   function element(name, attributes = {}, ...children) {

@@ -12,16 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import mean_of_known, number, split
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, WIDTH - 16, 10, HEIGHT - 24
-TABLE_ROWS = 40  # in the table below a chart: every n-th value, and the last one
 MAX_POINTS = 240  # if there are more, equal parts are averaged
 
 
-Style = Literal["noisy", "plain", "dots", "limit"]
-"""noisy: pale, with its moving average. limit: dashed."""
+OTHER = 6  # the grey among the colours of the style sheet
+COLOURS = {"rollout": 2, "reward": 5, "train": 0, "sync": 3, "eval": 1, "export": 4, "save": 4, "wait": 6}
+"""By phase, in the order of a step, on all pages; other phases are grey."""
+
+Style = Literal["noisy", "plain", "dots"]
+"""noisy: pale, with its moving average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,65 +48,41 @@ class Scale:
     high: float
     start: float
     end: float
-    log: bool = False
 
     def __call__(self, value: float) -> float:
-        values = self.low, self.high, max(value, self.low) if self.log else value
-        low, high, at = map(math.log10, values) if self.log else values
-        share = (at - low) / (high - low) if high > low else 0.5
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
 
 
-def figure(
-    title: str, unit: str, lines: Sequence[Line], *, log: bool = False, below: str = "", across: str = "step"
-) -> str:
-    """A captioned line chart with its legend and a table of its values; "" if there is nothing to draw.
-
-    below: HTML after the chart. across: the quantity of the horizontal axis.
-    """
-    drawing = line_chart(lines, unit, log, across)
-    if not drawing:
+def figure(title: str, unit: str, lines: Sequence[Line], across: str = "step") -> str:
+    """A captioned line chart with its legend; "" if there is nothing to draw. In the legend, a pointer at the name of a
+    metric shows what is healthy. across: the quantity of the horizontal axis."""
+    if not (drawing := line_chart(lines, unit, across)):
         return ""
     legend = "".join(
-        f'<span><i class="k{"limit" if line.style == "limit" else i}"></i><code>{html.escape(line.label)}</code> '
+        f'<span title="{html.escape(meaning.entry.healthy) if (meaning := meaning_of(line.label)) else ""}">'
+        f'<i class="k{i}"></i><code>{html.escape(line.label)}</code> '
         f"<b>{number(line.values[-1], unit)}</b></span>"
         for i, line in enumerate(lines)
     )
     caption = f"{html.escape(title)}<small>{html.escape(unit)}</small>"
     return (
         f'<figure><figcaption><b>{caption}</b><span class="at"></span></figcaption>'
-        f'<div class="legend">{legend}</div>{drawing}{below}{values_table(lines, unit, across)}</figure>'
+        f'<div class="legend">{legend}</div>{drawing}</figure>'
     )
 
 
-def values_table(lines: Sequence[Line], unit: str, across: str = "step") -> str:
-    """The values of a chart as a collapsed table, at most TABLE_ROWS of them."""
-    steps = sorted({s for line in lines for s in line.steps})
-    shown = [part[-1] for part in split(steps, TABLE_ROWS)]
-    columns = [_by_step(line, shown, unit) for line in lines]
-    head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in (across, *(line.label for line in lines)))
-    rows = "".join(
-        f'<tr><th scope="row">{step:g}</th>{"".join(f"<td>{html.escape(v)}</td>" for v in values)}</tr>'
-        for step, *values in zip(shown, *columns)
-    )
-    table = f'<table class="num"><tr>{head}</tr>{rows}</table>'
-    return f'<details class="values"><summary>values</summary>{table}</details>'
-
-
-def line_chart(lines: Sequence[Line], unit: str, log: bool = False, across: str = "step") -> str:
+def line_chart(lines: Sequence[Line], unit: str, across: str = "step") -> str:
     """Lines over finished steps, or over another quantity, with axes. The element also contains the values, for the
-    page's script.
-
-    log: a logarithmic axis; values of 0 or less are at its lower end.
-    """
+    page's script."""
     drawn = [_thinned(line) for line in lines]
     steps = sorted({s for line in drawn for s in line.steps})
     ends = [v for line in drawn for v in (*line.values, *line.low, *line.high)]
-    values = [v for v in ends if math.isfinite(v) and (v > 0 or not log)]
+    values = [v for v in ends if math.isfinite(v)]
     if not values:
         return ""
     to_x = Scale(steps[0], steps[-1], LEFT, RIGHT)
-    up = Scale(*_range(values, unit, log), BOTTOM, TOP, log)
+    up = Scale(*_range(values, unit), BOTTOM, TOP)
     parts = [*_axes(to_x, up, unit, across)]
     for index, line in enumerate(drawn):
         parts += _band(line, index, to_x, up) + _curve(line, index, to_x, up)
@@ -171,12 +151,10 @@ def _thinned(line: Line) -> Line:
     return Line(line.label, [part[-1] for part in split(line.steps, MAX_POINTS)], values, line.style, low, high)
 
 
-def _range(values: Sequence[float], unit: str, log: bool) -> tuple[float, float]:
+def _range(values: Sequence[float], unit: str) -> tuple[float, float]:
     low, high = min(values), max(values)
     if low == high == 0 or (unit == "fraction" and low >= 0 and 0.5 < high <= 1):
         return 0.0, 1.0
-    if log:
-        return 10 ** math.floor(math.log10(low) - 0.01), 10 ** math.ceil(math.log10(high) + 0.01)
     if 0 <= low <= 0.6 * high:  # the axis starts at 0, unless the curve would then be almost flat
         return 0.0, high * 1.05
     pad = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
@@ -197,8 +175,6 @@ def _band(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
 
 
 def _curve(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
-    if line.style == "limit":
-        return [_path(line.steps, line.values, across, up, "limit")]
     if line.style == "dots":
         dots = [
             f'<circle class="f{index}" cx="{across(s)}" cy="{up(v)}" r="3.4"/>'
@@ -237,9 +213,6 @@ def _axes(across: Scale, up: Scale, unit: str, label: str) -> list[str]:
     size, spread = (math.floor(math.log10(v)) for v in (max(-up.low, up.high), up.high - up.low or 1.0))
     digits = max(3, size - spread + 2)  # so that no two ticks have the same text
     at = ticks(up.low, up.high, 5)
-    if up.log:
-        low, high = round(math.log10(up.low)), round(math.log10(up.high))
-        at = [10.0**power for power in range(low, high + 1, max(1, math.ceil((high - low) / 6)))]
     for tick in at:
         y = up(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')

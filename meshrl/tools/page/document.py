@@ -14,7 +14,7 @@ from typing import Any
 from meshrl.core.files import output_errors, write_text
 from meshrl.core.terminal import printable
 
-PAGES = {"report.html": "Report", "view.html": "Rollouts", "compare.html": "Compare", "diagnose.html": "Trace"}
+PAGES = {"report.html": "Report", "view.html": "View", "compare.html": "Compare", "diagnose.html": "Diagnose"}
 _NAV_BYTES = 512  # of the element with the links, so that a page can be updated in place when another one is written
 _NAV = re.compile(rb'<nav class="pages"[^>]*>.*?</nav> *', re.DOTALL)
 
@@ -73,11 +73,10 @@ def write_page(path: Path, text: str) -> Path:
 
 
 def _links(names: set[str], current: str) -> str:
-    """The links to the other pages of the folder, padded to a fixed size; hidden when there is no other page."""
+    """The name of the page, and links to the other pages of the folder, padded to a fixed size."""
     shown = [
         f"<b>{title}</b>" if name == current else f'<a href="{name}">{title}</a>'
         for name, title in PAGES.items()
         if name in names
     ]
-    hidden = "" if names - {current} else " hidden"
-    return f'<nav class="pages" aria-label="pages of this run"{hidden}>{"".join(shown)}</nav>'.ljust(_NAV_BYTES)
+    return f'<nav class="pages" aria-label="pages of this run">{"".join(shown)}</nav>'.ljust(_NAV_BYTES)

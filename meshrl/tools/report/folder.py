@@ -79,7 +79,7 @@ class RunFolder:
     """is_evaluation: `meshrl eval` wrote the folder. num_steps: finished steps; of an evaluation, scored answers.
     evals: the lines of evaluations with the identity of the last one. phases: seconds by phase and finished steps;
     "other" is the time between the phases. notes: the text of run_notes.txt. first_eval, last_eval: of evals, (finished
-    steps, prompts by id), None if missing."""
+    steps, prompts by id), None if missing; without any evaluation, first_eval has the last logged step."""
 
     folder: Path
     is_evaluation: bool
@@ -145,6 +145,8 @@ def read_run(folder: Path) -> RunFolder:
     best = read_part(problems, read_best, folder)
     steps = {line.step for line in comparable}
     evals = [path for step, path in answer_files(folder, "eval").items() if step in steps or not steps]
+    if not (evals or steps):
+        evals = list(answer_files(folder, "step").values())[-1:]
     run = RunFolder(
         folder=folder,
         is_evaluation=is_evaluation,

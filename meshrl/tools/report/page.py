@@ -9,17 +9,18 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
 from meshrl.core.terminal import command, counted
-from meshrl.monitor.glossary import Entry, judge, meaning_of, rule_text, unhealthy
+from meshrl.monitor.glossary import Entry, judge, meaning_of, unhealthy
 from meshrl.monitor.notes import REWARDS_FILE, important
+from meshrl.monitor.rollout_log import answer_files
 from meshrl.monitor.sinks import duration
 from meshrl.run.verdict import HELD_OUT, Z, limits_of
-from meshrl.tools.page.charts import Line, Style, figure, number, sparkline, stacked_chart, values_table
+from meshrl.tools.page.charts import COLOURS, OTHER, Line, Style, figure, number, sparkline, stacked_chart
 from meshrl.tools.page.document import document, package_text, write_page
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder, read_run
 
@@ -27,21 +28,28 @@ from meshrl.tools.report.folder import LoggedPrompt, RunFolder, read_run
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write `folder`/report.html, or `out`, from the run's files so far."""
     run, path = read_run(folder), out or folder / "report.html"
-    summary = f'<section class="summary">{"".join(_summary(run, path.parent))}</section>'
-    notes = f'<section><h2>Notes</h2><pre class="notes">{escape(run.notes)}</pre></section>' if run.notes else ""
-    parts = [header(run), summary, headline(run)]
-    parts += [curves(run, "Learning", LEARNING), samples(run)]
-    parts += [curves(run, "Stability", STABILITY), proofs(run), timing(run)]
-    parts += [notes, settings(run), every_number(run)]
-    if not run.series:
-        of_eval = "The evaluation has not ended, so it has no means."
-        parts.insert(2, f'<p class="note">{of_eval if run.is_evaluation else "No step is finished yet."}</p>')
-    footer = (
-        "<footer>Pale curves show each step, the others the moving average. Made from the files of the run; "
-        f"<code>{escape(command('report', folder))}</code> writes the page again.</footer>"
-    )
+    look = "".join(_look_at(run, path.parent)) or "<p>No suspicious curve, and no note that needs attention.</p>"
+    undrawn = without_curve(run)
+    parts = [
+        header(run),
+        f'<section class="summary">{"".join(_verdict(run))}</section>',
+        f'<section class="grid2">{_figure(run, HEADLINE, undrawn)}<div class="look"><b>What to look at</b>{look}</div>',
+        "</section>",
+        samples(run),
+        *(fold(name, curves(run, charts, undrawn)) for name, charts in CHARTS.items()),
+        fold("Time and memory", timing(run, undrawn)),
+        fold("Proofs", proofs(run)),
+        fold("All notes", f'<pre class="notes">{escape(run.notes)}</pre>' if run.notes else ""),
+        fold("Configuration", settings(run)),
+        fold(f"All {counted(len(run.series), 'metric')}", every_number(run)),
+        f"<footer><code>{escape(command('report', folder))}</code> writes this page again.</footer>",
+    ]
     style = package_text("meshrl.tools.report", "report.css")
-    return write_page(path, document(title(run), [*parts, footer], style=[style]))
+    return write_page(path, document(f"{title(run)} · report", parts, style=[style]))
+
+
+def fold(name: str, body: str) -> str:
+    return f'<details class="fold"><summary>{name}</summary>{body}</details>' if body else ""
 
 
 OUTCOMES = {"better": "good", "worse": "bad"}  # the classes of the style sheet
@@ -61,7 +69,7 @@ def header(run: RunFolder) -> str:
     word, error = run.state.word, run.state.result.get("error")
     about = {"model": ABOUT["model"]} if run.is_evaluation else ABOUT
     values = {name: run.setting(key) for name, key in about.items()}
-    shown = " · ".join(f"{name} {escape(value)}" for name, value in values.items() if value)
+    shown = " · ".join([*(f"{name} {escape(value)}" for name, value in values.items() if value), *_progress(run)])
     is_bad = run.verdict is not None and (run.verdict.outcome == "worse" or not math.isfinite(run.verdict.last[1]))
     is_good = run.lines and not (run.state.problems or suspicious(run) or is_bad)
     css = "unsure" if run.state.text != word else word if is_good or word != "done" else ""
@@ -72,31 +80,59 @@ def header(run: RunFolder) -> str:
     )
 
 
-def _summary(run: RunFolder, place: Path) -> Iterator[str]:
-    """The verdict and all that needs attention. place: the folder of the page."""
-    if run.verdict is not None and not run.is_evaluation:
+def _progress(run: RunFolder) -> Iterator[str]:
+    """The steps and their time, and how the reward or the loss has changed."""
+    planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
+    steps = f"{run.num_steps} of {planned} steps" if planned else counted(run.num_steps, "step")
+    is_all = run.wall_s == run.state.result.get("wall_s")  # else the run has not ended
+    took = f"in {duration(run.wall_s)}" if is_all else f"{duration(run.wall_s)} from first to last line"
+    yield f"{counted(run.num_steps, 'answer') if run.is_evaluation else steps} {took}"
+    for name, words in (("reward/mean", "training reward"), ("loss/nll", "loss")):
+        if ends := run.ends(name):
+            begin, end, tenth = ends
+            means = f" (means of the first and last {tenth} steps)" if tenth > 1 else ""
+            yield (
+                f"{words} {end:.3f}" if len(run.series[name].values) == 1 else f"{words} {begin:.3f} → {end:.3f}{means}"
+            )
+
+
+def _verdict(run: RunFolder) -> Iterator[str]:
+    """The verdict, or why there is none, and what can't be read."""
+    held_out = [run.setting(key) for key in ("data.eval_path", "data.eval_fraction")]
+    if run.verdict is not None and run.is_evaluation:
+        yield f"<p><b>{escape(run.verdict.name)}</b> {escape(run.verdict.measured)} (95 %)</p>"
+    elif run.verdict is not None:
         css, (text, *best) = OUTCOMES.get(run.verdict.outcome, ""), run.verdict.lines
         yield f'<p><b>Verdict</b>: <span class="{css}">{escape(text)}</span></p>'
         yield from (f"<p>{escape(line)}</p>" for line in best)
         own = run.evals[-1].evaluation
         if others := [line for line in run.lines if HELD_OUT in line.metrics and line.evaluation != own]:
-            steps: dict[str, dict[int, None]] = {}  # by what differs
-            for line in others:
-                parts = ", ".join(part for part in own if line.evaluation.get(part) != own[part])
-                steps.setdefault(parts, {})[line.step] = None
-            listed = (f"with other {escape(p)}, after steps {', '.join(map(str, at))}" for p, at in steps.items())
-            yield f"<p>Not in the curves: evaluations {'; '.join(listed)}</p>"
+            parts = ", ".join({part: None for line in others for part in own if line.evaluation.get(part) != own[part]})
+            yield f"<p>Not in the curves: {counted(len(others), 'evaluation')} with other {escape(parts)}</p>"
+    elif run.is_evaluation or any(value not in (None, "null") for value in held_out):
+        yield "<p><b>Verdict</b>: none yet, because no evaluation has ended.</p>"
+    else:
+        yield (
+            "<p><b>Verdict</b>: none, because the run has no held-out rows. The training reward or loss alone does not "
+            "show whether the model is better on other prompts (<code>data.eval_path</code>, <code>meshrl eval</code>)."
+            "</p>"
+        )
     for problem in run.state.problems:
         yield f'<p><span class="bad">Damaged</span>: {escape(problem)}</p>'
+
+
+def _look_at(run: RunFolder, place: Path) -> Iterator[str]:
+    """All that needs attention. place: the folder of the page."""
     rows = [
-        f"<li><code>{escape(name)}</code>: {prose(unhealthy(reason, entry.otherwise))}</li>"
+        f"<li><code>{escape(name)}</code>: {sparkline(run.series[name].values)} "
+        f"{prose(unhealthy(reason, entry.otherwise))}</li>"
         for name, (reason, entry) in suspicious(run).items()
     ]
     if rows := _exploited(run) + rows:
-        yield f'<p><span class="unsure"><b>Suspicious</b></span></p><ul>{"".join(rows)}</ul>'
+        yield f'<p class="unsure">Suspicious</p><ul>{"".join(rows)}</ul>'
     if lines := important(run.notes):
         text = escape("\n".join(lines))
-        yield f'<p><b>Notes of the run</b></p><pre class="notes">{text}</pre>'
+        yield f'<p>Notes of the run</p><pre class="notes">{text}</pre>'
     rewards = run.folder / REWARDS_FILE
     if rewards.is_file() and rewards.stat().st_size:
         link = escape(quote(os.path.relpath(rewards, place)))
@@ -124,81 +160,61 @@ ABOUT = {
 }
 
 
-SAMPLES_OF_A_KIND = 3
+SAMPLES = 3  # at once, and of each kind
 MAX_LINES = 12  # of a chart; the style sheet has so many colours
-OTHER = 6  # the grey among the colours
-PHASES = ("rollout", "reward", "train", "sync", "eval", "export")  # in the order of a step; others follow
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
     """names: metrics on the same axis, if the run logged them; "reward/term/*" stands for all that begin so. style: of
-    those that are no evaluation and no limit."""
+    those that are no evaluation."""
 
     title: str
     names: tuple[str, ...]
     style: Style = "noisy"
-    log: bool = False
 
 
-def headline(run: RunFolder) -> str:
-    """The most important numbers of the run."""
-    cells = (
-        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>'
-        for name, value, more in _tiles(run)
-    )
-    return f'<section class="tiles">{"".join(cells)}</section>'
+def curves(run: RunFolder, charts: Sequence[Chart], undrawn: dict[str, str], figures: str = "") -> str:
+    """The curves of those metrics that the run logged; below them, those that are not drawn.
+
+    undrawn: from without_curve. figures: before them."""
+    figures += "".join(_figure(run, chart, undrawn) for chart in charts)
+    names = {name for chart in charts for name in logged(run, chart)}
+    rest = ", ".join(f"<code>{escape(name)}</code> {text}" for name, text in undrawn.items() if name in names)
+    drawn = f'<div class="grid2">{figures}</div>' if figures else ""
+    return drawn + (f'<p class="note">Constant, or equal to another curve: {rest}.</p>' if rest else "")
 
 
-def _tiles(run: RunFolder) -> Iterable[tuple[str, str, str]]:
-    if (verdict := run.verdict) is not None:
-        (before, first), (after, last) = verdict.first, verdict.last
-        more = f"{verdict.measured} (95 %)" if math.isfinite(verdict.margin) else "interval unknown"
-        if verdict.best:
-            more += f"; best {verdict.best.score:.3f} "
-            more += f"after step {verdict.best.step}" if verdict.best.step else "before training"
-        yield verdict.name, f"{first:.3f} → {last:.3f}" if before != after else f"{first:.3f}", more
-    for name, title in (("reward/mean", "training reward"), ("loss/nll", "loss")):
-        if ends := run.ends(name):
-            begin, end, tenth = ends
-            means = f"means of the first and last {tenth} steps" if tenth > 1 else "first and last step"
-            is_one = len(run.series[name].values) == 1
-            yield title, f"{begin:.3f}" if is_one else f"{begin:.3f} → {end:.3f}", "one step" if is_one else means
-    planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
-    is_all = run.wall_s == run.state.result.get("wall_s")  # else the run has not ended
-    took = f"{duration(run.wall_s)} {'in all' if is_all else 'from first to last line'}"
-    if run.is_evaluation:
-        yield "answers", str(run.num_steps), took
-    else:
-        yield "steps", f"{run.num_steps} of {planned}" if planned else str(run.num_steps), took
-    for name, title in (("memory/rss_bytes", "all processes"), ("memory/device_peak_bytes", "highest of a device")):
-        if values := run.finite_values(name):
-            yield "peak memory", number(max(values), "bytes"), title
-    for phase, title in (("rollout", "sampled"), ("train", "trained")):
-        if tokens := run.tokens(phase):
-            yield f"tokens {title}", number(tokens[0]), f"{number(tokens[1])} a second in that phase"
+def logged(run: RunFolder, chart: Chart) -> list[str]:
+    return [name for pattern in chart.names for name in fnmatch.filter(run.series, pattern)]
 
 
-def curves(run: RunFolder, title: str, charts: Sequence[Chart]) -> str:
-    """The curves of those metrics that the run logged."""
-    figures = "".join(_figure(run, chart) for chart in charts)
-    return f'<section><h2>{title}</h2><div class="grid2">{figures}</div></section>' if figures else ""
+def without_curve(run: RunFolder) -> dict[str, str]:
+    """Metrics of the charts with a single value, which is the text here, and those with the values of an earlier one,
+    such as `= reward/mean`."""
+    undrawn, curves = dict[str, str](), dict[tuple[tuple[int, ...], tuple[str, ...]], str]()
+    for chart in (HEADLINE, *(chart for charts in CHARTS.values() for chart in charts), *SPEED):
+        for name in logged(run, chart):
+            series = run.series[name]
+            values = tuple(f"{value:.6g}" for value in series.values)
+            key = tuple(series.steps), values
+            if len(set(values)) == 1:
+                undrawn[name] = number(series.values[0], series.unit)
+            elif (first := curves.setdefault(key, name)) != name:
+                undrawn[name] = f"= <code>{escape(first)}</code>"
+    return undrawn
 
 
-def _figure(run: RunFolder, chart: Chart) -> str:
-    names = [name for pattern in chart.names for name in fnmatch.filter(run.series, pattern)][:MAX_LINES]
-    if max((len(run.series[name].values) for name in names), default=0) < 2:
-        return ""
-    lines: list[Line] = []
-    for name in names:
-        steps, values = run.series[name].steps, run.series[name].values
-        style: Style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else chart.style
-        same = next((i for i, line in enumerate(lines) if (line.steps, line.values) == (steps, values)), None)
-        if same is None:
-            lines.append(Line(name, steps, values, style, *interval(run, name)))
-        else:  # it would cover the other curve
-            lines[same] = replace(lines[same], label=f"{lines[same].label} = {name}")
-    return figure(chart.title, run.series[names[0]].unit, lines, log=chart.log, below=_meanings(run, names))
+def _figure(run: RunFolder, chart: Chart, undrawn: dict[str, str]) -> str:
+    """Evaluations are drawn next to another curve, also if they are constant."""
+    names = [name for name in logged(run, chart) if name not in undrawn or undrawn[name][0] != "="][:MAX_LINES]
+    lines = []
+    for name in names if any(name not in undrawn for name in names) else ():
+        style: Style = "dots" if name.startswith("eval/") else chart.style
+        if name not in undrawn or style == "dots":
+            series = run.series[name]
+            lines.append(Line(name, series.steps, series.values, style, *interval(run, name)))
+    return figure(chart.title, run.series[names[0]].unit, lines) if lines else ""
 
 
 def interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
@@ -220,23 +236,6 @@ def suspicious(run: RunFolder) -> dict[str, tuple[str, Entry]]:
     return marked
 
 
-def _meanings(run: RunFolder, names: Sequence[str]) -> str:
-    """The texts of the glossary; a mark stands only at a metric whose curve is suspicious."""
-    entries: dict[Entry, list[str]] = {}
-    for name in names:
-        if (meaning := meaning_of(name)) is not None:
-            entries.setdefault(meaning.entry, []).append(name)
-    texts, marked = [], suspicious(run)
-    for entry, of_entry in entries.items():
-        which = f"<code>{escape(of_entry[0])}</code> " if len(entries) > 1 else ""
-        texts.append(f"<p>{which}healthy: {prose(entry.healthy)}</p>")
-        if reasons := "; ".join(f"`{name}`, {marked[name][0]}" for name in of_entry if name in marked):
-            texts.append(f'<p class="else"><b>suspicious</b>: {prose(unhealthy(reasons, entry.otherwise))}</p>')
-        elif text := unhealthy(rule_text(entry.rule), entry.otherwise):
-            texts.append(f"<p>suspicious: {prose(text)}</p>")
-    return "".join(texts)
-
-
 def prose(text: str) -> str:
     """The glossary's text as HTML: `code` in backquotes becomes <code>."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
@@ -245,12 +244,8 @@ def prose(text: str) -> str:
 def proofs(run: RunFolder) -> str:
     """Proofs that the sampler had the trainer's weights: digests of each sync, and re-scored samples. One without a
     value is left out."""
-    results = list(_proof_facts(run))
-    if not results:
-        return ""
-    items = "".join(f'<li class="{mark}">{text}</li>' for mark, text in results)
-    chart = _figure(run, Chart("Sampler against trainer", PROOF, log=True))
-    return f'<section><h2>Proofs</h2><div class="grid2"><ul class="proofs">{items}</ul>{chart}</div></section>'
+    items = "".join(f'<li class="{mark}">{text}</li>' for mark, text in _proof_facts(run))
+    return f'<ul class="proofs">{items}</ul>' if items else ""
 
 
 def _proof_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
@@ -264,7 +259,8 @@ def _proof_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
             samplers = "every sampler" if worst == 1 else f"only {worst:.0%} of the samplers in the worst sync"
             syncs = f"{counted(len(shares), 'weight sync')} up to version {version[-1]:.0f}"
             yield "yes" if worst == 1 else lacking, f"<b>{name}</b> {syncs}: {samplers} acknowledged that {proof}."
-    pairs = [(line.metrics.get(PROOF[0], math.nan), line.metrics.get(PROOF[2], math.nan)) for line in run.lines]
+    metrics = [line.metrics for line in run.lines]
+    pairs = [(m.get("proof/logprob_abs_diff_mean", math.nan), m.get("proof/limit", math.nan)) for m in metrics]
     measured = [(value, limit) for value, limit in pairs if not math.isnan(value + limit)]
     if measured:  # each with the limit of its step: a run that continues with another engine or dtype has another one
         worst, allowed = max([(value, limit) for value, limit in measured if value > limit] or measured)
@@ -278,7 +274,7 @@ def _proof_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
 
 def samples(run: RunFolder) -> str:
     """Answers to the same held-out prompts before and after training: learned, unlearned, still wrong. Of a single
-    evaluation, right and wrong answers."""
+    evaluation, or of the last step of a run without one, right and wrong answers."""
     evals = [evaluation for evaluation in (run.first_eval, run.last_eval) if evaluation is not None]
     if not evals:
         return ""
@@ -293,17 +289,18 @@ def samples(run: RunFolder) -> str:
         f'<span class="badge">{title.lower()} <b>{len(kinds.get(kind, []))}</b></span>' for kind, title in shown.items()
     )
     steps = " and ".join(f"after {counted(step, 'step')}" for step, _ in evals)
-    parts = [f'<p class="note">Held-out prompts, {steps}.</p><p>{counts}</p>']
-    for kind, title in shown.items():
-        rows = "".join(sample_row(**row) for row in kinds.get(kind, [])[:SAMPLES_OF_A_KIND])
-        if rows and kind != (True, True):
-            parts.append(f"<h3>{title}</h3>{rows}")
-    parts.append('<p class="note">All answers: <code>rollouts/eval_*.jsonl</code>.</p>')
-    return f"<section><h2>Samples</h2>{''.join(parts)}</section>"
+    prompts = f"Held-out prompts, {steps}" if answer_files(run.folder, "eval") else f"Prompts of step {evals[0][0]}"
+    chosen = [(shown[k], kinds[k]) for k in shown if k in kinds and (k != (True, True) or len(kinds) == 1)]
+    at_once = max(1, SAMPLES // max(len(chosen), 1))
+    first = "".join(sample_row(row, title) for title, rows in chosen for row in rows[:at_once])
+    more = "".join(sample_row(row, title) for title, rows in chosen for row in rows[at_once:SAMPLES])
+    view = f'<p class="note">All answers: <code>{escape(command("view", run.folder))}</code></p>'
+    about = f'<p class="note">{prompts}. {counts}</p>'
+    return f"<section><h2>Answers</h2>{about}{first}{fold('More answers', more) + view}</section>"
 
 
-def sample_row(**asked: LoggedPrompt) -> str:
-    """A prompt, and its answer in each evaluation, by a word for that evaluation."""
+def sample_row(asked: dict[str, LoggedPrompt], title: str = "") -> str:
+    """A prompt without its system message, and its answer in each evaluation, by a word for that evaluation."""
     first, answers = next(iter(asked.values())), ""
     for when, prompt in asked.items():
         shown = prompt.shown
@@ -315,23 +312,23 @@ def sample_row(**asked: LoggedPrompt) -> str:
         is_one = len(shown.messages) == 1  # a single answer is shown without its role
         texts = f"<pre>{escape(shown.messages[0][1])}</pre>" if is_one else _messages(shown.messages)
         answers += f'<div class="{css}"><small>{escape(when)}: {score}{several}{truncated}</small>{texts}</div>'
-    question = _messages([*first.question, ("expected answer", first.truth)])
-    return f'<div class="sample"><div>{question}</div>{answers}</div>'
+    question = _messages([m for m in first.question if m[0] != "system"] + [("expected answer", first.truth)])
+    name = f"<b>{title}</b>" if title else ""
+    return f'<div class="sample"><div>{name}{question}</div>{answers}</div>'
 
 
 def _messages(messages: Sequence[tuple[str, str]]) -> str:
     return "".join(f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in messages)
 
 
-def timing(run: RunFolder) -> str:
+def timing(run: RunFolder, undrawn: dict[str, str]) -> str:
     """The time of each phase, with speeds and memory."""
-    order = [*PHASES, *(p for p in run.phases if p not in PHASES and p != "other"), "other"]
+    order = [*COLOURS, *(p for p in run.phases if p not in COLOURS and p != "other"), "other"]
     layers = {phase: run.phases[phase] for phase in order if sum(run.phases.get(phase, {}).values()) > 0}
-    colours = [OTHER if phase == "other" else i % OTHER for i, phase in enumerate(layers)]
+    colours = [COLOURS.get(phase, OTHER) for phase in layers]
     drawing = stacked_chart(layers, colours)
     totals = {phase: sum(by_step.values()) for phase, by_step in layers.items()}
     total = sum(totals.values())
-    lines = [Line(phase, list(by_step), list(by_step.values())) for phase, by_step in layers.items()]
     bars = "".join(
         f'<tr><td><i class="k{colour}"></i>{escape(phase)}</td><td class="num">{number(seconds, "s")}</td>'
         f'<td class="num">{seconds / total:.1%}</td>'
@@ -340,12 +337,16 @@ def timing(run: RunFolder) -> str:
     )
     phases = (
         f"<figure><figcaption><b>Time of a step<small>s</small></b></figcaption>{drawing}"
-        f'<table class="phases">{bars}</table>{values_table(lines, "s")}'
-        f"{_meanings(run, ['time/rollout_s'] if 'rollout' in layers else [])}"
+        f'<table class="phases">{bars}</table>'
         "<p>other: the time between the phases, such as logging.</p></figure>"
     )
-    figures = (phases if drawing else "") + "".join(_figure(run, chart) for chart in SPEED)
-    return f'<section><h2>Time and memory</h2><div class="grid2">{figures}</div></section>' if figures else ""
+    facts = [
+        f"{number(tokens[0])} tokens {word}, {number(tokens[1])} a second in that phase"
+        for phase, word in (("rollout", "sampled"), ("train", "trained"))
+        if (tokens := run.tokens(phase))
+    ]
+    about = f'<p class="note">{"; ".join(facts)}.</p>' if facts else ""
+    return about + curves(run, SPEED, undrawn, phases if drawing else "")
 
 
 def settings(run: RunFolder) -> str:
@@ -363,10 +364,7 @@ def settings(run: RunFolder) -> str:
         )
         return f'<div class="wide"><table class="settings">{"".join(rows)}</table></div>'
 
-    return (
-        f"<section><h2>Configuration</h2>{table(chosen)}"
-        f"<details><summary>{len(rest)} more with their defaults</summary>{table(rest)}</details></section>"
-    )
+    return f"{table(chosen)}<details><summary>{len(rest)} more with their defaults</summary>{table(rest)}</details>"
 
 
 def every_number(run: RunFolder) -> str:
@@ -389,9 +387,7 @@ def every_number(run: RunFolder) -> str:
         )
     titles = ("metric", "first", "last", "lowest", "highest", "unit", "", "healthy")
     head = "".join(f"<th>{title}</th>" for title in titles)
-    table = f'<div class="wide"><table class="numbers"><tr>{head}</tr>{"".join(rows)}</table></div>'
-    number_of = counted(len(rows), "metric")
-    return f"<section><h2>Every number</h2><details><summary>{number_of}</summary>{table}</details></section>"
+    return f'<div class="wide"><table class="numbers"><tr>{head}</tr>{"".join(rows)}</table></div>' if rows else ""
 
 
 KINDS = {
@@ -403,41 +399,37 @@ KINDS = {
     (True,): "Right",
 }
 
-LEARNING = (
-    Chart("Training reward", ("reward/mean",)),
-    Chart("Held-out score, with its 95 % interval", ("eval/mean_at_k", "eval/pass_at_k")),
-    Chart("Terms of the training reward, before their weights", ("reward/term/*", "reward/turns")),
-    Chart("Held-out reward and its terms", ("eval/reward/mean", "eval/reward/term/*")),
-    Chart("Loss", ("loss/nll",)),
-    Chart("Groups without signal", ("reward/groups_without_signal",)),
-    Chart("Answer length", ("rollout/length_mean_tokens", "rollout/length_tokens/p95")),
-    Chart("Truncated answers", ("rollout/truncated_fraction",)),
-    Chart("Entropy", ("loss/entropy",)),
-)
+HEADLINE = Chart("Learning curve", ("eval/mean_at_k", "reward/mean", "loss/nll"))
 
-STABILITY = (
-    Chart("Gradient norm", ("train/grad_norm",)),
-    Chart("KL to the policy at the start of the step", ("loss/approx_kl",)),
-    Chart("Effective sample size", ("correction/effective_sample_size",)),
-    Chart("Distance from the reference", ("loss/kl", "reward/kl")),
-    Chart("Clipped ratios", ("loss/clip_fraction_low", "loss/clip_fraction_high")),
-    Chart("Equal answers in a group", ("rollout/duplicate_fraction",)),
-    Chart("Failed gradings", ("reward/failed",)),
-    Chart("Learning rate", ("train/lr",), "plain"),
-)
+CHARTS = {
+    "Rewards and answers": (
+        Chart("Held-out scores", ("eval/pass_at_k", "eval/reward/mean", "eval/reward/term/*")),
+        Chart("Terms of the training reward, before their weights", ("reward/term/*", "reward/turns")),
+        Chart("Answer length", ("rollout/length_mean_tokens", "rollout/length_tokens/p95", "eval/length_mean_tokens")),
+        Chart(
+            "Shares of answers and groups",
+            (
+                "rollout/truncated_fraction",
+                "reward/groups_without_signal",
+                "rollout/duplicate_fraction",
+                "reward/failed",
+            ),
+        ),
+        Chart("Entropy", ("loss/entropy",)),
+    ),
+    "Stability": (
+        Chart("Gradient norm", ("train/grad_norm",)),
+        Chart("Learning rate", ("train/lr",), "plain"),
+        Chart("KL", ("loss/approx_kl", "loss/kl", "reward/kl")),
+        Chart("Clipped ratios", ("loss/clip_fraction_low", "loss/clip_fraction_high")),
+        Chart("Effective sample size", ("correction/effective_sample_size",)),
+        Chart("Age of samples", ("rollout/staleness_versions/p50", "rollout/staleness_versions/p95")),
+    ),
+}
 
 SPEED = (
-    Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s")),
-    Chart("Trained tokens per second and device", ("perf/throughput",)),
-    Chart("Model FLOPs utilization (MFU)", ("perf/mfu",)),
-    Chart("Time to the first token", ("rollout/first_token_s/p50", "rollout/first_token_s/p95", "rollout/queue_s/p95")),
-    Chart("Memory of a rank by phase", ("memory/phase_bytes/*",), "plain"),
-    Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes"), "plain"),
-    Chart("Idle ranks", ("run/train_idle", "run/rollout_idle", "perf/exposed_comm_fraction")),
-    Chart("Computation divided by communication", ("perf/compute_comm_ratio",)),
-    Chart("Age of samples", ("rollout/staleness_versions/p50", "rollout/staleness_versions/p95")),
-    Chart("Groups that are not trained yet", ("rollout/groups_scored", "rollout/groups_running")),
+    Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s", "perf/throughput")),
+    Chart("Use of the ranks", ("perf/mfu", "run/train_idle", "run/rollout_idle", "perf/exposed_comm_fraction")),
+    Chart("Memory", ("memory/rss_bytes", "memory/device_peak_bytes"), "plain"),
     Chart("Weight sync", ("sync/latency_s", "sync/wait_s", "sync/verify_s")),
 )
-
-PROOF = ("proof/logprob_abs_diff_mean", "proof/logprob_abs_diff_max", "proof/limit")

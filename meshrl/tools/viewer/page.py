@@ -20,17 +20,20 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.config.reward import PassScore, has_passed
 from meshrl.core.columns import columns_for
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.terminal import counted
 from meshrl.monitor.rollout_log import answer_files, read_records
 from meshrl.monitor.token_log import TokenFile, read_token_file
 from meshrl.tools.page.document import data_block, document, package_text, write_page
+from meshrl.tools.report.folder import criterion_of, read_settings
+from meshrl.tools.state import read_part
 from meshrl.tools.viewer.answers import require_rollouts, step_name
 
 Record = dict[str, Any]
 _TOKEN_BYTES = 18  # 14 for the values
-_TOKENS = 4  # place of the number of tokens in a row
+_TOKENS = 5  # place of the number of tokens in a row
 PREVIEW = 90  # characters of a prompt or answer in the list
 MAX_NATS = 25.0  # larger distances from 0 are shown as this one
 NO_VALUE = 255
@@ -38,11 +41,13 @@ NO_VALUE = 255
 
 @dataclass(slots=True)
 class RolloutFile:
-    """One file of rollouts. kind: step or eval. notes: its faults, filled by `read_chunks`."""
+    """One file of rollouts. kind: step or eval. criterion: as criterion_of. notes: its faults, filled by
+    `read_chunks`."""
 
     path: Path
     kind: str
     step: int
+    criterion: tuple[str, PassScore]
     notes: list[str] = field(default_factory=list)
 
 
@@ -76,7 +81,9 @@ def read_chunks(file: RolloutFile) -> Iterator[Chunk]:
             file.notes.append(f"{file.path} has no file of token values next to it, so its tokens have no values")
     except DataError as damage:
         file.notes.append(str(damage))
-    answers = read_records(file.path, lambda record: (str(record["group_id"]), _answer(record, tokens)), file.notes)
+    answers = read_records(
+        file.path, lambda record: (str(record["group_id"]), _answer(record, tokens, file.criterion)), file.notes
+    )
     for name, answer in answers:
         groups.setdefault(name, []).append(answer)
     chosen, size = dict[str, list[_Answer]](), 0
@@ -90,7 +97,7 @@ def read_chunks(file: RolloutFile) -> Iterator[Chunk]:
         yield _chunk(chosen, tokens)
 
 
-def _answer(record: Record, tokens: TokenFile | None) -> _Answer:
+def _answer(record: Record, tokens: TokenFile | None, criterion: tuple[str, PassScore]) -> _Answer:
     turns, parts, oldest, version = [], list[slice](), list[int](), None
     for number, turn in enumerate(record["turns"]):
         values = tokens.turn(record["id"], number) if tokens is not None else None
@@ -111,8 +118,10 @@ def _answer(record: Record, tokens: TokenFile | None) -> _Answer:
         **{name: record[name] for name in ("rewards", "failure")},
         "turns": turns,
     }
+    score = record["rewards"].get(criterion[0], reward)
     row = (
         int(record["index"]),
+        int(has_passed(None if isinstance(score, dict) else score, record["rewards"], criterion[1])),
         float(reward) if reward is not None and np.isfinite(float(reward)) else None,
         str(record["status"]),
         str(record["turns"][-1]["stop_reason"]) if turns else "none",
@@ -190,7 +199,7 @@ def packed(data: bytes) -> str:
 
 
 MAX_PAGE_BYTES = 200_000_000
-_COLUMNS = ("group", "answer", "reward", "status", "stop", "tokens", "turns", "age", "text")
+_COLUMNS = ("group", "answer", "passed", "reward", "status", "stop", "tokens", "turns", "age", "text")
 _PRESENTED = {"versions", "advantages", "characters", "logprobs", "rollout_logprobs", "entropies", "trained"}
 _WORDS = ("status", "stop")  # columns of few different texts, which the index has as numbers
 _HERE = "meshrl.tools.viewer"
@@ -199,14 +208,17 @@ _HERE = "meshrl.tools.viewer"
 def write_view(folder: Path, out: Path | None = None, steps: str | None = None) -> list[str]:
     """Write `folder`/view.html, or `out`. steps: such as 10-20, for view_10-20.html. Returns lines for the user: the
     path, and what the page does not have. Without answers that can be read, the page states so."""
-    files = rollout_files(folder, steps)
+    damaged = list[str]()
+    criterion = criterion_of(read_part(damaged, read_settings, folder / "config.yaml") or [])
+    files = rollout_files(folder, criterion, steps)
     chunks, notes = _read(files, folder)
+    notes += damaged
     text = page(folder.resolve().name, files, chunks, notes)
     out = out or folder / ("view.html" if steps is None else f"view_{steps}.html")
     return [f"wrote {write_page(out, text)}", *notes]
 
 
-def rollout_files(folder: Path, steps: str | None = None) -> list[RolloutFile]:
+def rollout_files(folder: Path, criterion: tuple[str, PassScore], steps: str | None = None) -> list[RolloutFile]:
     """The files of a run's rollouts/, in the order of their steps, an evaluation before the step of its number."""
     first, last = 0, math.inf
     if steps is not None:
@@ -218,7 +230,7 @@ def rollout_files(folder: Path, steps: str | None = None) -> list[RolloutFile]:
             raise ConfigError(f"--steps {steps}: the range ends before it begins; write {last}-{first}")
     require_rollouts(folder)
     files = [(step, kind, path) for kind in ("eval", "step") for step, path in answer_files(folder, kind).items()]
-    chosen = [RolloutFile(path, kind, step) for step, kind, path in sorted(files) if first <= step <= last]
+    chosen = [RolloutFile(path, kind, step, criterion) for step, kind, path in sorted(files) if first <= step <= last]
     if not chosen:
         raise ConfigError(f"--steps {steps}: {folder} has the steps {min(files)[0]} to {max(files)[0]}")
     return chosen
@@ -259,7 +271,7 @@ def page(name: str, files: list[RolloutFile], chunks: list[list[Chunk]], notes: 
     )
     shown = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     return document(
-        f"{name}: rollouts",
+        f"{name} · view",
         [f"<header><h1>{escape(name)}</h1></header>{shown}", package_text(_HERE, "view.html")],
         style=[package_text(_HERE, "view.css")],
         scripts=[package_text(_HERE, "view.js")],

@@ -144,7 +144,7 @@
     const found = [];
     for (let row = 0; row < count; row++) {
       if (hits && !hits[row]) continue;
-      if (kind && stepOf(row).kind !== kind) continue;
+      if (kind && stepOf(row).kind !== kind || $("wrong").checked && answers.passed[row]) continue;
       if (status && answers.status[row] !== +status || stop && answers.stop[row] !== +stop) continue;
       if (limits.some(({ low, high, value }) => { const v = value(row); return v == null || v < low || v > high; })) continue;
       found.push(row);

@@ -85,7 +85,7 @@ def test_evaluations_supervised_and_unfinished_runs_can_be_compared(runs, tmp_pa
     assert "Of 2 keys, none differ" in text and "sft_0, sft_1, killed have the same configuration" in text
     assert "seed only" not in text and re.search(r"state +done +done +killed\n", text)
     assert re.search(r"killed +0 +0\.500", text) and "No held-out prompt was answered by all runs." in text
-    assert "Loss" in visible_text(path.read_text(encoding="utf-8"))
+    assert "loss/nll" in visible_text(path.read_text(encoding="utf-8"))
     assert "HELD-OUT" not in compare(sft, None)[0]
 
 
@@ -101,7 +101,7 @@ def test_scores_of_other_terms_are_not_compared(runs, tmp_path):
     assert "worse, 20 prompts, other sampling\n" in compare([base, other], None)[0]
     config = settings(model__path="tiny", loop__eval_term="form")
     old = made_run(tmp_path / "old", {0: [0] * 20, 2: [0] * 20}, [0.5, 0.5], config=config)
-    assert compare([runs[0], old], None)[0].count("scored by another term") == 3
+    assert compare([runs[0], old], None)[0].count("scored by another term") == 4
 
 
 def test_other_prompts_are_not_compared(runs, tmp_path):

@@ -27,8 +27,7 @@ def folder(tmp_path_factory) -> Path:
 def test_the_page_shows_every_part(folder, chromium: Chromium, width, dark):
     page = chromium.open(folder / "diagnose.html", width=width, dark=dark)
     check_golden("diagnose.txt", without_blanks(page.evaluate("document.body.innerText")))
-    charts = "[...document.querySelectorAll('svg[role=img]')].every(s => s.getAttribute('aria-label') && "
-    assert page.evaluate(charts + "s.closest('figure').querySelector('details.values table'))")
+    assert page.evaluate("[...document.querySelectorAll('svg[role=img]')].every(s => s.getAttribute('aria-label'))")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert page.errors == [] and page.dialogs == []
 

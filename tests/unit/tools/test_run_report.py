@@ -82,18 +82,29 @@ def test_the_page_shows_scores_samples_proofs_settings_and_times(folder: Path):
     check_golden("report.txt", visible_text(write_report(folder).read_text(encoding="utf-8")), folder)
 
 
-def test_constant_curves_are_shown_also_those_of_zeros_and_equal_ones(tmp_path: Path):
+def test_constant_curves_and_those_with_the_values_of_another_one_are_a_line(tmp_path: Path):
     """A reader can't distinguish an omitted curve from one that was never logged."""
     sink = JsonlSink(tmp_path / "metrics.jsonl")
-    names = ("rollout/truncated_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high")
     for step in (1, 2, 3):
-        sink.write(step, dict.fromkeys(names, 0.0), dict.fromkeys(names, "fraction"))
+        sink.write(step, {"reward/mean": step / 4, "reward/term/a": step / 4, "reward/failed": 0.0, "eval/x": 1.0}, {})
     sink.close()
     page = write_report(tmp_path).read_text(encoding="utf-8")
-    figures = [figure for figure in page.split("<figure>")[1:] if "<svg" in figure]
-    shown = [name for figure in figures for name in re.findall(r"</i><code>([^<]*)</code> <b>0</b>", figure)]
-    assert shown == [names[0], f"{names[1]} = {names[2]}"]  # one curve, because one would cover the other
-    assert all('<path class="l0"' in figure and ">1<" in figure for figure in figures), "0 is not an empty axis"
+    drawn = [name for figure in page.split("<figure>")[1:] for name in re.findall(r"</i><code>([^<]*)</code>", figure)]
+    assert drawn == ["reward/mean"]
+    assert "Constant, or equal to another curve: reward/term/a = reward/mean, reward/failed 0." in visible_text(page)
+
+
+def test_a_run_without_held_out_rows_states_so_and_shows_answers_of_its_last_step(tmp_path: Path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(3, {"reward/mean": 0.5}, {})
+    sink.close()
+    log = RolloutLog(tmp_path, decode)
+    log.write(3, [answer("6*7?", "42 at last", 1), answer("hard?", "still no", 0)])
+    text = visible_text(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "Verdict : none, because the run has no held-out rows." in text
+    assert "Prompts of step 3" in text and "42 at last" in text and "still no" in text
+    (tmp_path / "config.yaml").write_text("data:\n  eval_path: rows.jsonl  # my.yaml:3\n")
+    assert "none yet, because no evaluation has ended" in visible_text(write_report(tmp_path).read_text("utf-8"))
 
 
 def test_the_folder_is_read_as_it_was_written(folder: Path):
@@ -148,9 +159,9 @@ def test_the_page_of_a_single_evaluation_shows_wrong_and_right_answers(folder: P
     (folder / "result.json").write_text(json.dumps({"status": "done", "error": None, "wall_s": 3.0, "answers": 3}))
     (folder / "config.yaml").write_text("run:\n  name: made_up  # meshrl eval\n")
     text = visible_text(write_report(folder).read_text(encoding="utf-8"))
-    for words in ("Held-out prompts, after 0 steps.\nwrong 2 right 1\nWrong\n", "answers 3", "41", "hard?", "score 1"):
+    for words in ("Held-out prompts, after 0 steps. wrong 2 right 1", "3 answers in 3s", "41", "hard?", "score 1"):
         assert words in text
-    assert text.index("\nWrong\n") < text.index("\n41\n") < text.index("\nRight\n") < text.index("forty two?")
+    assert text.index("Wrong") < text.index("\n41\n") < text.index("Right") < text.index("forty two?")
 
 
 @pytest.mark.parametrize(("scores", "is_right"), [([1, 0], True), ([1, 0, 0.9], False), ([None, None, 2], False)])
@@ -172,15 +183,15 @@ def test_the_page_of_an_interrupted_evaluation_states_nothing_about_training(tmp
     (tmp_path / "config.yaml").write_text(config)
     (tmp_path / "result.json").write_text(json.dumps({"status": "interrupted", "answers": 2, "wall_s": 3}))
     text = visible_text(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert "The evaluation has not ended" in text and "model small" in text
-    assert "step is finished" not in text and "· advantage" not in text
+    assert "none yet, because no evaluation has ended" in text and "model small" in text
+    assert "· advantage" not in text and "step" not in text.partition("What to look at")[0]
 
 
 def test_a_run_without_a_step_has_a_page_and_a_folder_without_a_run_has_none(tmp_path: Path):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "error": "RankFailure: <gone>", "wall_s": 3}))
     text = visible_text(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert "No step is finished yet" in text and "RankFailure: <gone>" in text and "failed at step 0" in text
+    assert "RankFailure: <gone>" in text and "failed at step 0" in text
     with pytest.raises(MeshrlError, match=r"elsewhere does not exist; give the folder of a run"):
         write_report(tmp_path / "elsewhere")
 
@@ -198,8 +209,6 @@ def test_the_points_of_curves_are_at_their_values():
     assert y0 - y3 == pytest.approx(2 * (y0 - y1), abs=0.2) and y3 < y1 < y0
     assert x3 - x0 == pytest.approx(3 * (x1 - x0), abs=0.3)
     assert svg.count("M", svg.index("l0")) >= 2
-    log = points(line_chart([Line("a", [1, 2, 3], [1e-6, 1e-4, 1e-2])], "", log=True), "l0")
-    assert log[0][1] - log[1][1] == pytest.approx(log[1][1] - log[2][1], abs=0.2)
     assert line_chart([Line("a", [1], [math.nan])], "") == ""
 
 

@@ -210,6 +210,9 @@ def test_filters_search_and_order_the_list(chromium: Chromium, run: Path):
     assert filtered(page, "kind", "") == 14
     assert filtered(page, "long", "4") == 4
     assert filtered(page, "long", "") == 14
+    page.evaluate("document.getElementById('wrong').checked = true")
+    assert filtered(page, "text", "") == 8, "those with a reward below 1"
+    page.evaluate("document.getElementById('wrong').checked = false")
     stop = page.evaluate("[...document.getElementById('stop').options].find((o) => o.text === 'length').value")
     assert filtered(page, "stop", stop) == 5
     assert filtered(page, "stop", "") == 14
@@ -319,7 +322,7 @@ def test_hostile_texts_are_visible_and_do_nothing(chromium: Chromium, tmp_path: 
     page.evaluate("document.querySelector('.row').click()")
     page.wait_for("document.documentElement.dataset.open")
     assert page.evaluate("typeof window.hacked") == "undefined" and page.dialogs == [] and page.errors == []
-    assert page.evaluate("document.title") == title == "<script>window.hacked = 1<: rollouts"
+    assert page.evaluate("document.title") == title == "<script>window.hacked = 1< · view"
     assert page.evaluate("document.querySelectorAll('img, #group script, #group b b').length") == 0
     shown = page.evaluate("document.getElementById('group').textContent")
     assert shown.count(VISIBLE) >= 8, shown[:2000]
@@ -336,7 +339,7 @@ def test_the_page_is_usable_on_a_phone_and_loads_nothing(chromium: Chromium, run
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     loaded = page.evaluate("performance.getEntriesByType('resource').map((e) => e.name)")
     assert loaded == [] and page.errors == []
-    assert page.evaluate("document.title") == "<i>run: rollouts"
+    assert page.evaluate("document.title") == "<i>run · view"
 
 
 def test_a_link_to_an_answer_that_the_page_does_not_have_is_a_sentence(chromium: Chromium, run: Path):
