@@ -60,6 +60,15 @@ REWARDS = {
         full_score=0.0,
         text="a penalty of at most 1 for a long answer",
     ),
+    "judge": RewardKind(
+        function="meshrl.reward.judge:judge",
+        check="meshrl.reward.judge:check_args",
+        self_test="meshrl.reward.self_test:try_judge",
+        needs_answer=False,
+        judges_form=False,
+        full_score=1.0,
+        text="0 to 1, the score of a model behind an OpenAI-compatible endpoint",
+    ),
 }
 """reward.terms.NAME.kind -> its entry."""
 

@@ -50,7 +50,7 @@ _NUMBER = re.compile(r"^<\d+")  # of rows, at the beginning of the text for them
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
 PATH_KEYS = (
     *("model.path", "data.path", f"data.sources.{NAME}.path", "data.eval_path", "data.chat_template"),
-    *("sft.path", "sft.chat_template", "run.resume"),
+    *("sft.path", "sft.chat_template", "run.resume", f"reward.terms.{NAME}.args.calibration"),
 )
 ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # one of them is required
 MAX_SHOWN = 50  # wrong keys that are explained at once; each is compared with all known keys
@@ -383,8 +383,9 @@ def _resolve(config: C, case: Case, keys: dict[str, Key], module_folder: str) ->
     changes: dict[str, Any] = {}
     given = {key: value for key, value in case.given.items() if value.value is not None}
     for key, value in given.items():
-        schema_key, _ = locate(keys, key)
-        if schema_key is not None and schema_key.path in PATH_KEYS and value.value not in NO_PATHS:
+        schema_key, rest = locate(keys, key)
+        named = f"{schema_key.path}.{rest}".rstrip(".") if schema_key else ""
+        if named in PATH_KEYS and value.value not in NO_PATHS:
             path, _ = case.find(key)
             if path is not None:
                 changes[key] = str(path)

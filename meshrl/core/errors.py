@@ -88,14 +88,14 @@ class AgentError(MeshrlError):
 
 
 class RewardError(MeshrlError):
-    """Too many gradings failed, or a reward worker could not be started."""
+    """Too many gradings failed, a reward worker could not be started, or a judge gave no score."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """A typed failure in place of a value: counted, masked, never a reward of 0.
 
-    kind: timeout | crash | memory | bad_value | agent | engine. message: one line for people.
+    kind: timeout | crash | memory | bad_value | judge | agent | engine. message: one line for people.
     """
 
     kind: str

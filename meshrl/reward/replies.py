@@ -17,7 +17,7 @@ from meshrl.core.files import decode, parse_json
 MAX_MESSAGE_CHARS = 400
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-_KINDS = ("bad_value", "crash", "memory", "timeout")  # of failures that a worker reports
+_KINDS = ("bad_value", "crash", "judge", "memory", "timeout")  # of failures that a worker reports
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ _ADVICE = {
     "agent": "Let the agent put a parsed message into the last turn of each trajectory.",
     "bad_value": f"Let the reward function return a finite number, of at most {MAX_REWARD:g} in size.",
     "crash": "Fix the reward function at the file and line of its exception.",
+    "judge": "Correct the args of the judge, its server or its key; for status 429 lower args.max_parallel.",
     "memory": "Let the reward function use less memory, or raise reward.max_memory_bytes ({max_memory_bytes}).",
     "timeout": "Make the reward function faster, or raise reward.timeout_s ({timeout_s:g}).",
 }

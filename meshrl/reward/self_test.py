@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from meshrl.config.case import Case, Problem
 from meshrl.config.kinds import REWARDS, needs_answer
 from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.errors import ConfigError, Failure, Graded
+from meshrl.core.files import parse_json, read_text
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported, import_object
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.reward.answer_forms import references
@@ -214,6 +216,44 @@ async def try_overlong(scorer: Scorer, name: str, term: RewardTerm, note: Note) 
             f"completion of 1 token {short:g}, and one of max_tokens {long:g}, which must be lower. Raise max_tokens, "
             "and remove num_tokens from args: it is counted"
         )
+
+
+async def try_judge(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
+    """Grade the rows of args.calibration, and compare the order of their scores with that of their labels: equal scores
+    count half. Without such a file grade one answer."""
+    path, least = term.args.get("calibration"), term.args.get("min_agreement")
+    if path is None:
+        await _scores(scorer, name, term, [("4", "4")])
+        return
+    rows = _labelled_rows(path)
+    results = await scorer.grade([(name, trajectory) for trajectory, _ in rows])
+    graded = [(label, score) for (_, label), score in zip(rows, results) if isinstance(score, float)]
+    failed = next((f" (the first failure, {r.kind}: {r.message})" for r in results if isinstance(r, Failure)), "")
+    pairs = [(good > bad) + (good == bad) / 2 for high, good in graded for low, bad in graded if high > low]
+    agreement = sum(pairs) / max(1, len(pairs))
+    text = (
+        f"reward.terms.{name}: the judge graded {len(graded)} of {len(rows)} rows of {path}{failed}, and ordered "
+        f"{agreement:.0%} of {len(pairs)} pairs of rows with different labels as the labels do (by chance: 50%)"
+    )
+    if not pairs or agreement < (least or 0.0):
+        raise ConfigError(f"{text}; args.min_agreement is {least}. Change the judge, or the rows if no labels differ")
+    note(text)
+
+
+def _labelled_rows(path: str) -> list[tuple[Trajectory, float]]:
+    rows, place = [], path
+    try:
+        for number, line in enumerate(read_text(Path(path)).rstrip().split("\n"), 1):
+            place, row = f"{path}:{number}", parse_json(line, constants=False)
+            messages = [{"role": "user", "content": row["prompt"]}]
+            prompt = Prompt(id=place, ordinal=0, messages=messages, answer=row.get("answer"))
+            rows.append((_attempt(prompt, row["completion"]), float(row["score" if "score" in row else "label"])))
+    except (LookupError, TypeError, ValueError) as error:
+        form = (
+            '{"prompt": text, "completion": text, "score" or "label": number}, with "answer" if the template reads it'
+        )
+        raise ConfigError(f"{place}: {type(error).__name__}: {error}; each line of a calibration is {form}") from error
+    return rows
 
 
 async def _scores(scorer: Scorer, name: str, term: RewardTerm, cases: Sequence[tuple[str, Any]]) -> list[float]:

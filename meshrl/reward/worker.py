@@ -32,7 +32,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from meshrl.core.errors import ConfigError
+from meshrl.core.errors import ConfigError, RewardError
 from meshrl.process.frames import receive, send_bytes
 from meshrl.process.guard import fork_below_guard
 from meshrl.reward.kinds import OF_TOKENS, Grader, make_grader
@@ -117,19 +117,24 @@ def _grade_in_order(
 async def _grade_together(
     answer: Callable[..., None], graders: dict[str, Grader], items: list, timeout_s: float, max_reward: float
 ) -> None:
-    """Grade all items at once: they mostly wait for an endpoint. The time of each starts now."""
+    """Grade all items at once, or those of a term with an argument max_parallel up to this number: they mostly wait for
+    an endpoint. The time of each starts with its call."""
     import asyncio
 
+    limits = {term: graders[term].args.get("max_parallel") for term, _ in items}
+    gates = {t: asyncio.Semaphore(n if type(n) is int and n > 0 else len(items)) for t, n in limits.items()}
+
     async def grade(index: int, term: str, payload: dict[str, Any]) -> None:
-        clock = asyncio.timeout(timeout_s)
-        try:
-            async with clock:
-                value = await graders[term](payload)
-            reply = _value_reply(value, max_reward)
-        except BaseException as error:  # user code
-            reply = _failure_reply(error)
-            if clock.expired():
-                reply = {"failure": ["timeout", f"no answer within {timeout_s:g} s"]}
+        async with gates[term]:
+            clock = asyncio.timeout(timeout_s)
+            try:
+                async with clock:
+                    value = await graders[term](payload)
+                reply = _value_reply(value, max_reward)
+            except BaseException as error:  # user code
+                reply = _failure_reply(error)
+                if clock.expired():
+                    reply = {"failure": ["timeout", f"no answer within {timeout_s:g} s"]}
         answer(item=index, **reply)
 
     await asyncio.gather(*(grade(index, term, payload) for index, (term, payload) in enumerate(items)))
@@ -150,6 +155,8 @@ def _value_reply(value: Any, max_reward: float) -> dict[str, Any]:
 
 def _failure_reply(error: BaseException) -> dict[str, Any]:
     """The reply for an exception of a reward function, with file and line of the user's code."""
+    if isinstance(error, RewardError):
+        return {"failure": ["judge", one_line(str(error))]}
     message = error_line(error)
     if isinstance(error, MemoryError):
         return {"failure": ["memory", message], "retire": True}

@@ -62,7 +62,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "rich": {"tools", "monitor"},
     "psutil": {"monitor", "process"},
     "ray": {"cluster/ray.py"},
-    "httpx2": {"rollout/server/http.py"},
+    "httpx2": {"rollout/server/http.py", "reward/judge.py"},
     "vllm": {
         "rollout/vllm/memory.py",
         "rollout/vllm/packed.py",

@@ -21,7 +21,7 @@ def test_names_and_dotted_paths_resolve_to_functions():
         (
             "math_anser",
             {},
-            "allowed: math_answer, format, overlong, or a dotted path package.module:name; did you mean",
+            "allowed: math_answer, format, overlong, judge, or a dotted path package.module:name; did you mean",
         ),
         ("no_such_module:score", {}, "importing 'no_such_module' raised ModuleNotFoundError"),
         ("sandbox_graders:behav", {}, "has no 'behav'; did you mean 'behave'"),
