@@ -14,7 +14,7 @@ _MAX_WEIGHT = 1e6
 
 class RewardTerm(Slice):
     kind: str = Field(
-        description=f"{described(REWARDS)} (docs/data.md and docs/judges.md have their args), or a function as package.module:name"
+        description=f"{described(REWARDS)} (args: docs/data.md, docs/judges.md), or a function as package.module:name"
     )
     weight: float = Field(1.0, ge=-_MAX_WEIGHT, le=_MAX_WEIGHT)
     """factor in the weighted sum; below 0 is a penalty"""

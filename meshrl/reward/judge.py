@@ -75,7 +75,7 @@ async def judge(
     body = {name: value for name, value in fields.items() if value is not None}
     body |= {"model": model, "messages": [{"role": "user", "content": content}]}
     question = json.dumps([url, body, regex, scale, votes])
-    asking, scores = _asked[question] = _asked.pop(question, None) or (asyncio.Lock(), [])  # now the newest
+    asking, scores = _asked[question] = _asked.pop(question, (asyncio.Lock(), []))  # now the newest
     if len(_asked) > MAX_CACHED:
         del _asked[next(iter(_asked))]
     async with asking:  # an equal question waits for this one's score

@@ -37,7 +37,7 @@ def judge_server(answer):
             for header in headers.items():
                 self.send_header(*header)
             self.end_headers()
-            choice = {"message": {"content": reply}, "finish_reason": "length" if reply == "long" else "stop"}
+            choice = {"message": {"content": reply}, "finish_reason": "length" if reply == "Score: 9, as" else "stop"}
             self.wfile.write(json.dumps({"choices": [choice]}).encode())
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -92,14 +92,14 @@ def test_the_score_is_the_mean_of_the_votes_with_a_users_template_regex_and_scal
 
 
 def test_what_can_not_be_read_is_a_failure_with_the_reason_and_no_score():
-    replies = {"none": "no idea", "above": "Score: 11", "long": "long", "refused": (401, {}), "slow": "9", "ok": "7"}
+    replies = {"ok": "7", "no": "hm", "above": "Score: 11", "long": "Score: 9, as", "refused": (401, {}), "slow": "9"}
     ended = threading.Event()
     with judge_server(lambda text, n: replies[text] if text != "slow" or ended.wait(20) else "") as (url, requests):
         _, results = with_worker(*replies, url=url, template="{completion}", timeout_s=2.0)
         ended.set()
-    assert [r.kind if isinstance(r, Failure) else r for r in results] == [*["judge"] * 4, "timeout", 0.7]
+    assert [r.kind if isinstance(r, Failure) else r for r in results] == [0.7, *["judge"] * 4, "timeout"]
     reasons = ("no score from 0 to 10", "'Score: 11'", "raise max_tokens", "status 401")
-    assert all(reason in result.message for reason, result in zip(reasons, results)) and len(requests) == len(replies)
+    assert all(reason in result.message for reason, result in zip(reasons, results[1:])) and len(requests) == len(replies)
 
 
 def test_a_question_that_can_not_be_asked_states_why():
