@@ -26,8 +26,7 @@ Answer to be graded:
 State briefly what is right and what is wrong in the answer. Then end with one line `Score: N`, where N is a number from
 {low} (of no use) to {high} (could not be better)."""
 _REFERENCE = "\nReference answer, which is right:\n{}\n"
-_COUNTS = ("votes", "max_tries", "max_parallel")
-_PLACEHOLDERS = ("prompt", "completion", "answer", "reference", "low", "high")
+_NAMES = ("prompt", "completion", "answer", "reference", "low", "high")
 _AFTER = r"[\"'*_\s]*(?:\([^)\n]*\)[\"'*_\s]*)?(?::|=|\bis\b|\bof\b)[\"'*_\s]*"
 REGEX = rf"(?i)\bscore{_AFTER}(-?\d+(?:\.\d+)?)|\A\s*(-?\d+(?:\.\d+)?)\s*\Z"  # or nothing but a number
 
@@ -98,8 +97,7 @@ def score_in(reply: str, regex: str, scale: Sequence[float]) -> float:
             return score
     except (LookupError, TypeError, ValueError, AttributeError):
         pass
-    advice = "; raise max_tokens" if end == "length" else ""
-    raise RewardError(f"no score from {low} to {high} in the judge's answer {str(text)[-200:]!r}{advice}")
+    raise RewardError(f"no score from {low} to {high} in the judge's answer {str(text)[-200:]!r}, finish_reason {end}")
 
 
 async def _ask(url: str, api_key_env: str | None, body: Any, max_tries: int) -> str:
@@ -131,14 +129,13 @@ def check_args(completion: str, answer: Any, **args: Any) -> None:
     args = {**(judge.__kwdefaults__ or {}), **args}
     url, scale, share = urlsplit(str(args["url"])), args["scale"], args["min_agreement"]
     names = {name for _, name, *_ in Formatter().parse(args["template"])} - {None}
-    text = f"a text with {{completion}}, and in other braces only {', '.join(_PLACEHOLDERS)}"
     format_match("", None, regex=args["regex"])
     for name, is_right, allowed in (
         ("url", url.scheme in ("http", "https") and url.hostname, "an address such as http://127.0.0.1:8000/v1"),
-        ("template", {"completion"} <= names <= {*_PLACEHOLDERS}, text),
+        ("template", {"completion"} <= names <= {*_NAMES}, f"a text with {{completion}}; in braces only {_NAMES}"),
         ("regex", re.compile(args["regex"]).groups, "one with a group for the number, such as Score: ([0-9]+)"),
         ("scale", len(scale) == 2 and scale[1] - scale[0] > 0, "the lowest and the highest score, such as [0, 10]"),
-        *((name, type(args[name]) is int and args[name] > 0, "an integer from 1") for name in _COUNTS),
+        *((n, type(args[n]) is int and args[n] > 0, "1, 2, 3 ...") for n in ("votes", "max_tries", "max_parallel")),
         ("temperature", args["votes"] == 1 or args["temperature"], "above 0, because votes at 0 are equal"),
         ("min_agreement", share is None or (0 <= share <= 1 and args["calibration"]), "0 to 1, with a calibration"),
     ):

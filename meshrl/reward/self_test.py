@@ -249,10 +249,8 @@ def _labelled_rows(path: str) -> list[tuple[Trajectory, float]]:
             prompt = Prompt(id=place, ordinal=0, messages=messages, answer=row.get("answer"))
             rows.append((_attempt(prompt, row["completion"]), float(row["score" if "score" in row else "label"])))
     except (LookupError, TypeError, ValueError) as error:
-        form = (
-            '{"prompt": text, "completion": text, "score" or "label": number}, with "answer" if the template reads it'
-        )
-        raise ConfigError(f"{place}: {type(error).__name__}: {error}; each line of a calibration is {form}") from error
+        form = "each line needs prompt, completion and a number as score or label; it may have answer"
+        raise ConfigError(f"{place}: {type(error).__name__}: {error}; {form}") from error
     return rows
 
 

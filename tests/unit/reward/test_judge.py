@@ -98,8 +98,10 @@ def test_what_can_not_be_read_is_a_failure_with_the_reason_and_no_score():
         _, results = with_worker(*replies, url=url, template="{completion}", timeout_s=2.0)
         ended.set()
     assert [r.kind if isinstance(r, Failure) else r for r in results] == [0.7, *["judge"] * 4, "timeout"]
-    reasons = ("no score from 0 to 10", "'Score: 11'", "raise max_tokens", "status 401")
-    assert all(reason in result.message for reason, result in zip(reasons, results[1:])) and len(requests) == len(replies)
+    reasons = ("no score from 0 to 10", "'Score: 11'", "finish_reason length", "status 401")
+    assert all(reason in result.message for reason, result in zip(reasons, results[1:])) and len(requests) == len(
+        replies
+    )
 
 
 def test_a_question_that_can_not_be_asked_states_why():
@@ -142,10 +144,10 @@ def test_questions_wait_together_up_to_max_parallel_and_the_time_of_each_starts_
 def test_arguments_that_can_not_work_are_refused_before_the_run():
     for message, args in {
         "url is 'judge:8000'; it must be an address such as http://": {"url": "judge:8000"},
-        "and in other braces only prompt, completion, answer": {"template": "{completion} {anser}"},
+        "a text with {completion}; in braces only .*'low', 'high'": {"template": "{completion} {anser}"},
         "one with a group for the number": {"regex": "Score"},
         "the lowest and the highest score": {"scale": [10, 0]},
-        "votes is 0; it must be an integer from 1": {"votes": 0},
+        "votes is 0; it must be 1, 2, 3 ...": {"votes": 0},
         "temperature is 0.0; it must be above 0": {"votes": 3},
         "0 to 1, with a calibration": {"min_agreement": 0.7},
         "no argument 'api_key'; allowed": {"api_key": "secret"},
