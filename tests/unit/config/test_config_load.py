@@ -161,7 +161,9 @@ def test_relative_paths_start_at_the_config_file_then_at_the_working_folder(good
     here = Path.cwd()
     (here / "other.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     (here / "train.jsonl").write_text('{"question": "q", "answer": "a"}\n')
-    config = load_run_config(good, ["data.eval_path=other.jsonl"]).config
+    judge = "reward.terms.quality={kind: judge, args: {calibration: train.jsonl}}"  # a path among free arguments
+    config = load_run_config(good, ["data.eval_path=other.jsonl", judge]).config
+    assert config.reward.terms["quality"].args["calibration"] == config.data.path
     assert config.data.path == str(good.parent / "train.jsonl"), "both folders have one; the config file's counts"
     assert config.data.eval_path == str(here / "other.jsonl")
     assert config.model.path == str(good.parent / "tiny")

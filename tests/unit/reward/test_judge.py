@@ -22,7 +22,7 @@ PROMPT = {"messages": [{"role": "user", "content": "What is 2+2?"}]}
 
 @contextmanager
 def judge_server(answer):
-    """(url, requests): answer(text of the question, number of requests so far) -> text, or (status, headers)."""
+    """(url, requests): answer(text of the question, number of requests so far) -> text, or a status."""
     requests = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -32,10 +32,8 @@ def judge_server(answer):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             requests.append({**body, "path": self.path, "key": self.headers["authorization"]})
             reply = answer(body["messages"][0]["content"], len(requests))
-            status, headers = (200, {}) if isinstance(reply, str) else reply
-            self.send_response(status)
-            for header in headers.items():
-                self.send_header(*header)
+            self.send_response(200 if isinstance(reply, str) else reply)
+            self.send_header("retry-after", "1")
             self.end_headers()
             choice = {"message": {"content": reply}, "finish_reason": "length" if reply == "Score: 9, as" else "stop"}
             self.wfile.write(json.dumps({"choices": [choice]}).encode())
@@ -77,11 +75,9 @@ def test_answers_are_graded_with_the_key_and_equal_questions_are_asked_once(monk
     args = {"api_key_env": "MY_JUDGE_KEY", "extra_body": {"max_tokens": None, "max_completion_tokens": 9}}
     with judge_server(lambda text, n: f"Not bad.\n**Score:** {8 if 'good' in text else 2}/10") as (url, requests):
         assert scores(url, "good", "bad", "good", **args) + scores(url, "bad", **args) == [0.8, 0.2, 0.8, 0.2]
-    assert len(requests) == 2
-    (message,) = requests[0].pop("messages")
+    (message,), sent = requests[0].pop("messages"), {"model": "m", "temperature": 0, "max_completion_tokens": 9}
     assert message["content"].startswith("Task:\nWhat is 2+2?\n\nReference answer, which is right:\n4\n")
-    sent = {"model": "m", "temperature": 0, "max_completion_tokens": 9}
-    assert requests[0] == sent | {"path": "/v1/chat/completions", "key": "Bearer secret"}
+    assert requests[0] == sent | {"path": "/v1/chat/completions", "key": "Bearer secret"} and len(requests) == 2
 
 
 def test_the_score_is_the_mean_of_the_votes_with_a_users_template_regex_and_scale():
@@ -92,22 +88,20 @@ def test_the_score_is_the_mean_of_the_votes_with_a_users_template_regex_and_scal
 
 
 def test_what_can_not_be_read_is_a_failure_with_the_reason_and_no_score():
-    replies = {"ok": "7", "no": "hm", "above": "Score: 11", "long": "Score: 9, as", "refused": (401, {}), "slow": "9"}
+    replies = {"ok": "7", "no": "hm", "above": "Score: 11", "long": "Score: 9, as", "refused": 401, "slow": "9"}
     ended = threading.Event()
     with judge_server(lambda text, n: replies[text] if text != "slow" or ended.wait(20) else "") as (url, requests):
         _, results = with_worker(*replies, url=url, template="{completion}", timeout_s=2.0)
         ended.set()
     assert [r.kind if isinstance(r, Failure) else r for r in results] == [0.7, *["judge"] * 4, "timeout"]
     reasons = ("no score from 0 to 10", "'Score: 11'", "finish_reason length", "status 401")
-    assert all(reason in result.message for reason, result in zip(reasons, results[1:])) and len(requests) == len(
-        replies
-    )
+    assert all(reason in result.message for reason, result in zip(reasons, results[1:]))
+    assert len(requests) == len(replies)
 
 
 def test_a_question_that_can_not_be_asked_states_why():
-    no_answer = "http://127.0.0.1:9/chat/completions, request 1 of at most 1: no answer"
     for message, args in {
-        no_answer: {"max_tries": 1},
+        "http://127.0.0.1:9/chat/completions, request 1 of at most 1: no answer": {"max_tries": 1},
         "environment variable NO_SUCH_KEY": {"api_key_env": "NO_SUCH_KEY"},
         "set data.answer": {"template": "{completion}{answer}"},
     }.items():
@@ -116,7 +110,7 @@ def test_a_question_that_can_not_be_asked_states_why():
 
 
 def test_a_request_is_repeated_after_429_and_no_more_often_than_allowed():
-    with judge_server(lambda text, n: "Score: 5" if n == 2 else (429, {"retry-after": "1"})) as (url, requests):
+    with judge_server(lambda text, n: "Score: 5" if n == 2 else 429) as (url, requests):
         started_at = time.monotonic()
         assert scores(url, "x") == [0.5] and time.monotonic() - started_at >= 1.0
         with pytest.raises(RewardError, match="request 2 of at most 2: status 429"):
