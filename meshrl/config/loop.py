@@ -97,7 +97,10 @@ class SftConfig(Slice):
     system: Annotated[str | None, Unless("sft.prompt", None)] = None
     """system message put before each question"""
     eval_fraction: float | None = Field(None, gt=0, lt=1)
-    """share of the rows that are left out of training: those that data.eval_fraction with the same value holds out"""
+    """share of the rows that are not trained: those that data.eval_fraction with the same value holds out;
+    loss/held_out is the loss of their answers"""
+    eval_every_steps: Annotated[int, Unless("sft.eval_fraction", None)] = Field(0, ge=0)
+    """steps between held-out losses; 0 = only before and after training"""
     bad_rows: Literal["error", "leave_out"] = "error"
     """as data.bad_rows"""
     tools: str | None = "tools"

@@ -391,15 +391,17 @@ def load_sft_rows(
     stop_ids: Iterable[int],
     vocab_size: int | None = None,
     bad: list[str] | None = None,
+    held_out: list[SftRow] | None = None,
 ) -> tuple[list[SftRow], int]:
     """All conversations of a table as rendered rows, without those of eval_fraction, and the number of those left out
     as longer than max_row_tokens.
 
-    vocab_size: of the model that reads the ids, if it is known. bad: as in PromptMaker.
+    vocab_size: of the model that reads the ids, if it is known. bad: as in PromptMaker. held_out: gets the rows of
+    eval_fraction.
     """
-    stops = tuple(stop_ids)
+    stops, of_fraction = tuple(stop_ids), set[str]()
 
-    def make(raw: RawRow) -> SftRow | None:
+    def make(raw: RawRow) -> SftRow:
         raw.require_read()
         column, key = (cfg.prompt, "sft.prompt") if cfg.prompt is not None else (cfg.messages, "sft.messages")
         content, name = _column(raw.data, column, key, raw.where), f"column {column!r}"
@@ -411,7 +413,7 @@ def load_sft_rows(
                 question = _after_system(messages, cfg.system, name, "sft.system")
                 messages = [*question, {"role": "assistant", "content": answer}]
             if cfg.eval_fraction is not None and is_held_out(messages, cfg.eval_fraction):
-                return None
+                of_fraction.add(raw.id)
             tools = tools_of(raw.data.get(cfg.tools or ""), f"column {cfg.tools!r}", raw.is_filled)
             require_rendered(tokenizer, messages, tools, name, "tool_calls", "reasoning_content", "thinking")
             ids, mask = sft_row(tokenizer, messages, stops, tools)
@@ -422,12 +424,15 @@ def load_sft_rows(
     table = open_table(path, cfg.format, cfg.subset, cfg.split)
     made = make_all(table.rows(), make, bad)
     require_rows(table, len(made))
-    rows = [row for row in made if row is not None]
-    _require_left(table, rows, len(made), f"sft.eval_fraction = {cfg.eval_fraction}")
-    fitting = [row for row in rows if len(row.ids) <= cfg.max_row_tokens]
+    fitting = [row for row in made if len(row.ids) <= cfg.max_row_tokens]
     if not fitting:
-        raise all_too_long(table.name, [len(row.ids) for row in rows], "sft.max_row_tokens", cfg.max_row_tokens)
-    return fitting, len(rows) - len(fitting)
+        raise all_too_long(table.name, [len(row.ids) for row in made], "sft.max_row_tokens", cfg.max_row_tokens)
+    rows = [row for row in fitting if row.id not in of_fraction]
+    for side in [rows, fitting[len(rows) :]] if cfg.eval_fraction is not None else []:
+        _require_left(table, side, len(fitting), f"sft.eval_fraction = {cfg.eval_fraction}")
+    if held_out is not None:
+        held_out += [row for row in fitting if row.id in of_fraction]
+    return rows, len(made) - len(fitting)
 
 
 def _require_known(ids: np.ndarray, tokenizer: Any, vocab_size: int | None, where: str) -> None:

@@ -12,7 +12,8 @@ from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.run import SftRunConfig
-from meshrl.core.types import Metric
+from meshrl.core.terminal import counted
+from meshrl.core.types import Metric, Sample
 from meshrl.data.order import SftSource
 from meshrl.loops.finish_step import throughput, unknown_device
 from meshrl.loops.job import LoopKeeper, LoopOutputs
@@ -21,18 +22,20 @@ from meshrl.monitor.metrics import memory_metrics
 from meshrl.train.optim import learning_rate
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class SftJob:
     """The state of the loop. cursor: the data's state after the last finished step. losses: of each finished step, in
-    nats per trained token."""
+    nats per trained token. held_out_losses: by the number of finished steps."""
 
     cfg: SftRunConfig
     run: LoopOutputs
     keeper: LoopKeeper
     trainer: TrainGroup
     source: SftSource
-    cursor: dict[str, Any] = field(default_factory=dict)
+    held_out: list[Sample]
+    cursor: dict[str, Any]
     losses: list[float] = field(default_factory=list)
+    held_out_losses: dict[str, float] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -43,12 +46,27 @@ class SftJob:
         return self.step >= self.cfg.sft.num_steps or self.run.ends_early
 
     def snapshot(self) -> dict[str, Any]:
-        return {"data": self.cursor, "losses": list(self.losses)}
+        return {"data": self.cursor, "losses": list(self.losses), "held_out_losses": dict(self.held_out_losses)}
 
     async def restore(self, step: int, saved: dict[str, Any], state: Path | None) -> None:
         self.source.load_state(saved["data"])
         await self.trainer.load(state, version=0)
         self.cursor, self.losses = saved["data"], list(saved["losses"])
+        self.held_out_losses = saved.get("held_out_losses", {})  # not in checkpoints of earlier versions
+
+
+async def held_out_loss(job: SftJob, step: int) -> list[Metric]:
+    """The loss on the held-out rows after so many steps, noted and recorded; none without such rows, and if it is
+    recorded."""
+    if not job.held_out or str(step) in job.held_out_losses:
+        return []
+    with job.run.spans("eval"):
+        logprobs = await job.trainer.forward(job.trainer.plan_rows(job.held_out), "policy")
+    total, count = -sum(float(row.sum()) for row in logprobs), sum(int(s.mask.sum()) for s in job.held_out)
+    job.held_out_losses[str(step)] = total / count
+    after = f"after {counted(step, 'step')}" if step else "before training"
+    job.run.note(f"held-out loss {after}: {total / count:.4f} nats a token, {counted(len(job.held_out), 'row')}")
+    return [Metric(name="loss/held_out", sum=total, weight=count, unit="nats")]
 
 
 async def sft(job: SftJob) -> None:
@@ -57,6 +75,8 @@ async def sft(job: SftJob) -> None:
     denominator = AlgoConfig(aggregation="token_mean")
     start = time.perf_counter()
     while True:
+        if job.step == 0 or job.is_over:
+            await held_out_loss(job, job.step)
         await job.keeper.save_if_due(job, cfg.sft.save_every_steps, with_model=job.is_over)
         if job.is_over:
             return
@@ -79,6 +99,9 @@ async def sft(job: SftJob) -> None:
                 *spans.take(),
                 *await trainer.memory(),
             ]
+            every, ended = cfg.sft.eval_every_steps, job.step + 1
+            if ended == cfg.sft.num_steps or (every and ended % every == 0):
+                metrics += await held_out_loss(job, ended)
             now = time.perf_counter()
             metrics.append(throughput(cfg.cluster, num_tokens, now - start))
             start = now

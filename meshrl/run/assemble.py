@@ -143,7 +143,7 @@ async def sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepor
     with live_run(loaded, "sft", loaded.config.sft.num_steps, stop, write_report, objects) as run:
         cfg, out, job = run.loaded.config, run.out, None
         _note_start(run)
-        source, left_out_notes, chat = await asyncio.to_thread(load_sft_source, cfg, objects)
+        source, held_out, left_out_notes, chat = await asyncio.to_thread(load_sft_source, cfg, objects)
         try:
             async with launched(cfg, cfg.cluster.num_train_ranks, 0, progress=out.progress) as groups:
                 assert groups.trainer is not None
@@ -152,12 +152,13 @@ async def sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepor
                     out.note(note)
                 async with _checkpoints(run, groups.trainer) as checkpoints:
                     keeper, trainer, cursor = Keeper(run, checkpoints, chat), groups.trainer, source.state()
-                    job = SftJob(cfg=cfg, run=out, keeper=keeper, trainer=trainer, source=source, cursor=cursor)
+                    job = SftJob(cfg, out, keeper, trainer, source, held_out, cursor)
                     await _note_ready(run, keeper, trainer)
                     await run_to_end(run, keeper, job, groups, None, partial(sft_loop, job))
         finally:
             if job is not None:
-                out.result.update({"steps": job.step, "loss_curve": job.losses, "model": newest_model(run.folder)})
+                losses = {"loss_curve": job.losses, "held_out_losses": job.held_out_losses}
+                out.result.update({"steps": job.step, **losses, "model": newest_model(run.folder)})
         _note_end(run, job.step)
     return run.folder
 

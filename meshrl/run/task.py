@@ -15,9 +15,9 @@ from meshrl.config.load import Loaded
 from meshrl.config.precedence import DEFAULT
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.terminal import counted
-from meshrl.core.types import Prompt
+from meshrl.core.types import Prompt, Sample, unsampled_row
 from meshrl.data.chat import ChatFiles, load_tokenizer, stop_token_ids
-from meshrl.data.datasets import PromptMaker, listed, load_sft_rows
+from meshrl.data.datasets import PromptMaker, SftRow, listed, load_sft_rows
 from meshrl.data.decode import ending_ids, text_of
 from meshrl.data.order import SftSource, load_eval_prompts, open_feed
 from meshrl.model.limits import limits_of, text_config
@@ -107,19 +107,22 @@ def _note_on_bad_rows(bad: list[str] | None) -> str | None:
     return f"left out {counted(len(bad), 'row')} that can't be used:{listed(bad)}" if bad else None
 
 
-def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, list[str], ChatFiles]:
-    """The rows, notes on those that are left out, and the text of sft.chat_template with the stop ids."""
+def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, list[Sample], list[str], ChatFiles]:
+    """The rows, those that are held out, notes on those that are left out, and the text of sft.chat_template with the
+    stop ids."""
     path = cfg.model.path
     tokenizer = load_tokenizer(path, cfg.sft.chat_template, cfg.sft.chat_template_kwargs, cfg.run.date)
     table = objects.table("sft.path") or cfg.sft.path
     vocab_size = text_config(path).vocab_size
     stops = stop_token_ids(tokenizer, path)
     bad = list[str]() if cfg.sft.bad_rows == "leave_out" else None
-    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size, bad)
+    held_out = list[SftRow]()
+    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size, bad, held_out)
     too_long = f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens" if left_out else None
     notes = [note for note in (_note_on_bad_rows(bad), too_long) if note]
     template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
-    return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), notes, ChatFiles(template, stops)
+    samples = [unsampled_row(row.id, row.ids, row.mask) for row in held_out]
+    return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), samples, notes, ChatFiles(template, stops)
 
 
 @asynccontextmanager
