@@ -28,7 +28,7 @@ from meshrl.core.lookup import look_up
 from meshrl.core.types import Prompt
 from meshrl.data.chat import Message, render, render_text, sft_row
 from meshrl.data.files import as_data_error
-from meshrl.data.tables import RawRow, Row, RowTable, Table, column_names, open_table
+from meshrl.data.tables import RawRow, Row, RowTable, Table, column_of, open_table
 
 # Templates may have further roles, so only a role that looks like a misspelled one of these is refused, or one of
 # another layout.
@@ -264,9 +264,9 @@ class PromptMaker:
     def _columns(self, raw: RawRow) -> dict[str, Any]:
         """Columns other than prompt and answer become `meta`."""
         cfg, answer = self.cfg, None
-        content = _column(raw.data, cfg.prompt, "data.prompt", raw.where)
+        content = column_of(raw.data, cfg.prompt, "data.prompt", raw.where)
         if cfg.answer is not None:
-            answer = _column(raw.data, cfg.answer, "data.answer", raw.where)
+            answer = column_of(raw.data, cfg.answer, "data.answer", raw.where)
         meta = {k: v for k, v in raw.data.items() if k not in (cfg.prompt, cfg.answer)}
         named = {"name": f"column {cfg.prompt!r}", "tools": raw.data.get(cfg.tools or "")}
         return {"content": content, **named, "answer": answer, "env": None, "meta": meta}
@@ -404,12 +404,12 @@ def load_sft_rows(
     def make(raw: RawRow) -> SftRow:
         raw.require_read()
         column, key = (cfg.prompt, "sft.prompt") if cfg.prompt is not None else (cfg.messages, "sft.messages")
-        content, name = _column(raw.data, column, key, raw.where), f"column {column!r}"
+        content, name = column_of(raw.data, column, key, raw.where), f"column {column!r}"
         with as_data_error(f"{raw.where}: "):
             messages = messages_of(content, name, tokenizer.chat_template, raw.is_filled, cfg.prompt is not None)
             if cfg.prompt is not None:
                 _require_open(messages, name, False)
-                answer = answer_text(_column(raw.data, cfg.answer, "sft.answer", raw.where), cfg.answer)
+                answer = answer_text(column_of(raw.data, cfg.answer, "sft.answer", raw.where), cfg.answer)
                 question = _after_system(messages, cfg.system, name, "sft.system")
                 messages = [*question, {"role": "assistant", "content": answer}]
             if cfg.eval_fraction is not None and is_held_out(messages, cfg.eval_fraction):
@@ -475,22 +475,6 @@ def all_too_long(name: str, lengths: list[int], key: str, limit: int) -> DataErr
         f"{name}: all {len(lengths)} rows are longer than {key} = {limit} tokens "
         f"(shortest {min(lengths)}); raise the limit or shorten the rows"
     )
-
-
-def _column(row: Row, name: str, key: str, where: str) -> Any:
-    """The value of a column. A name with dots may name a value inside a column: reward_model.ground_truth."""
-    if name in row:
-        return row[name]
-    value: Any = row
-    for part in name.split("."):
-        if not isinstance(value, dict) or part not in value:
-            there = ", ".join(column_names(row)[:50]) or "none"  # columns in an error
-            raise DataError(
-                f"{where}: no column {name!r} (columns: {there}); add it to this row, or set {key} to a column of all "
-                "rows"
-            )
-        value = value[part]
-    return value
 
 
 def _plain(value: Any, name: str, where: str) -> Any:

@@ -415,3 +415,19 @@ def _datasets() -> Any:
 
     datasets.disable_progress_bars()  # they would disturb the run's own display
     return datasets
+
+
+def column_of(row: Row, name: str, key: str, where: str) -> Any:
+    """The value of a column. A name with dots may name a value inside a column: reward_model.ground_truth."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            there = ", ".join(column_names(row)[:50]) or "none"  # columns in an error
+            raise DataError(
+                f"{where}: no column {name!r} (columns: {there}); add it to this row, or set {key} to a column of all "
+                "rows"
+            )
+        value = value[part]
+    return value

@@ -147,7 +147,7 @@ def memory_lines(run_plan: RunPlan) -> str:
     for rank, lines in (("train rank", trainer), ("rank that samples", sampler)):
         heading = f"# memory of a {rank}, at most, without libraries and fragmentation:"
         texts += [heading, *(f"#   {label:<17}  {size}" for label, size in lines)] if lines else []
-    evaluates = isinstance(config, RunConfig) and config.data.eval_path is not None
+    evaluates = isinstance(config, RunConfig) and config.data.is_evaluated
     return "\n".join([*texts, f"# {disk_use(config, sizes.state, sizes.model, evaluates)}"])
 
 

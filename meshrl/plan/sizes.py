@@ -167,9 +167,9 @@ def _requests(config: RunConfig) -> tuple[int, int]:
     """The largest numbers of requests that a sampler runs at a time: in a step, and in an evaluation."""
     loop, data, most = config.loop, config.data, config.rollout.max_running_requests
     in_step = most if loop.kind == "fully_async" else min(most, loop.prompts_per_step * loop.samples_per_prompt)
-    if data.eval_path is None:
+    if not data.is_evaluated:
         return in_step, 0
-    path, rows = Path(data.eval_path), data.eval_limit or most
+    path, rows = Path(data.eval_path or ""), data.eval_limit or most
     if path.suffix == ".jsonl":
         with suppress(OSError), path.open("rb") as lines:
             rows = min(rows, sum(1 for _ in lines))

@@ -20,13 +20,14 @@ CPU, GPU = Machine("cpu"), Machine("cuda")
 # null or auto of these keys is a value of its own: none, all, or what the model or the files have
 OTHER_NULLS = {
     "algo": "correction.low correction.rejection.high correction.rejection.low loss.dual_clip",
-    "data": "answer chat_template eval_limit eval_path eval_split format map path split subset system tools",
+    "data": "answer chat_template eval_fraction eval_limit eval_path eval_split format map path split subset system tools",
     "data.sources.NAME": "answer format map prompt split subset",
+    "loop": "num_epochs",
     "model": "router_dtype",
     "monitor": "wandb_project",
     "rollout": "endpoint.api_key_env endpoint.url sglang.api_key_env sglang.url",
     "run": "keep_models module_folder",
-    "sft": "chat_template format split subset tools",
+    "sft": "chat_template eval_fraction format num_epochs prompt split subset system tools",
 }
 OTHERS = {f"{section}.{name}" for section, names in OTHER_NULLS.items() for name in names.split()}
 

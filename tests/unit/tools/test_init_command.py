@@ -51,7 +51,7 @@ def test_sft_and_train_accept_what_it_writes_and_hold_out_the_same_rows(tmp_path
     assert len(held_out | trained) == 60 and task.num_eval_left_out == task.train_prompts.num_left_out == 0
     system = {"role": "system", "content": f"Answer with one of these labels and nothing else: {', '.join(LABELS)}"}
     assert task.eval_prompts[0].messages[0] == system
-    source, notes, _ = load_sft_source(load_sft(folder / "sft.yaml").config, Objects())
+    source, _, notes, _ = load_sft_source(load_sft(folder / "sft.yaml").config, Objects())
     warm = source.next(len(trained))
     assert {row.trajectory_id.partition("@")[0] for row in warm} == trained and "left out 2 rows" in notes[0]
     decoded = task.tokenizer.decode(warm[0].tokens.tolist())
@@ -95,7 +95,7 @@ def test_a_tokenizer_without_a_template_gets_chatml_if_it_has_its_tokens_else_on
     other = tmp_path / "other"
     assert main(["init", str(other), *arguments]) == 0
     load_task(load_run(other / "config.yaml").config, Objects(), training=True)
-    source, _, chat = load_sft_source(load_sft(other / "sft.yaml").config, Objects())
+    source, _, _, chat = load_sft_source(load_sft(other / "sft.yaml").config, Objects())
     assert source.next(1)[0].tokens[-1] in (chat.stop_token_ids or ())
 
 
