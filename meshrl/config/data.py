@@ -87,6 +87,9 @@ class DataConfig(Slice):
     when it is drawn"""
     eval_limit: Annotated[int | None, EVALUATED] = Field(None, ge=1)
     """held-out rows to use, from the first one; null = all"""
+    eval_by: Annotated[str | None, EVALUATED] = None
+    """column of the held-out rows, such as label or level, by whose values scores are also reported, as
+    eval/by/VALUE/mean_at_k; null = none"""
 
     @property
     def is_evaluated(self) -> bool:

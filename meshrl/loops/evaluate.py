@@ -7,7 +7,10 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -17,12 +20,15 @@ from meshrl.cluster.sampler_group import RolloutGroup
 from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.reward import has_passed
 from meshrl.config.run import RunConfig
-from meshrl.core.errors import Failure, RewardError
+from meshrl.core.errors import DataError, Failure, RewardError
 from meshrl.core.lookup import code_of
 from meshrl.core.types import Metric, Prompt, Trajectory
 from meshrl.loops.collect import check_failures, collect
 from meshrl.loops.job import Job
 from meshrl.reward.score import Scorer, example
+
+MAX_VALUES, MAX_VALUE = 20, 40  # of data.eval_by: their number, and characters of one
+MIN_ANSWERS, CONSTANT = 20, 0.9  # constant_answer: so many answers, and this share of them
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Metric]:
@@ -45,6 +51,8 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
     num_failed = float(sum(_has_failed(t, cfg.eval_term) for t in trajectories))
     lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
     terms = [_mean(f"eval/reward/term/{term}", scores_by(term, trajectories)) for term in cfg.reward.terms]
+    answers = Counter(map(_answer, (t for t in trajectories if t.turns)))
+    most_frequent = float(max(answers.values(), default=0))
     num_abstained = scores.count(None)
     abstained = Metric(name="eval/num_abstained", sum=float(num_abstained), reduce="sum", unit="attempts")
     return [
@@ -58,8 +66,44 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
         Metric(name="eval/length_mean_tokens", sum=float(sum(lengths)), weight=len(lengths), unit="tokens"),
         Metric(name="eval/num_prompts", sum=float(len(rows)), reduce="sum", unit="prompts"),
         Metric(name="eval/num_failed", sum=num_failed, reduce="sum", unit="attempts"),
+        Metric(name="eval/most_frequent_fraction", sum=most_frequent, weight=answers.total(), unit="fraction"),
+        Metric(name="eval/distinct_answers", sum=float(len(answers)), reduce="sum", unit="answers"),
         *([abstained] if num_abstained else ()),
+        *_by_column(cfg, {t.group_id: t.prompt for t in trajectories}, groups),
     ]
+
+
+def _by_column(cfg: RunConfig, prompts: dict[str, Prompt], groups: dict[str, list[float]]) -> Iterator[Metric]:
+    """mean@k of the prompts with each value of data.eval_by: of the most frequent ones, and of all others together."""
+    column, by = cfg.data.eval_by, dict[str, list[float]]()
+    for name, scores in groups.items() if column is not None else ():
+        value = prompts[name].answer if column == cfg.data.answer else prompts[name].meta.get(column)
+        text = re.sub(r"[^\w.+-]+", "_", value if isinstance(value, str) else json.dumps(value, default=str))
+        by.setdefault(text[:MAX_VALUE], []).append(float(np.mean(scores)))
+    for i, (text, means) in enumerate(sorted(by.items(), key=lambda item: -len(item[1]))):
+        name = f"eval/by/{text if i < MAX_VALUES else 'others'}/mean_at_k"
+        yield Metric(name=name, sum=sum(means), weight=len(means), unit="score")
+
+
+def _answer(trajectory: Trajectory) -> str:
+    """The sampled text, or the ids where an agent left no text."""
+    try:
+        return trajectory.text.strip()
+    except DataError:
+        return str([turn.output_ids.tolist() for turn in trajectory.turns])
+
+
+def constant_answer(trajectories: Sequence[Trajectory]) -> str | None:
+    """A note if nearly all of many answers are the same text, while their rows expect different ones."""
+    answers = Counter(map(_answer, (t for t in trajectories if t.turns)))
+    expected = {json.dumps(t.prompt.answer, default=str) for t in trajectories}
+    text, count = max(answers.items(), key=lambda item: item[1], default=("", 0))
+    if answers.total() < MIN_ANSWERS or count < CONSTANT * answers.total() or len(expected) == 1:
+        return None
+    return (
+        f"{count} of {answers.total()} held-out answers are the same, {shorten(text, 80)!r}, while the rows expect "
+        f"{len(expected)} different ones: the score is that of a constant answer (eval/most_frequent_fraction)"
+    )
 
 
 def standard_error(means: Sequence[float]) -> float:
@@ -208,5 +252,8 @@ async def evaluate_if_due(job: Job) -> None:
         f"{values['eval/pass_at_k']:.3f} on {len(job.task.eval_prompts)} held-out prompts ({evaluation_text(job.cfg)})"
         + lowest
     )
+    if "constant" not in job.noted and (note := constant_answer(trajectories)) is not None:
+        job.noted.add("constant")
+        run.note(f"step {job.step}: {note}")
     if job.cfg.loop.save_best:
         await job.keeper.keep_best(job.step, values["eval/mean_at_k"])

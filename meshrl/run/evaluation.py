@@ -20,7 +20,7 @@ from meshrl.core.files import output_errors
 from meshrl.core.terminal import print_output
 from meshrl.core.types import Trajectory
 from meshrl.data.decode import text_of
-from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, evaluation_identity, evaluation_text
+from meshrl.loops.evaluate import constant_answer, eval_metrics, evaluate_prompts, evaluation_identity, evaluation_text
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.metrics import NamedValues, divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
@@ -92,13 +92,16 @@ async def run_evaluation(
             answers.write_tokens()
             outputs.result.update(answers.summary())
         values = outputs.report_end(subject.step, [*metrics, *outputs.spans.take("eval")], identity)
+    if (note := constant_answer(trajectories)) is not None:
+        outputs.note(note)
     outputs.note(f"done: {num_answers} answers in {outputs.seconds:.0f} s; see {folder}")
     named = units(merge(metrics))
     for name, unit in named.items() if not objects.quiet else ():
         meaning = meaning_of(name)
-        label = meaning.label.replace("<name>", name.rpartition("/")[2]) if meaning else name
+        own = name.removesuffix("/mean_at_k").rpartition("/")[2]
+        label = meaning.label.replace("<name>", own) if meaning else name
         measure, is_at_k, _ = name.partition("/")[2].partition("_at_k")
-        if is_at_k:  # such as: prompts with a right answer (pass@4)
+        if is_at_k and "/" not in measure:  # such as: prompts with a right answer (pass@4)
             label += f" ({measure}@{cfg.loop.eval_samples})"
         print_output(f"{label:<38} {values[name]:.4g} {unit}".rstrip())
     return NamedValues((name, values[name]) for name in named), trajectories, folder

@@ -14,6 +14,7 @@ from meshrl.config.kinds import REWARDS, needs_answer
 from meshrl.config.load import Loaded
 from meshrl.config.precedence import DEFAULT
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.errors import ConfigError
 from meshrl.core.terminal import counted
 from meshrl.core.types import Prompt, Sample, unsampled_row
 from meshrl.data.chat import ChatFiles, load_tokenizer, stop_token_ids
@@ -43,6 +44,10 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     feed = open_feed(make, cfg.run.seed, objects.table("data.path")) if training else None
     eval_key = "data.path" if cfg.data.eval_path is None else "data.eval_path"
     held_out, left_out = load_eval_prompts(make, objects.table(eval_key))
+    by, columns = cfg.data.eval_by, {cfg.data.answer, *(name for prompt in held_out for name in prompt.meta)}
+    if by is not None and held_out and by not in columns:
+        names = ", ".join(sorted(filter(None, columns)))
+        raise ConfigError(f"data.eval_by: no held-out row has the column {by!r}; they have {names}")
     task = Task(
         tokenizer=tokenizer,
         agent=agent,

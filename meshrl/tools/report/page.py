@@ -128,6 +128,11 @@ def _look_at(run: RunFolder, place: Path) -> Iterator[str]:
         f"{prose(unhealthy(reason, entry.otherwise))}</li>"
         for name, (reason, entry) in suspicious(run).items()
     ]
+    if by := fnmatch.filter(run.series, "eval/by/*/mean_at_k"):
+        values = [(name.split("/")[2], run.series[name].values) for name in by]
+        cells = (f'<tr><td>{escape(of)}</td><td class="num">{v[0]:.3f} → {v[-1]:.3f}</td></tr>' for of, v in values)
+        yield f"<p>Held-out score by {escape(run.setting('data.eval_by') or 'column')}, first → last</p>"
+        yield f"<table>{''.join(cells)}</table>"
     if rows := _exploited(run) + rows:
         yield f'<p class="unsure">Suspicious</p><ul>{"".join(rows)}</ul>'
     if lines := important(run.notes):
@@ -412,6 +417,7 @@ CHARTS = {
                 "rollout/truncated_fraction",
                 "reward/groups_without_signal",
                 "rollout/duplicate_fraction",
+                "eval/most_frequent_fraction",
                 "reward/failed",
             ),
         ),

@@ -238,7 +238,8 @@ NO_EFFECT: list[tuple[str, str, str]] = [
     (
         "data.eval_path=null",
         "loop.eval_samples=4 loop.eval_term=answer loop.eval_pass_score=1 loop.save_best=false data.eval_limit=4 "
-        "data.eval_split=test rollout.eval_sampling.temperature=1 rollout.eval_sampling.max_new_tokens=9 "
+        "data.eval_by=level data.eval_split=test rollout.eval_sampling.temperature=1 "
+        "rollout.eval_sampling.max_new_tokens=9 "
         "rollout.eval_sampling.top_p=0.5 rollout.eval_sampling.top_k=5 rollout.eval_sampling.min_p=0.1 "
         "rollout.eval_sampling.repetition_penalty=2 cluster.deadlines.eval=9",
         "data.eval_path is null",

@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
+from meshrl.config.data import DataConfig
 from meshrl.config.reward import RewardConfig
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import Failure, RewardError
 from meshrl.core.types import Prompt, Trajectory
-from meshrl.loops.evaluate import check_scores, eval_metrics, evaluation_identity, evaluation_text, standard_error
+from meshrl.loops.evaluate import (
+    check_scores,
+    constant_answer,
+    eval_metrics,
+    evaluation_identity,
+    evaluation_text,
+    standard_error,
+)
 from meshrl.monitor.metrics import divide, merge
 
 TERMS = {
@@ -113,6 +121,39 @@ def test_an_answer_passes_by_the_terms_that_apply_to_it():
     terms = {"long": {"kind": "overlong", "args": {"max_tokens": 9, "buffer_tokens": 8}}}
     only_penalties = config().model_copy(update={"reward": RewardConfig.model_validate({"terms": terms})})
     assert divide(merge(eval_metrics(attempts[3:], only_penalties)))["eval/pass_at_k"] == 0  # its score is the full one
+
+
+def labelled(texts: str, labels: str) -> list[Trajectory]:
+    """An attempt at each row, with a letter of texts as its text and one of labels as the answer of its row."""
+    made = [
+        attempt(f"q{i}", 0, float(text == label)) for i, (text, label) in enumerate(zip(texts, labels, strict=True))
+    ]
+    for each, text, label in zip(made, texts, labels, strict=True):
+        each.prompt = Prompt(id=each.group_id, ordinal=0, answer=label, meta={"level": int(label == "a")})
+        each.turns = [SimpleNamespace(messages=[{"role": "assistant", "content": f" {text}\n"}], output_ids=[1])]  # type: ignore[list-item]
+    return made
+
+
+def test_a_model_with_one_answer_for_all_prompts_is_noted():
+    found = values(constant := labelled("a" * 19 + "b", "ab" * 10))
+    assert (found["eval/most_frequent_fraction"], found["eval/distinct_answers"]) == (0.95, 2)
+    assert "19 of 20 held-out answers are the same, 'a', while the rows expect 2 different" in str(
+        constant_answer(constant)
+    )
+    for texts, labels in (("a" * 17 + "bbb", "ab" * 10), ("a" * 20, "a" * 20), ("a" * 19, "ab" * 9 + "a")):
+        assert constant_answer(labelled(texts, labels)) is None
+
+
+def test_scores_by_a_column_have_their_names_and_the_rare_values_are_one():
+    cfg = config().model_copy(update={"data": DataConfig(eval_path="x", eval_by="answer")})
+    found = divide(merge(eval_metrics(labelled("aab", "abb"), cfg)))
+    by = {name: value for name, value in found.items() if "/by/" in name}
+    assert by == {"eval/by/a/mean_at_k": 1.0, "eval/by/b/mean_at_k": 0.5}
+    level = cfg.model_copy(update={"data": DataConfig(eval_path="x", eval_by="level")})
+    assert divide(merge(eval_metrics(labelled("aab", "abb"), level)))["eval/by/1/mean_at_k"] == 1.0
+    many = "".join(chr(200 + i) for i in range(25))
+    found = divide(merge(eval_metrics(labelled(many[:20] + "xxxxx", many), cfg)))
+    assert len([name for name in found if "/by/" in name]) == 21 and found["eval/by/others/mean_at_k"] == 0.0
 
 
 def test_an_evaluation_whose_term_failed_is_no_score():

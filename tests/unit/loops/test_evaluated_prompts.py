@@ -6,12 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshrl.agent.loop import AgentContext, start_trajectory
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import RewardError
-from meshrl.core.types import Generate, Metric, Prompt, Trajectory
+from meshrl.core.types import Generate, Metric, Prompt, Trajectory, Turn
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
 from meshrl.monitor.metrics import divide, merge
@@ -34,7 +35,7 @@ class Evaluations:
         sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d", "eval_path": "e"}}
         sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}, "loop": {"num_steps": 7, **loop}}
         sections |= {"rollout": {"sampling": {"temperature": 0.7}}}
-        prompts = [Prompt(id=name, ordinal=i) for i, name in enumerate("ab")]
+        prompts = [Prompt(id=name, ordinal=i, answer=name) for i, name in enumerate("ab")]
         task = SimpleNamespace(agent=self, tokenizer=None, stop_token_ids=(5,), max_context_tokens=9)
         task.eval_prompts = prompts
         routes = SimpleNamespace(end_session=self.ended_sessions.append)
@@ -45,7 +46,12 @@ class Evaluations:
 
     async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
         self.asked.append((prompt.id, index, ctx))
-        return start_trajectory(prompt, index, ctx)
+        trajectory = start_trajectory(prompt, index, ctx)
+        ids = np.zeros(1, np.int32)
+        answer: dict[str, Any] = {"messages": [{"role": "assistant", "content": "no"}], "stop_reason": "stop"}
+        empty = np.zeros(1, np.float32)
+        trajectory.turns = [Turn(parent=-1, context_ids=ids, output_ids=ids, logprobs=empty, versions=ids, **answer)]
+        return trajectory
 
     async def score(self, trajectories: list[Trajectory]) -> list[Metric]:
         for trajectory in trajectories:
@@ -92,6 +98,16 @@ def test_a_run_that_ends_early_is_evaluated_at_its_end():
     run.ends_early = True
     run.evaluate(3, version=3)
     assert run.files == [3]
+
+
+def test_a_model_with_one_answer_for_all_prompts_is_noted_once():
+    run, notes = Evaluations(eval_samples=10, eval_every_steps=1), list[str]()
+    run.note = notes.append
+    for step in (0, 1):
+        run.evaluate(step, version=step)
+    assert [note.partition(", while")[0] for note in notes if "the same" in note] == [
+        "step 0: 20 of 20 held-out answers are the same, 'no'"
+    ]
 
 
 @pytest.mark.parametrize(("num_samples", "temperature"), [(1, 0.0), (3, 0.7)])

@@ -18,8 +18,12 @@ INLINE = "cluster.executor=inline"
 
 def test_an_evaluation_prints_readable_names_with_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = write_run(tmp_path)
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()[:3]
+    answers = dict.fromkeys(json.loads(row)["answer"] for row in rows)
     overrides = ["data.path=null", "data.eval_path=rows.jsonl", "data.eval_limit=3", "loop.eval_samples=2"]
-    assert main(["eval", str(config), INLINE, *overrides]) == 0
+    assert main(["eval", str(config), INLINE, *overrides, "data.eval_by=levle"]) == 2
+    assert "data.eval_by: no held-out row has the column 'levle'; they have answer" in capsys.readouterr().err
+    assert main(["eval", str(config), INLINE, *overrides, "data.eval_by=answer"]) == 0
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     printed = {line[0]: line[-1].strip() for line in lines}
     assert list(printed) == [
@@ -33,6 +37,9 @@ def test_an_evaluation_prints_readable_names_with_its_values(tmp_path: Path, cap
         "mean answer length",
         "held-out prompts",
         "failed attempts",
+        "share of the most frequent answer",
+        "different answers",
+        *(f"mean score of {answer}" for answer in answers),
     ]
     assert printed["held-out prompts"] == "3 prompts" and printed["failed attempts"] == "0 attempts"
 
