@@ -75,8 +75,10 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
 
 def _by_column(cfg: RunConfig, prompts: dict[str, Prompt], groups: dict[str, list[float]]) -> Iterator[Metric]:
     """mean@k of the prompts with each value of data.eval_by: of the most frequent ones, and of all others together."""
-    column, by = cfg.data.eval_by, dict[str, list[float]]()
-    for name, scores in groups.items() if column is not None else ():
+    if (column := cfg.data.eval_by) is None:
+        return
+    by: dict[str, list[float]] = {}
+    for name, scores in groups.items():
         value = prompts[name].answer if column == cfg.data.answer else prompts[name].meta.get(column)
         text = re.sub(r"[^\w.+-]+", "_", value if isinstance(value, str) else json.dumps(value, default=str))
         by.setdefault(text[:MAX_VALUE], []).append(float(np.mean(scores)))

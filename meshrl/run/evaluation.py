@@ -92,14 +92,14 @@ async def run_evaluation(
             answers.write_tokens()
             outputs.result.update(answers.summary())
         values = outputs.report_end(subject.step, [*metrics, *outputs.spans.take("eval")], identity)
-    if (note := constant_answer(trajectories)) is not None:
-        outputs.note(note)
+    if (constant := constant_answer(trajectories)) is not None:
+        outputs.note(constant)
     outputs.note(f"done: {num_answers} answers in {outputs.seconds:.0f} s; see {folder}")
     named = units(merge(metrics))
     for name, unit in named.items() if not objects.quiet else ():
         meaning = meaning_of(name)
-        own = name.removesuffix("/mean_at_k").rpartition("/")[2]
-        label = meaning.label.replace("<name>", own) if meaning else name
+        of = name.removesuffix("/mean_at_k").rpartition("/")[2]
+        label = meaning.label.replace("<name>", of) if meaning else name
         measure, is_at_k, _ = name.partition("/")[2].partition("_at_k")
         if is_at_k and "/" not in measure:  # such as: prompts with a right answer (pass@4)
             label += f" ({measure}@{cfg.loop.eval_samples})"

@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
             "proof/limit": 1e-4,
         }
         sink.write(step, values, UNITS)
-    sink.write(20, {"eval/mean_at_k": 2 / 3}, UNITS)
+    sink.write(20, {"eval/mean_at_k": 2 / 3, "eval/by/billing/mean_at_k": 0.5}, UNITS)
     sink.close()
     log = RolloutLog(run, decode)
     log.write(0, [answer("6*7?", "41", 0), answer("forty two?", "42", 1), answer("hard?", "no", 0)], name="eval")
@@ -105,6 +105,12 @@ def test_a_run_without_held_out_rows_states_so_and_shows_answers_of_its_last_ste
     assert "Prompts of step 3" in text and "42 at last" in text and "still no" in text
     (tmp_path / "config.yaml").write_text("data:\n  eval_path: rows.jsonl  # my.yaml:3\n")
     assert "none yet, because no evaluation has ended" in visible_text(write_report(tmp_path).read_text("utf-8"))
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(4, {"loss/held_out": 0.25}, {})
+    sink.close()
+    assert "Held-out loss : 0.2500 nats a token after 4 steps" in visible_text(
+        write_report(tmp_path).read_text("utf-8")
+    )
 
 
 def test_the_folder_is_read_as_it_was_written(folder: Path):
