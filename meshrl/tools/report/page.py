@@ -173,12 +173,10 @@ MAX_LINES = 12  # of a chart; the style sheet has so many colours
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """names: metrics on the same axis, if the run logged them; "reward/term/*" stands for all that begin so. style: of
-    those that are no evaluation."""
+    """names: metrics on the same axis, if the run logged them; "reward/term/*" stands for all that begin so."""
 
     title: str
     names: tuple[str, ...]
-    style: Style = "noisy"
 
 
 def curves(run: RunFolder, charts: Sequence[Chart], undrawn: dict[str, str], figures: str = "") -> str:
@@ -217,7 +215,7 @@ def _figure(run: RunFolder, chart: Chart, undrawn: dict[str, str]) -> str:
     names = [name for name in logged(run, chart) if name not in undrawn or undrawn[name][0] != "="][:MAX_LINES]
     lines = []
     for name in names if any(name not in undrawn for name in names) else ():
-        style: Style = "dots" if name.startswith(("eval/", "loss/held_out")) else chart.style
+        style: Style = "dots" if name.startswith(("eval/", "loss/held_out")) else "noisy"
         if name not in undrawn or style == "dots":
             series = run.series[name]
             lines.append(Line(name, series.steps, series.values, style, *interval(run, name)))
@@ -427,7 +425,7 @@ CHARTS = {
     ),
     "Stability": (
         Chart("Gradient norm", ("train/grad_norm",)),
-        Chart("Learning rate", ("train/lr",), "plain"),
+        Chart("Learning rate", ("train/lr",)),
         Chart("KL", ("loss/approx_kl", "loss/kl", "reward/kl")),
         Chart("Clipped ratios", ("loss/clip_fraction_low", "loss/clip_fraction_high")),
         Chart("Effective sample size", ("correction/effective_sample_size",)),
@@ -438,6 +436,6 @@ CHARTS = {
 SPEED = (
     Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s", "perf/throughput")),
     Chart("Use of the ranks", ("perf/mfu", "run/train_idle", "run/rollout_idle", "perf/exposed_comm_fraction")),
-    Chart("Memory", ("memory/rss_bytes", "memory/device_peak_bytes"), "plain"),
+    Chart("Memory", ("memory/rss_bytes", "memory/device_peak_bytes")),
     Chart("Weight sync", ("sync/latency_s", "sync/wait_s", "sync/verify_s")),
 )
