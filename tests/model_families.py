@@ -336,7 +336,7 @@ FAMILIES: dict[
     "glm_moe_dsa": Family({**BIASED, **LATENT}, refused="with layers of kind indexed_attention"),
     "axk2": Family({**BIASED, **LATENT}, refused="with layers of kind indexed_attention"),
     "hy_v4": Family({**ROUTED, **HEADS_OF_8, "num_experts": 4}, refused="with layers of kind indexed_attention"),
-    "hrm_text": Family({}, refused="computes attention 8 times in layer 0"),
+    "hrm_text": Family({}, refused="has no ModuleList of 16 blocks"),
     "inkling_text": Family({}, refused="with layers of kind hybrid_sliding"),
     "qwen4_exp_text": Family(
         {

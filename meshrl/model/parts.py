@@ -42,6 +42,7 @@ def text_attention(model_type: str, implementation: str = "auto") -> str:
 def parts_of(lm: Any) -> dict[str, ModelPart]:
     """By name; each module of the model that is in no other part belongs to the text."""
     text, decoder, head = lm.config.get_text_config(), lm.get_decoder(), lm.get_output_embeddings()
+    decoder = lm.base_model if decoder is head else decoder  # ModernBertDecoder's attribute `decoder` is its head
     names = {id(module): name for name, module in lm.named_modules()}
     lists = [module for module in decoder.modules() if isinstance(module, torch.nn.ModuleList)]
     blocks = next((each for each in lists if len(each) == text.num_hidden_layers), None)
