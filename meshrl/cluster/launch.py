@@ -210,8 +210,8 @@ def check_devices(
         cores = num_cores()
         if is_launched() or num_ranks <= cores:  # torchrun's processes may each have their own cores
             return None
-        keys = "cluster.num_train_ranks + cluster.num_rollout_ranks"
-        return f"{num_ranks} ranks ({keys}) share the {cores} CPU cores of this machine, so each waits for the others"
+        ranks = f"{num_ranks} ranks (cluster.num_train_ranks + cluster.num_rollout_ranks)"
+        return f"{ranks} share the {cores} CPU cores of this machine, so each waits for the others; use at most {cores}"
     has_device = True  # whether a rank that only samples uses one: for its engine, or for a process group of NCCL
     if rollout is not None and rollout.sync_transport != "broadcast":
         has_device = rollout.uses_device

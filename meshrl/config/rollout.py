@@ -381,7 +381,8 @@ def missing_server(rollout: RolloutConfig) -> Problem | None:
         return None
     if cfg.python is None and importlib.util.find_spec(engine) is None:
         also = ("rollout.sglang.url",) if engine == "sglang" else ()
-        return Problem(("rollout.engine", f"rollout.{engine}.python", *also), _NOT_INSTALLED[engine])
+        text = f"{_NOT_INSTALLED[engine]} rollout.engine=embedded samples without a server."
+        return Problem(("rollout.engine", f"rollout.{engine}.python", *also), text)
     if cfg.python is not None and shutil.which(cfg.python) is None:
         text = "no such program. Give the path of a Python, such as venv/bin/python."
         return Problem((f"rollout.{engine}.python",), text)

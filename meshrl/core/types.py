@@ -168,13 +168,13 @@ class Trajectory:
     has_abstained: bool = False
 
     def __repr__(self) -> str:
-        """Three lines: what it is, the end of its prompt, its answer."""
+        """Three lines: what it is, the ends of its prompt and of its answer."""
         tokens = sum(len(turn.output_ids) for turn in self.turns)
         result = f"reward {self.reward}" if self.failure is None else f"failed: {self.failure.kind}"
         asked = next((m.get("content") for m in reversed(self.prompt.messages or []) if m.get("role") == "user"), None)
         answer = [message.get("content") for turn in self.turns for message in turn.messages[-1:]]
-        head = f"Trajectory({self.id!r}: {result}, {len(self.turns)} turns, {tokens} tokens"
-        return f"{head}\n  prompt {asked!r:.100}\n  answer {' '.join(map(str, answer))!r:.100})"
+        head = f"Trajectory({self.id!r}: {result}, turns: {len(self.turns)}, tokens: {tokens}"
+        return f"{head}\n  prompt {str(asked)[-100:]!r}\n  answer {' '.join(map(str, answer))[-100:]!r})"
 
     @property
     def id(self) -> str:

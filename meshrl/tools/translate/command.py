@@ -33,6 +33,7 @@ KNOWN = {  # framework -> what its files need not state: key -> (value, comment)
         "data.answer": ("reward_model.ground_truth", "where the rows of verl have it"),
         "reward.terms.answer.kind": ("math_answer", "verl chooses by data_source; or a function package.module:name"),
     },
+    "TRL": {"reward.terms.answer.kind": ("math_answer", "PLACEHOLDER: or a function, package.module:name")},
     "prime-rl": {"rollout.engine": ("vllm", "prime-rl samples with vLLM")},
 }
 PLACEHOLDERS = {  # required key -> the same
@@ -81,6 +82,7 @@ def translate_settings(framework: str, there: Settings, numbers: Settings) -> Tr
     made, table = Translation(framework=framework, there=there), settings()
     made.here |= {key: value for key, (value, _) in KNOWN.get(framework, {}).items()}
     defaults = {n: value for row in table for n, value in row.defaults.items() if n in row.names.get(framework, ())}
+    numbers = {**numbers, "num_steps": "=num_epochs * rows / prompts_per_step", "eval_path": "=dataset_name"}
     given, found = numbers | defaults | there, {name: setting_of(name, framework) for name in {**defaults, **there}}
     made.reasons |= {name: UNKNOWN for name in there if found[name] is None}
     places = {id(setting): i for i, setting in enumerate(table)}
@@ -93,9 +95,9 @@ def translate_settings(framework: str, there: Settings, numbers: Settings) -> Tr
                 made.names.setdefault(key, []).append(name)
         elif name in there:
             made.reasons[name] = result
-    has_data = any(key.startswith("data.sources") for key in made.here)
-    placeholders = {key: value for key, (value, _) in PLACEHOLDERS.items() if key != "data.path" or not has_data}
-    made.here = placeholders | made.here
+    others = {"data.path": "data.sources.", "loop.num_steps": "loop.num_epochs"}  # they need no placeholder then
+    missing = [key for key in PLACEHOLDERS if not any(known.startswith(others.get(key, key)) for known in made.here)]
+    made.here = {key: PLACEHOLDERS[key][0] for key in missing} | made.here
     while _leave_out(made):
         continue
     return made

@@ -10,6 +10,7 @@ from typing import Any
 from meshrl.config.docs import every_key
 from meshrl.config.other_frameworks import Setting
 from meshrl.config.schema import NAME, locate
+from meshrl.data.files import FILE_SUFFIXES
 from meshrl.tools.translate.read import Code, Settings, computed
 
 KEYS = every_key()
@@ -30,6 +31,8 @@ def translated(setting: Setting, name: str, rest: str, there: Settings, here: Se
         return {f"{keys[0]}.{rest}": value} if key and (not below or key.is_dict) else f"not a key of {keys[0]}"
     if missing := _missing(setting.only.replace("SECTION", name.rpartition(".")[0]), there, here):
         return f"no effect there: {missing}"
+    if isinstance(value, str) and (re.search(r"\$\{?\w", value) or (setting.rule and isinstance(value, Code))):
+        return "can't be computed: it has a variable that the file does not set"
     if setting.rule:
         return RULES[setting.rule](keys, name, value, here)
     text = "{}" if value == {} else "null" if value is None else str(value).lower()
@@ -47,8 +50,8 @@ def translated(setting: Setting, name: str, rest: str, there: Settings, here: Se
         return "not set there, or as it is here"
     result = _with_values(result, _names(value, there, here))
     result = result if isinstance(result, dict) else dict(zip(keys, result if isinstance(result, list) else [result]))
-    known_here = {key: each for key, each in result.items() if not isinstance(each, Code)}
-    return known_here or f"can't be computed: {', '.join(result.values())}"
+    found = {key: each for key, each in result.items() if not isinstance(each, Code)}
+    return found or (setting.note if "nothing" in str(result) else f"can't be computed: {', '.join(result.values())}")
 
 
 def _missing(condition: str, there: Settings, here: Settings) -> str:
@@ -57,13 +60,15 @@ def _missing(condition: str, there: Settings, here: Settings) -> str:
     value = there.get(name, here.get(name))
     if other:
         return f"{name} is {other}" if value == other else ""
-    return "" if not name or bool(value) != condition.startswith("not ") else f"{name} is {value or 'not set'}"
+    is_so = not name or bool(value) != condition.startswith("not ")
+    return "" if is_so else f"{name} is {'not set' if value is None else str(value).lower()}"
 
 
 def _names(value: Any, there: Settings, here: Settings) -> Settings:
     """What expressions of the table read: the value, and all others by the last parts of their names."""
     names = {name.rpartition(".")[2]: each for name, each in [*there.items(), *here.items()]}
     names |= {"value": len(value) if isinstance(value, list) else value}
+    names |= {"is_file": Path(str(here.get("data.path"))).suffix in FILE_SUFFIXES}
     expressions = {name: each[1:] for name, each in names.items() if isinstance(each, str) and each.startswith("=")}
     return names | {name: computed(text, names) for name, text in expressions.items()}  # of defaults
 

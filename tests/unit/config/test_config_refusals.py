@@ -105,7 +105,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("reward.terms={a: 1}", ["reward.terms.a", "section", "kind"]),
     ("reward.terms.x.weight=1 reward.terms.answer.kind=format", ["reward.terms.x.kind", "required"]),
     # keys of other frameworks that this version does not support
-    ("rollout.engine=sglang", ["SGLang is not installed here", "rollout.sglang.url"]),
+    ("rollout.engine=sglang", ["SGLang is not installed here", "rollout.sglang.url", "engine=embedded"]),
     ("rollout.mesh.infer_tp=4", ["Use 1"]),
     ("rollout.tensor_model_parallel_size=4", ["Use 1"]),
     ("rollout.pipeline_model_parallel_size=2", ["Use 1"]),

@@ -13,8 +13,8 @@ from meshrl.config.other_frameworks import settings
 from meshrl.config.schema import locate
 from meshrl.core.errors import ConfigError
 from meshrl.run.inputs import load_run
-from meshrl.tools.translate.command import nested, translate_file, translate_settings
-from meshrl.tools.translate.read import Code, read_settings
+from meshrl.tools.translate.command import nested, render, translate_file, translate_settings
+from meshrl.tools.translate.read import Code, computed, read_settings
 from meshrl.tools.translate.values import RULES
 
 ROOT = Path(__file__).parents[3]
@@ -23,6 +23,8 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SCRIPT = r"""#!/usr/bin/env bash
 set -xeuo pipefail
 # project=unused
+export PYTHONPATH=$PYTHONPATH:a
+export PYTHONPATH=$PYTHONPATH:b
 project='A B'
 export N_GPUS=${N_GPUS:-$((2 * (1 + 1)))}
 engine="vllm" # or sglang
@@ -38,7 +40,7 @@ DATA=(
     data.train_files="$files"
     data.max_prompt_length=${length}
 )
-ray job submit -- python3 -m verl.trainer.main_ppo --config-name='ppo_trainer' \
+ray job submit --runtime-env=env.yaml -- python3 -m verl.trainer.main_ppo --config-name='ppo_trainer' \
     "${DATA[@]}" \
     algorithm.adv_estimator=grpo \
     # data.shuffle=False \
@@ -131,6 +133,49 @@ def test_a_python_script_is_read_as_text_and_counted_in_prompts(tmp_path: Path):
     assert {"callbacks", "run_name", "reward_funcs", "model_init_kwargs"} <= made.reasons.keys()
 
 
+@pytest.mark.parametrize(
+    "text", ["'a' * 10**9", "'a' * 999999999", "[0] * 999999999", "'%999999999d' % 1", "n * n", "1 + " * 1000 + "1"]
+)
+def test_an_expression_that_takes_memory_or_time_stays_code(text: str):
+    assert type(computed(text, {"n": 10**15})) is Code
+    assert computed(f"2 * 3 if 1 < 2 else {text}", {"n": 10**15}) == 6
+
+
+LOADED = "def shaped(row): return {'prompt': row['question']}\n" + "rows = load_dataset("
+FILES = {"data.path": "a.jsonl", "data.eval_path": "b.jsonl", "data.split": None, "data.eval_split": None}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "train", "held_out", "here"),
+    [
+        ("'json', data_files={'train': 'a.jsonl', 'test': 'b.jsonl'})", "rows['train']", "rows['test']", FILES),
+        ("'json', data_files='a.jsonl', split='train')", "rows", "load_dataset('json', data_files='b.jsonl')", FILES),
+        (
+            "'json', data_files='a.jsonl', split='train').train_test_split(0.1)",
+            "rows['train']",
+            "rows['test']",  # not evaluated on the rows of training
+            {"data.path": "a.jsonl", "data.eval_path": None},
+        ),
+        (
+            "'org/rows', 'main')\nrows = rows.map(lambda row: {'prompt': row['question']})",
+            "rows['train']",
+            "rows['test'].map(shaped)",
+            {"data.path": "org/rows", "data.subset": "main", "data.eval_path": "org/rows", "data.eval_split": "test"},
+        ),
+        ("'org/rows', split='all')", "read()", "None", {"data.path": "org/rows", "data.split": "all"}),
+    ],
+)
+def test_rows_are_those_that_the_trainer_gets(loaded: str, train: str, held_out: str, here: dict, tmp_path: Path):
+    path = tmp_path / "train.py"
+    end = f"\nGRPOTrainer('m', f, args=GRPOConfig('o'), train_dataset={train}, eval_dataset={held_out})"
+    path.write_text(
+        f"other = load_dataset('x', 'y')\n{LOADED}{loaded}{end}" if train == "rows" else LOADED + loaded + end
+    )
+    made = translate_settings(*read_settings(path), {"rows": None, "num_processes": 1})
+    assert {key: made.here.get(key) for key in here} == here
+    assert "PLACEHOLDER" in render(made, "train.py")  # of the reward, which gets lists there
+
+
 VERL = {
     "data.train_batch_size": 512,
     f"{ACTOR}.ppo_mini_batch_size": 32,
@@ -184,6 +229,13 @@ PRIME_RL = {
         ("verl", {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "low_var_kl"}, {"algo.kl.estimator": "k3"}),
         ("verl", {f"{ACTOR}.kl_loss_coef": 0.1, f"{ACTOR}.use_kl_loss": False}, {"algo.kl.coef": None}),
         ("prime-rl", PRIME_RL, {"loop.prompts_per_step": 8, "cluster.num_train_ranks": 2, "loop.kind": "fully_async"}),
+        ("verl", {"trainer.default_local_dir": "$OUT/x"}, {"run.folder": None}),
+        ("verl", {"data.train_files": "a.parquet"}, {"loop.num_epochs": 30, "loop.num_steps": None}),
+        (
+            "TRL",
+            {"dataset_name": "a.jsonl", "warmup_ratio": 0.1},
+            {"loop.num_epochs": 3, "train.scheduler.warmup_steps": 2242},
+        ),
         ("TRL", {"loss_type": "cispo", "epsilon_high": 5.0}, {"algo.loss.kind": "cispo", "algo.loss.clip_high": None}),
         ("TRL", {"save_steps": 0.5, "max_steps": 20}, {"loop.save_every_steps": 10}),
     ],
@@ -210,7 +262,7 @@ def test_a_translated_config_is_written_once_and_is_explained(write: Callable[..
     assert main(["translate", str(script), "--out", str(out)]) == 0
     assert "my.yaml --explain" in capfd.readouterr().out
     text = out.read_text()
-    assert "kind: my_score:score" in text and f"module_folder: {home}" in text
+    assert "num_epochs: 3" in text and "kind: my_score:score" in text and f"module_folder: {home}" in text
     assert "no critic" in text and "critic.optim.lr = 1e-05" in text and "a.b = 1" in text
     assert load_run(out, starts=False).config.loop.num_steps == 12  # 3 x 64 rows / 16
     with pytest.raises(ConfigError, match=r"my\.yaml"):
