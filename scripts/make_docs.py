@@ -41,8 +41,25 @@ number of optimizer steps. A default there that differs from the one here is wri
 
 Settings without a counterpart stand at the end as comments, with the reason. There is no critic, so `gae` and the
 keys of `critic` are among them, and so is each value that the checks of meshrl refuse. What the file does not have is
-marked PLACEHOLDER: prime-rl names an environment in place of rows, and epochs become steps only if the rows are on
-this machine or `--rows` gives their number. The reward is `math_answer`, unless you name another one.
+marked PLACEHOLDER: prime-rl names an environment in place of rows, and TRL's reward functions get lists. Epochs of one
+file become `loop.num_epochs`; those of a mixture or of a data set on the hub become steps, if `--rows` gives the number
+of rows. The reward is `math_answer`, unless you name another one.
+
+## From a recipe to a first run
+
+A translated recipe has the ranks and the engine of its GPUs. These overrides try it on a machine without GPU and vLLM,
+with a small model; settings that have no effect then are left out, each with a note:
+
+```bash
+meshrl train my.yaml model.path=SMALL_MODEL rollout.engine=embedded cluster.num_train_ranks=1 monitor.sinks=[] \\
+    loop.num_steps=3 rollout.sampling.max_new_tokens=256 run.name=try
+```
+
+A recipe for several machines or with GPUs that only sample also needs `cluster.executor=processes cluster.nodes=1
+cluster.num_rollout_ranks=0 loop.kind=colocated`, and one with Ulysses `train.mesh.ulysses=1`. Then look at the answers
+by `meshrl view runs/try --step 1`, at `runs/try/report.html`, and talk to the model by `meshrl chat runs/try`.
+
+## How much is translated
 
 The settings of {recipes} published recipes, as [facts](../tests/published_recipes.yaml):
 
@@ -55,14 +72,30 @@ what `meshrl translate` reads. `meshrl config NAME` searches them by a name of a
 without its sections. A config or an override with such a name is refused, and the error states the key that meshrl
 has in its place: also for each key of a section that was copied from another config.
 
+## Reward functions and tools
+
 A reward function of verl, `compute_score(data_source, solution_str, ground_truth, extra_info)`, works as it is: name
 it as `reward.terms.NAME.kind: package.module:compute_score`. `data_source` and `extra_info` are the columns of these
 names, `ground_truth` is the column of `data.answer`.
+
 A tool class of verl, with `create`, `execute`, `calc_reward` and `release`, works by the agent in
 [examples/sglang_multiturn/verl_tools.py](../examples/sglang_multiturn/verl_tools.py).
+
 A reward function of TRL gets lists and returns a list. meshrl grades one completion in each call, so such a function is
-refused; write one of a single completion: `score(completion, answer, prompt)`, where `prompt["meta"]` has the other
-columns of the row.
+refused. Write one of a single completion, in a file of its own, since a script would train when it is imported:
+
+```python
+from my_trl_functions import correctness_reward  # (completions, answer, **kwargs), which returns a list
+
+
+def correctness(completion, answer, prompt):  # prompt["meta"] has the other columns of the row
+    return correctness_reward([[{{"role": "assistant", "content": completion}}]], answer=[answer])[0]
+```
+
+Each function is a term, `reward.terms.correctness.kind: my_rewards:correctness`. From Python it is
+`meshrl.train("my.yaml", rewards=[correctness, formatted])`, after the PLACEHOLDER's term is removed from the file,
+since terms of the file remain. With several terms, set `loop.eval_term: correctness`, so that the held-out score is
+this one, not the weighted sum.
 """
 
 

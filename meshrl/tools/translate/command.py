@@ -33,7 +33,7 @@ KNOWN = {  # framework -> what its files need not state: key -> (value, comment)
         "data.answer": ("reward_model.ground_truth", "where the rows of verl have it"),
         "reward.terms.answer.kind": ("math_answer", "verl chooses by data_source; or a function package.module:name"),
     },
-    "TRL": {"reward.terms.answer.kind": ("math_answer", "PLACEHOLDER: or a function, package.module:name")},
+    "TRL": {"reward.terms.answer.kind": ("math_answer", "PLACEHOLDER: a function; no term with rewards= in Python")},
     "prime-rl": {"rollout.engine": ("vllm", "prime-rl samples with vLLM")},
 }
 PLACEHOLDERS = {  # required key -> the same
@@ -74,7 +74,7 @@ def translate_file(path: Path, out: Path | None, rows: int | None, devices: int)
         return render(made, path.name)
     with output_errors(out, "Give another file by --out", ConfigError), out.open("x", encoding="utf-8") as file:
         file.write(render(made, path.name))
-    return f"wrote {out}: {made}\ncheck it:  meshrl train {out} --explain\n"
+    return f"wrote {out}: {made}\ncheck it:  meshrl train {out} --explain\nwithout GPUs:  docs/from_verl_and_trl.md\n"
 
 
 def translate_settings(framework: str, there: Settings, numbers: Settings) -> Translation:

@@ -54,14 +54,13 @@ def translated(setting: Setting, name: str, rest: str, there: Settings, here: Se
     return found or (setting.note if "nothing" in str(result) else f"can't be computed: {', '.join(result.values())}")
 
 
-def _missing(condition: str, there: Settings, here: Settings) -> str:
+def _missing(needed: str, there: Settings, here: Settings) -> str:
     """Why a condition `name`, `not name` or `name!=value` does not hold, or "". name: of a setting, or of a key."""
-    name, _, other = condition.removeprefix("not ").partition("!=")
+    name, _, other = needed.removeprefix("not ").partition("!=")
     value = there.get(name, here.get(name))
     if other:
         return f"{name} is {other}" if value == other else ""
-    is_so = not name or bool(value) != condition.startswith("not ")
-    return "" if is_so else f"{name} is {'not set' if value is None else str(value).lower()}"
+    return "" if not name or bool(value) != ("not " in needed) else f"{name} is {'not set' if value is None else value}"
 
 
 def _names(value: Any, there: Settings, here: Settings) -> Settings:

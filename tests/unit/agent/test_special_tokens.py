@@ -66,7 +66,7 @@ class IdPolicy(ScriptedPolicy):
 def test_an_answer_has_its_special_tokens_without_the_end_of_its_turn(sampled: str, text: str):
     tokenizer = tagged_tokenizer()
     t = run(SingleTurn(), IdPolicy(tokenizer, sampled).generate, context(tokenizer, "<answer>", "z"))
-    assert t.turns[0].messages[-1]["content"] == t.text == text
+    assert t.turns[0].messages[-1]["content"] == t.text == text and f"answer {text!r})" in repr(t)
     assert tokenizer.decode(t.turns[0].output_ids.tolist()) == sampled
 
 

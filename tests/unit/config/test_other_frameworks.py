@@ -52,7 +52,7 @@ VERL = {  # the keys of a script that runs GRPO on GSM8K and MATH -> the key of 
     "trainer.nnodes": "cluster.nodes",
     "trainer.save_freq": "loop.save_every_steps",
     "trainer.test_freq": "loop.eval_every_steps",
-    "trainer.total_epochs": "loop.num_steps",
+    "trainer.total_epochs": "loop.num_epochs",
 }
 TRL = {  # fields of GRPOConfig -> the same
     "output_dir": "run.folder",
@@ -67,7 +67,7 @@ TRL = {  # fields of GRPOConfig -> the same
     "gradient_checkpointing": "train.activation_checkpointing",
     "per_device_train_batch_size": "loop.prompts_per_step",
     "gradient_accumulation_steps": "train.updates_per_step",
-    "num_train_epochs": "loop.num_steps",
+    "num_train_epochs": "loop.num_epochs",
     "max_steps": "loop.num_steps",
     "num_generations": "loop.samples_per_prompt",
     "max_completion_length": "rollout.sampling.max_new_tokens",
@@ -225,7 +225,7 @@ def test_a_config_of_sft_gets_keys_of_sft(good_sft: Path):
     with pytest.raises(ConfigError) as error:
         load_sft_config(good_sft, ["num_train_epochs=3", "beta=1"])
     text = " ".join(str(error.value).split())
-    assert "num_train_epochs of TRL is sft.num_steps here" in text and "algo.kl" not in text
+    assert "num_train_epochs of TRL is sft.num_epochs here" in text and "algo.kl" not in text
 
 
 def test_a_name_that_is_common_has_no_meaning_without_its_section():
