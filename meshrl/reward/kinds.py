@@ -123,14 +123,19 @@ def _plain_score(result: Any) -> Any:
     return result["score"] if isinstance(result, dict) and "score" in result else result
 
 
-def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | None = None) -> Grader:
+def make_grader(
+    term: str, kind: str, args: dict[str, Any], pickled: bytes | None = None, given: Callable[..., Any] | None = None
+) -> Grader:
     """The grader of a config entry, whose function accepts the arguments of a grading. kind: a name in REWARDS, or a
     dotted path `package.module:function`.
 
-    pickled: the function itself, if a Python caller gave one; `kind` is then only its name.
+    pickled, given: the function itself, if a Python caller gave one; `kind` is then only its name.
     """
+    function: Any
     if pickled is not None:
         function = _unpickled(term, kind, pickled)
+    elif given is not None:
+        function = given
     else:
         function = import_object(REWARDS[kind].function) if kind in REWARDS else look_up(kind, REWARDS, "reward kind")
     try:

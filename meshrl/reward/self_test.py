@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -282,9 +282,9 @@ def _attempt(prompt: Prompt, text: str) -> Trajectory:
     return Trajectory(prompt=prompt, group_id=prompt.id, index=0, turns=[turn])
 
 
-def check_graders(in_memory: Collection[str], case: Case) -> Iterator[Problem]:
-    """Problems of reward functions that can't be imported, or that a run can't call. in_memory: terms whose function is
-    given by a Python caller. Kinds that name no function are reported by the config's own check.
+def check_graders(in_memory: Mapping[str, Callable[..., Any]], case: Case) -> Iterator[Problem]:
+    """Problems of reward functions that can't be imported, or that a run can't call. in_memory: by term the functions
+    of a Python caller. Kinds that name no function are reported by the config's own check.
 
     Modules that only this check imports are removed from sys.modules, so that the check of the next config in this
     process reads their files again.
@@ -292,10 +292,10 @@ def check_graders(in_memory: Collection[str], case: Case) -> Iterator[Problem]:
     before = set(sys.modules)
     for name, term in case.rl.reward.terms.items():
         is_path = DOTTED_PATH.fullmatch(term.kind) and can_be_imported(term.kind)
-        if name in in_memory or not (term.kind in REWARDS or is_path):
+        if not (name in in_memory or term.kind in REWARDS or is_path):
             continue
         try:
-            make_grader(name, term.kind, term.args)
+            make_grader(name, term.kind, term.args, given=in_memory.get(name))
         except ConfigError as error:
             yield Problem((f"reward.terms.{name}.kind",), f"{error}.")
         module = term.kind.partition(":")[0]

@@ -98,6 +98,15 @@ def test_rewards_are_a_function_or_a_list_of_functions_too():
     assert dict(objects_of([ascii_share, no_reward]).rewards) == {"ascii_share": ascii_share, "no_reward": no_reward}
 
 
+def test_a_reward_function_that_a_run_can_not_call_is_refused_with_the_config():
+    def of_lists(completions, **columns):
+        return [0.0 for _ in completions]
+
+    objects = objects_of([ascii_share, of_lists], rows={"data.path": ROWS})
+    with pytest.raises(ConfigError, match=r"(?s)reward.terms.of_lists.kind.*takes completions as the lists of a batch"):
+        load_run(BASE, objects=objects)
+
+
 def test_a_model_in_memory_is_refused_with_what_to_do(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"a Qwen2ForCausalLM in memory.*save_pretrained\(FOLDER\).*model.path=FOLDER"
