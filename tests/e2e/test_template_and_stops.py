@@ -89,12 +89,21 @@ def _require_stops(model: Path, stops: list[int]) -> None:
     assert loaded.generate(torch.tensor([[5, 6]]), max_new_tokens=9, pad_token_id=0).shape[1] == 3
 
 
+@pytest.mark.parametrize(
+    ("copied", "expected"),
+    [
+        (("chat_template*",), "no tokenizer could be loaded from .*tokenizer.json: no such file"),
+        (("chat_template*", "tokenizer.json"), "has other tokens than that of"),
+    ],
+)
 def test_a_file_that_no_export_could_write_ends_the_run_before_its_first_step(
-    config: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, monkeypatch: pytest.MonkeyPatch, copied: tuple[str, ...], expected: str
 ):
-    """An exported model without its tokenizer, which is noticed when the files are loaded."""
-    monkeypatch.setattr(save, "_COPIED", ("chat_template*",))
-    with pytest.raises(DataError, match="has other tokens than"):
+    """An exported model without files of its tokenizer, which is noticed when the files are loaded."""
+    monkeypatch.setattr(save, "_COPIED", copied)
+    own = config.parent / "model" / "tokenizer_config.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | {"extra_special_tokens": {"own_token": "<|own|>"}}))
+    with pytest.raises(DataError, match=expected):
         train(config, "refused", *INLINE)
     (folder,) = (config.parent / "runs").iterdir()
     assert not (folder / "metrics.jsonl").read_text() and not (folder / "checkpoints").exists()
