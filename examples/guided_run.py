@@ -263,7 +263,7 @@ def write_result(
     print(f"these numbers          {place / 'report.json'}")
     command = "meshrl" if shutil.which("meshrl") else Path(sys.executable).with_name("meshrl")
     print(f"talk to the model      {command} chat {grpo}")
-    print(f"train it further       {command} init further --model {grpo}")
+    print(f"train it on your rows  {command} init further --model {grpo} --data FILE --prompt COLUMN --answer COLUMN")
     return float(report["eval_after"])
 
 

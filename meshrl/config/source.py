@@ -22,7 +22,7 @@ from meshrl.config.values import scalar
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, is_there, read_text
 
-HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+HUB_ID = re.compile(r"(?!runs/)[\w][\w.-]*/[\w][\w.-]*")  # runs/NAME is a run, also where there is no such folder
 COMMAND_LINE = "command line"
 CONFIG_DICT = "config-dict"  # a config that is a Python dict: its name, and the origin of its values
 PYTHON_OBJECT = "Python object"

@@ -344,10 +344,10 @@ def make_all(rows: Iterator[RawRow], make: Callable[[RawRow], T], left_out: list
     raise DataError(f"{len(bad)} of the first {count} rows can't be used{advice}:{listed(bad)}")
 
 
-def listed(bad: Sequence[str]) -> str:
+def listed(bad: Sequence[str], most: int = MAX_SHOWN) -> str:
     """The first of these errors of rows, each in a line of its own, and the number of the others."""
-    more = f"\n  and {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else ""
-    return "".join(f"\n  {text}" for text in bad[:MAX_SHOWN]) + more
+    more = f"\n  and {len(bad) - most} more" if len(bad) > most else ""
+    return "".join(f"\n  {text}" for text in bad[:most]) + more
 
 
 def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
@@ -465,7 +465,9 @@ def _require_left(table: Table, rows: list[T], num_rows: int, fraction: str) -> 
 def answer_text(answer: Any, column: str) -> str:
     """The answer of a row as the text that is trained. Errors follow the row's place."""
     if not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise DataError(f"column {column!r} is {shown(answer)}; it should be a text or a number")
+        blank = "an empty string; give the row an answer, or remove the row"
+        fault = blank if isinstance(answer, str) else f"{shown(answer)}; it should be a text or a number"
+        raise DataError(f"column {column!r} is {fault}")
     return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer).strip()
 
 

@@ -41,7 +41,10 @@ def explain(
     roles = ", ".join(f"{role.name} ({'trained' if role.trains else 'not trained'})" for role in run_plan.roles)
     rows = [*step, ("roles", roles), ("ranks", _ranks(run_plan.ranks)), *_update_sizes(config), *run]
     if num_data_rows:
-        passes = f"{drawn / num_data_rows:.2f} of {num_data_rows:,} rows, before filtering"
+        rows_of = config.sft if isinstance(config, SftRunConfig) else config.data
+        num_trained = max(1, round(num_data_rows * (1 - (rows_of.eval_fraction or 0))))
+        about = "about " * (num_trained < num_data_rows)
+        passes = f"{drawn / num_trained:.2f} of {about}{num_trained:,} rows, before filtering"
         rows.append(("passes over the data", passes))
     width = max(len(label) for label, _ in rows)
     lines = [f"# {label:<{width}}  {how_much}" for label, how_much in rows]

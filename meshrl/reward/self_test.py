@@ -227,14 +227,18 @@ async def try_judge(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> 
         return
     rows = _labelled_rows(path)
     results = await scorer.grade([(name, trajectory) for trajectory, _ in rows])
-    graded = [(label, score) for (_, label), score in zip(rows, results) if isinstance(score, float)]
+    graded = [(label, score, t.prompt.id) for (t, label), score in zip(rows, results) if isinstance(score, float)]
     failed = next((f" (the first failure, {r.kind}: {r.message})" for r in results if isinstance(r, Failure)), "")
-    pairs = [(good > bad) + (good == bad) / 2 for high, good in graded for low, bad in graded if high > low]
-    agreement = sum(pairs) / max(1, len(pairs))
+    pairs = [(good, bad, a, b) for high, good, a in graded for low, bad, b in graded if high > low]
+    agreement = sum((good > bad) + (good == bad) / 2 for good, bad, *_ in pairs) / max(1, len(pairs))
+    wrong = (f"; it scored {a} {good:g}, and {b} {bad:g}" for good, bad, a, b in pairs if good <= bad)
     text = (
         f"reward.terms.{name}: the judge graded {len(graded)} of {len(rows)} rows of {path}{failed}, and ordered "
         f"{agreement:.0%} of {len(pairs)} pairs of rows with different labels as the labels do (by chance: 50%)"
+        f"{next(wrong, '')}"
     )
+    if not graded:
+        raise ConfigError(f"reward.terms.{name}: the judge graded none of the {len(rows)} rows of {path}{failed}")
     if not pairs or agreement < (least or 0.0):
         raise ConfigError(f"{text}; args.min_agreement is {least}. Change the judge, or the rows if no labels differ")
     note(text)

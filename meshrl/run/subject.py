@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.load import is_sft
 from meshrl.config.source import HUB_ID
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.core.files import is_there
@@ -52,6 +53,11 @@ def subject_of(config: Any, model: str | Path | None, step: int | None = None) -
         raise ConfigError(
             f"{config} is a folder, and belongs to no run with a config.yaml; give a config file, and the folder by "
             f"--model: meshrl eval CONFIG --model {config}"
+        )
+    if is_sft(subject.run / "config.yaml"):
+        raise ConfigError(
+            f"{subject.run} is a run of meshrl sft, whose config has no rewards; give the config of meshrl train, and "
+            f"this run by --model: meshrl eval CONFIG --model {config}"
         )
     return subject.run / "config.yaml", subject if model is None else find_subject(model, step)
 

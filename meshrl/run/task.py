@@ -109,7 +109,7 @@ def note_on_special(task: Task) -> str | None:
 
 
 def _note_on_bad_rows(bad: list[str] | None) -> str | None:
-    return f"left out {counted(len(bad), 'row')} that can't be used:{listed(bad)}" if bad else None
+    return f"left out {counted(len(bad), 'row')} that can't be used:{listed(bad, 3)}" if bad else None
 
 
 def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, list[Sample], list[str], ChatFiles]:

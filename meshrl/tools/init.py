@@ -34,6 +34,7 @@ LEARNING_RATES = (  # hidden size up to, of RL, of SFT
     (1 << 30, "1e-6", "1e-5"),
 )
 SMALL_WIDTH = 512  # models of up to this hidden size follow no instruction
+FEW_ROWS, FEW = 50, "these are few rows: what a model learns from them, and its score, are mostly chance"
 EVAL_LIMIT = 200  # held-out rows of an evaluation
 SFT_ROWS_PER_STEP, MIN_SFT_STEPS, MAX_SFT_STEPS = 16, 30, 200
 
@@ -254,12 +255,13 @@ def _facts(data: DataFile, model: str, tokenizer: Any) -> tuple[dict[str, Any], 
     num_long = int((lengths > max_prompt_tokens).sum())
     of_first = f" of the first {MAX_READ}" if table.num_rows > MAX_READ else ""
     lines = [
-        f"{data.path}: {len(prompts)} rows{of_first}{_separator(data.path)}",
-        *([f"left out {len(bad)} that can't be used:{listed(bad)}"] if bad else []),
+        f"{data.path}: {len(prompts)} usable rows{of_first}{_separator(data.path)}",
+        *([f"left out {len(bad)} more that can't be used:{listed(bad)}"] if bad else []),
         f"answers: {form.text}",
         f"tokens: prompts {_spread(lengths)}, answers {_spread(of_answers)}",
         *([f"{num_long} of the prompts are longer than {max_prompt_tokens}: runs leave them out"] if num_long else []),
         f"{num_train} rows to train on, {len(prompts) - num_train} held out (data.eval_fraction)",
+        *([FEW] if len(prompts) < FEW_ROWS else []),
     ]
     values = {
         "rows": "".join(f"  {key}: {_quoted(value)}\n" for key, value in keys.items() if value is not None),
@@ -286,9 +288,10 @@ def _with_system(tokenizer: Any, system: str | None, question: list[Message]) ->
 
 
 def _require_columns(table: Table, data: DataFile) -> None:
-    first = next((row for row in table.rows() if not row.fault), None)
+    first = next((row for row in table.rows() if not row.fault), None) or next(iter(table.rows()), None)
     if first is None:
         raise ConfigError(f"{data.path} has no rows")
+    first.require_read()
     names = column_names(first.data)
     for option, name in (("--prompt", data.prompt), ("--answer", data.answer)):
         if name not in names:
@@ -333,4 +336,4 @@ def _split(path: str, prompts: Sequence[Prompt]) -> tuple[float, int]:
         if 0 < num_train < len(prompts):
             return fraction, num_train
     text = f"{path} has {len(prompts)} usable rows, too few different ones to train on some and evaluate on others"
-    raise ConfigError(f"{text}. Give at least 50")
+    raise ConfigError(f"{text}. Give at least {FEW_ROWS}")

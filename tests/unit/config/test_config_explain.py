@@ -36,6 +36,8 @@ def test_explain_computes_the_sizes_of_a_step(good: Path):
     assert "at most 4 per optimizer step" in _line(text, "# micro-batches per rank")
     assert "120 prompts x 8 = 960" in _line(text, "# samples of the run")
     assert "4.00 of 30 rows" in _line(text, "# passes over the data")
+    loaded = load_run_config(good, ["data.eval_path=null", "data.eval_fraction=0.2"])
+    assert "5.00 of about 24 rows" in _line(explain(loaded, num_data_rows=30), "# passes over the data")
 
 
 def test_explain_counts_peers_by_either_name_of_tp(good: Path):

@@ -157,10 +157,14 @@ def test_a_judge_is_compared_with_labelled_rows_at_the_start(tmp_path):
         args = {"url": url, "calibration": str(file)}
         ((note,), _) = with_worker(min_agreement=0.8, **args)
         assert "graded 3 of 3 rows" in note and "ordered 83% of 3 pairs" in note
+        assert note.endswith(f"(by chance: 50%); it scored {file}:2 0.1, and {file}:1 0.1")
         with pytest.raises(ConfigError, match=r"ordered 83% of 3 pairs .*min_agreement is 0\.9"):
             with_worker(min_agreement=0.9, **args)
         file.write_text('{"prompt": "p", "completion": "c"}')
         with pytest.raises(ConfigError, match=r"graded.jsonl:1: KeyError: 'label'; each line"):
             with_worker(**args)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigError, match=r"graded none of the 3 rows of .*no answer, ConnectError: .*\)$"):
+        with_worker(max_tries=1, **args)
     with pytest.raises(ConfigError, match=r"could not grade '4': judge: http://.* no answer"):
         with_worker(url=url, max_tries=1)

@@ -113,3 +113,6 @@ def test_a_folder_of_a_run_stands_for_its_config(run: Path, tmp_path: Path):
     assert subject_of("my.yaml", None)[1].overrides(["a=1"]) == ["a=1"]
     with pytest.raises(ConfigError, match="belongs to no run with a config"):
         subject_of(alone, None)
+    (run / "config.yaml").write_text("sft: {path: rows.jsonl}")
+    with pytest.raises(ConfigError, match=f"no rewards; .* meshrl eval CONFIG --model {run}"):
+        subject_of(run, None)

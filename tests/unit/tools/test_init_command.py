@@ -28,7 +28,7 @@ def model(folder: Path, positions: int = 2048, template: str | None = "own") -> 
 
 def tickets(folder: Path, count: int = 60, column: str = "label") -> str:
     rows = "".join(f'"ticket {i};\nplease";{LABELS[i % 3]}\n' for i in range(count))
-    (folder / "tickets.csv").write_text(f"question;{column}\n{rows}only one value\n;spam\n", "utf-8-sig")
+    (folder / "tickets.csv").write_text(f"question;{column}\n{rows}only one value\n;spam\nlost;\nmore;\n", "utf-8-sig")
     return str(folder / "tickets.csv")
 
 
@@ -38,13 +38,14 @@ def test_sft_and_train_accept_what_it_writes_and_hold_out_the_same_rows(tmp_path
     monkeypatch.setattr("meshrl.tools.init.SMALL_WIDTH", 0)
     assert main(["init", str(folder), "--model", model(tmp_path / "model"), *data]) == 0
     printed = capsys.readouterr().out
-    assert "60 rows, with values separated by ';'" in printed and "3 labels: billing 33%" in printed
-    assert f"left out 2 that can't be used:\n  {data[1]}:122: 1 values for 2 columns" in printed
+    assert "60 usable rows, with values separated by ';'" in printed and "3 labels: billing 33%" in printed
+    assert f"left out 4 more that can't be used:\n  {data[1]}:122: 1 values for 2 columns" in printed
     assert f"meshrl train {folder}/config.yaml --explain" in printed and f"meshrl sft {folder}/sft.yaml" in printed
     monkeypatch.chdir("/")  # paths and modules are found next to the config, not in the working folder
     cfg = load_run(folder / "config.yaml").config
     task = load_task(cfg, Objects(), training=True)
-    assert task.row_note is not None and "tickets.csv:122" in task.row_note and "tickets.csv:123" in task.row_note
+    assert task.row_note is not None and "tickets.csv:122" in task.row_note and "tickets.csv:124" in task.row_note
+    assert "tickets.csv:125" not in task.row_note and task.row_note.endswith("and 1 more")
     held_out = {prompt.id for prompt in task.eval_prompts}
     assert 0 < len(held_out) < 60 and task.train_prompts is not None
     trained = {prompt.id for prompt in task.train_prompts.next(60 - len(held_out))}
@@ -53,7 +54,8 @@ def test_sft_and_train_accept_what_it_writes_and_hold_out_the_same_rows(tmp_path
     assert task.eval_prompts[0].messages[0] == system
     source, _, notes, _ = load_sft_source(load_sft(folder / "sft.yaml").config, Objects())
     warm = source.next(len(trained))
-    assert {row.trajectory_id.partition("@")[0] for row in warm} == trained and "left out 2 rows" in notes[0]
+    assert {row.trajectory_id.partition("@")[0] for row in warm} == trained and "left out 4 rows" in notes[0]
+    assert "tickets.csv:124: column 'label' is an empty string; give the row an answer" in notes[0]
     decoded = task.tokenizer.decode(warm[0].tokens.tolist())
     assert system["content"] in decoded and decoded.rstrip().endswith("<|im_end|>")
 
@@ -104,6 +106,7 @@ def test_what_can_not_work_is_refused_and_nothing_is_written(tmp_path, capsys):
     (tmp_path / "same.csv").write_text("question,label\n" + "".join(f"{i},x\n" for i in range(60)))
     (tmp_path / "few.csv").write_text("question,label\nsame,x\nsame,y\n")
     (tmp_path / "empty.csv").write_text("question,label\n")
+    (tmp_path / "notes.txt").write_text("a log\n")
     for folder, path, answer, printed in (
         (tmp_path, data, "label", "already exists"),
         (tmp_path / "my", data, "label", "reads 24 tokens (max_position_embeddings)"),
@@ -111,10 +114,13 @@ def test_what_can_not_work_is_refused_and_nothing_is_written(tmp_path, capsys):
         (tmp_path / "my", f"{tmp_path}/same.csv", "label", "nothing to learn"),
         (tmp_path / "my", f"{tmp_path}/few.csv", "label", "too few different ones"),
         (tmp_path / "my", f"{tmp_path}/empty.csv", "label", "has no rows"),
+        (tmp_path / "my", f"{tmp_path}/notes.txt", "label", "notes.txt:1: not JSON"),
         (tmp_path / "my", f"{tmp_path}/none.csv", "label", "no such file"),
     ):
         assert main(["init", str(folder), "--model", small, "--data", path, "--answer", answer]) != 0
         assert printed in capsys.readouterr().err
     assert main(["init", str(tmp_path / "my"), "--model", str(tmp_path / "none"), "--data", data]) != 0
     assert "none does not exist; give a model's folder" in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "my"), "--model", "runs/none", "--data", data]) != 0
+    assert "runs/none does not exist; give a model's folder" in capsys.readouterr().err
     assert not (tmp_path / "my").exists() and not list(tmp_path.glob("*.aside"))
