@@ -252,6 +252,7 @@ def _facts(data: DataFile, model: str, tokenizer: Any) -> tuple[dict[str, Any], 
     path = str(Path(data.path).resolve()) if is_there(Path(data.path)) else data.path
     system = form.system if len(messages) > len(question) else None
     keys = {**data._asdict(), "path": path, "system": system, "eval_fraction": fraction, "bad_rows": "leave_out"}
+    num_repeated = len(prompts) - len({str(prompt.messages) for prompt in prompts})
     num_long = int((lengths > max_prompt_tokens).sum())
     of_first = f" of the first {MAX_READ}" if table.num_rows > MAX_READ else ""
     lines = [
@@ -260,7 +261,9 @@ def _facts(data: DataFile, model: str, tokenizer: Any) -> tuple[dict[str, Any], 
         f"answers: {form.text}",
         f"tokens: prompts {_spread(lengths)}, answers {_spread(of_answers)}",
         *([f"{num_long} of the prompts are longer than {max_prompt_tokens}: runs leave them out"] if num_long else []),
-        f"{num_train} rows to train on, {len(prompts) - num_train} held out (data.eval_fraction)",
+        *([f"rows whose question is that of an earlier row: {num_repeated}"] if num_repeated else []),
+        f"{'of these, ' * bool(of_first)}{num_train} rows to train on, {len(prompts) - num_train} held out "
+        "(data.eval_fraction)",
         *([FEW] if len(prompts) < FEW_ROWS else []),
     ]
     values = {

@@ -87,7 +87,7 @@ def test_other_answers_are_texts_or_mathematics():
 
 
 def test_a_tokenizer_without_a_template_gets_chatml_if_it_has_its_tokens_else_one_that_ends_a_turn(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, capsys
 ):
     arguments = ["--model", model(tmp_path / "model", 2048, None), "--data", tickets(tmp_path, column="answer")]
     assert main(["init", str(tmp_path / "my"), *arguments]) == 0
@@ -95,7 +95,12 @@ def test_a_tokenizer_without_a_template_gets_chatml_if_it_has_its_tokens_else_on
     assert "chatml" in (tmp_path / "my" / "config.yaml").read_text()
     monkeypatch.setattr("meshrl.tools.init.CHATML_TOKENS", ("<absent>",))
     other = tmp_path / "other"
-    assert main(["init", str(other), *arguments]) == 0
+    with (tmp_path / "tickets.csv").open("a") as file:
+        file.write("same;spam\n" * 3)
+    monkeypatch.setattr("meshrl.tools.init.MAX_READ", 66)
+    assert "earlier row" not in capsys.readouterr().out and main(["init", str(other), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "rows whose question is that of an earlier row: 1\nof these, " in printed
     load_task(load_run(other / "config.yaml").config, Objects(), training=True)
     source, _, _, chat = load_sft_source(load_sft(other / "sft.yaml").config, Objects())
     assert source.next(1)[0].tokens[-1] in (chat.stop_token_ids or ())
