@@ -112,10 +112,10 @@ class Marked:
 def never_made(init, fault):
     """The constructor, with the fault before it."""
 
-    def disturbed(worker, spec):
+    def disturbed(worker, spec, *args):
         if spec.rank == fault["rank"]:
             act(fault)
-        init(worker, spec)
+        init(worker, spec, *args)
 
     return disturbed
 
