@@ -104,7 +104,8 @@ def constant_answer(trajectories: Sequence[Trajectory]) -> str | None:
         return None
     return (
         f"{count} of {answers.total()} held-out answers are the same, {shorten(text, 80)!r}, while the rows expect "
-        f"{len(expected)} different ones: the score is that of a constant answer (eval/most_frequent_fraction)"
+        f"{len(expected)} different ones: the score is that of a constant answer (eval/most_frequent_fraction). More "
+        "steps of `meshrl sft`, or rows with equally many of each answer, help (docs/sft.md)"
     )
 
 
