@@ -20,7 +20,7 @@ class RewardKind:
     needs, so that their import does not count in the time limit of a grading. self_test: of (scorer, name of the term,
     term, note), in reward/self_test.py. needs_answer: it compares a completion with the answer of its row, which each
     row must have. judges_form: it does not judge whether an answer is right. full_score: of an answer that is as it
-    should be. text: for the docs.
+    should be. text: for the docs. neutral_args: those that change no score.
     """
 
     function: str
@@ -30,6 +30,7 @@ class RewardKind:
     judges_form: bool
     full_score: float
     text: str
+    neutral_args: frozenset[str] = frozenset()
 
 
 REWARDS = {
@@ -68,6 +69,7 @@ REWARDS = {
         judges_form=False,
         full_score=1.0,
         text="0 to 1, the score of a model behind an OpenAI-compatible endpoint",
+        neutral_args=frozenset(["url", "api_key_env", "max_tries", "max_parallel", "calibration", "min_agreement"]),
     ),
 }
 """reward.terms.NAME.kind -> its entry."""

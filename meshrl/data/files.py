@@ -43,8 +43,8 @@ def kind_of(path: str | Path, format: str = "auto") -> Kind:
     elif format == "datasets":
         raise DataError("is a file; format: datasets needs a folder made by save_to_disk, or a hub id")
     _require_regular(place)
-    if place.suffix in OTHER_FORMS:
-        raise DataError(OTHER_FORMS[place.suffix])
+    if (form := OTHER_FORMS.get(place.suffix.lower())) is not None:
+        raise DataError(form)
     suffix = place.suffix.lower() if format == "auto" else f".{format}"
     if suffix == ".json" and (format == "json" or _is_one_value(place)):
         return "json"
@@ -53,8 +53,9 @@ def kind_of(path: str | Path, format: str = "auto") -> Kind:
 
 def _is_one_value(place: Path) -> bool:
     with as_data_error(""), open_plain(place) as file:
-        first, _, rest = file.read(1 << 16).removeprefix(BOM_UTF8).strip().partition(b"\n")
-    return first.startswith(b"[") or first.strip() == b"{" or not rest
+        first = next((line for line in file if line.removeprefix(BOM_UTF8).strip()), b"").removeprefix(BOM_UTF8).strip()
+        rest = file.read(1 << 16).strip()
+    return first.startswith(b"[") or first == b"{" or not rest
 
 
 def _folder_kind(place: Path, format: str) -> Kind:

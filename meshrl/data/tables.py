@@ -13,6 +13,7 @@ import csv
 import functools
 import glob
 import io
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
@@ -222,15 +223,23 @@ class JsonlTable(Table):
 
 
 def json_rows(path: Path) -> Iterator[RawRow]:
-    """The rows of a JSON list of objects, or of an object with one such list. Errors follow the path and a colon."""
+    """The rows of a JSON list of objects, or of an object with one such list; an object without one is a row. Errors
+    follow the path and a colon."""
     value = parse_json(read_text(path, MAX_FILE_BYTES), constants=False)
-    inner = [value] if isinstance(value, list) else [each for each in value.values() if isinstance(each, list)]
-    if len(inner) != 1:
-        raise Unreadable(f"an object with {len(inner)} lists; it should be a list of objects {{column: value}}")
-    for i, row in enumerate(inner[0]):
+    if not isinstance(value, list | dict):
+        raise Unreadable(f"a JSON {type(value).__name__}; it should be a list of objects {{column: value}}")
+    inner = [value] if isinstance(value, list) else [each for each in value.values() if _are_rows(each)]
+    if len(inner) > 1:
+        raise Unreadable(f"an object with {len(inner)} lists of objects; it should have one, or be one")
+    for i, row in enumerate(inner[0] if inner else [value]):
         where, is_row = f"{path}: row {i} (from 0)", isinstance(row, dict)
         fault = "" if is_row else f"{where} is a JSON {type(row).__name__} and not an object {{column: value}}"
         yield RawRow(f"{path.stem}-{i}", where, row if is_row else {}, fault=fault)
+
+
+def _are_rows(value: Any) -> bool:
+    """Whether a value in an object is a list of rows, and not a conversation: then the object is a row."""
+    return isinstance(value, list) and any(isinstance(row, dict) and not {"role", "from"} & {*row} for row in value)
 
 
 def csv_rows(path: Path) -> Iterator[RawRow]:
@@ -264,8 +273,13 @@ def csv_rows(path: Path) -> Iterator[RawRow]:
 
 def delimiter_of(text: str) -> str:
     """The one of DELIMITERS that separates most columns in the first line of a CSV file."""
-    first = text.lstrip("\r\n").partition("\n")[0]
-    return max(DELIMITERS, key=lambda each: len(next(csv.reader([first], delimiter=each, skipinitialspace=True), [])))
+    first = re.split(r"[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
+    try:
+        return max(
+            DELIMITERS, key=lambda each: len(next(csv.reader([first], delimiter=each, skipinitialspace=True), []))
+        )
+    except csv.Error as cause:
+        raise Unreadable(f"line 1: not CSV ({cause})") from cause
 
 
 class DatasetTable(Table):

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshrl.agent.loop import Task
 from meshrl.cluster.sampler_group import RolloutGroup
+from meshrl.config.kinds import REWARDS
 from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.reward import has_passed
 from meshrl.config.run import RunConfig
@@ -203,7 +204,11 @@ def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str,
 
     is_sum, kwargs = cfg.eval_term == WEIGHTED_SUM, cfg.data.chat_template_kwargs
     used = {n: t for n, t in cfg.reward.terms.items() if n == cfg.eval_term or (is_sum and t.weight)}
-    graders = {name: (t.kind, t.args, t.weight if is_sum else 1, scorer.code[name]) for name, t in used.items()}
+    args = {
+        name: {k: v for k, v in t.args.items() if t.kind not in REWARDS or k not in REWARDS[t.kind].neutral_args}
+        for name, t in used.items()
+    }
+    graders = {name: (t.kind, args[name], t.weight if is_sum else 1, scorer.code[name]) for name, t in used.items()}
     agent = cfg.agent.kind, cfg.agent.args, code_of(cfg.agent.kind)
     limits = sorted(task.stop_token_ids), cfg.rollout.max_context_tokens
     return {

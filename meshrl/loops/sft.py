@@ -77,6 +77,7 @@ async def sft(job: SftJob) -> None:
     while True:
         if job.step == 0 or job.is_over:
             await held_out_loss(job, job.step)
+            start = time.perf_counter()
         await job.keeper.save_if_due(job, cfg.sft.save_every_steps, with_model=job.is_over)
         if job.is_over:
             return
@@ -101,7 +102,9 @@ async def sft(job: SftJob) -> None:
             ]
             every, ended = cfg.sft.eval_every_steps, job.step + 1
             if ended == cfg.sft.num_steps or (every and ended % every == 0):
+                began = time.perf_counter()
                 metrics += await held_out_loss(job, ended)
+                start += time.perf_counter() - began  # not of the step
             now = time.perf_counter()
             metrics.append(throughput(cfg.cluster, num_tokens, now - start))
             start = now

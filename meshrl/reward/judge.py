@@ -27,7 +27,7 @@ State briefly what is right and what is wrong in the answer. Then end with one l
 {low} (of no use) to {high} (could not be better)."""
 _REFERENCE = "\nReference answer, which is right:\n{}\n"
 _NAMES = ("prompt", "completion", "answer", "reference", "low", "high")
-_AFTER = r"[\"'*_\s]*(?:\([^)\n]*\)[\"'*_\s]*)?(?::|=|\bis\b|\bof\b)[\"'*_\s]*"
+_AFTER = r"[\"'*_\s]*(?:\([^)\n]{0,80}\)[\"'*_\s]*)?(?::|=|\bis\b|\bof\b)[\"'*_\s]*"
 REGEX = rf"(?i)\bscore{_AFTER}(-?\d+(?:\.\d+)?)|\A\s*(-?\d+(?:\.\d+)?)\s*\Z"  # or nothing but a number
 
 MAX_CACHED = 1024  # questions whose scores a worker stores
@@ -102,9 +102,11 @@ def score_in(reply: str, regex: str, scale: Sequence[float]) -> float:
 
 async def _ask(url: str, api_key_env: str | None, body: Any, max_tries: int) -> str:
     """The answer to one request. Waits before it is repeated, at least as long as the server requires."""
-    if api_key_env and not os.environ.get(api_key_env):
-        raise RewardError(f"the environment variable {api_key_env} (api_key_env) is not set; set it to the API key")
-    headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
+    key = os.environ.get(api_key_env or "", "").strip()  # files with secrets end in a newline
+    if api_key_env and not (key and key.isascii() and key.isprintable()):  # the value may stand in no error
+        state = "has other characters than an API key" if key else "is not set"
+        raise RewardError(f"the environment variable {api_key_env} (api_key_env) {state}; set it to the API key")
+    headers = {"Authorization": f"Bearer {key}"} if api_key_env else {}
     address, num_tries = f"{url.rstrip('/').removesuffix('/chat/completions')}/chat/completions", 0
     while True:
         num_tries += 1
@@ -132,10 +134,12 @@ def check_args(completion: str, answer: Any, **args: Any) -> None:
     format_match("", None, regex=args["regex"])
     for name, is_right, allowed in (
         ("url", url.scheme in ("http", "https") and url.hostname, "an address such as http://127.0.0.1:8000/v1"),
+        ("url", not url.username and url.port != 0, "an address without a password; api_key_env names a key"),
         ("template", {"completion"} <= names <= {*_NAMES}, f"a text with {{completion}}; in braces only {_NAMES}"),
         ("regex", re.compile(args["regex"]).groups, "one with a group for the number, such as Score: ([0-9]+)"),
         ("scale", len(scale) == 2 and scale[1] - scale[0] > 0, "the lowest and the highest score, such as [0, 10]"),
         *((n, type(args[n]) is int and args[n] > 0, "1, 2, 3 ...") for n in ("votes", "max_tries", "max_parallel")),
+        ("max_parallel", args["max_parallel"] <= 64, "at most 64, the gradings that a worker gets at a time"),
         ("temperature", args["votes"] == 1 or args["temperature"], "above 0, because votes at 0 are equal"),
         ("min_agreement", share is None or (0 <= share <= 1 and args["calibration"]), "0 to 1, with a calibration"),
     ):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from meshrl.config.other_frameworks import setting_of, settings
 from meshrl.config.schema import locate
 from meshrl.config.source import content
 from meshrl.config.values import show
-from meshrl.core.errors import ConfigError
+from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.files import output_errors
 from meshrl.data.tables import open_table
 from meshrl.tools.translate.read import Settings, read_settings
@@ -68,7 +69,8 @@ def translate_file(path: Path, out: Path | None, rows: int | None, devices: int)
     made = translate_settings(*read, {"rows": rows, "num_processes": devices})
     table = Path(str(made.here.get("data.path"))).expanduser()
     if rows is None and table.exists():
-        rows = open_table(str(table), "auto").num_rows
+        with suppress(DataError):  # what is there is no table: then the number of rows is a placeholder
+            rows = open_table(str(table), "auto").num_rows
         made = translate_settings(*read, {"rows": rows, "num_processes": devices})
     if out is None:
         return render(made, path.name)
@@ -144,16 +146,21 @@ def render(made: Translation, name: str) -> str:
     for key, names in made.names.items():
         there = [n for n in names if n in made.there]
         texts = [n if made.there[n] == made.here[key] else f"{n} = {_short(made.there[n])}" for n in there]
-        origins[key] = "; ".join(texts) or f"default of {made.framework}: {names[0]}"
-    lines = [f"# Translated from {name} ({made.framework}) by `meshrl translate`:", f"# {made}.", ""]
+        origins[key] = _in_a_line("; ".join(texts) or f"default of {made.framework}: {names[0]}")
+    lines = [f"# Translated from {_in_a_line(name)} ({made.framework}) by `meshrl translate`:", f"# {made}.", ""]
     lines += section_lines(nested(made.here), "", origins, {})
     by_reason = defaultdict(list)
     for setting, reason in made.reasons.items():
-        by_reason[" ".join(reason.split())].append(f"#   {setting} = {_short(made.there[setting])}")
+        by_reason[" ".join(reason.split())].append(f"#   {_in_a_line(setting)} = {_short(made.there[setting])}")
     for reason, those in by_reason.items():
         wrapped = textwrap.wrap(f"No key: {reason}.", 118, initial_indent="# ", subsequent_indent="# ")
         lines += ["", *wrapped, *those]
     return "\n".join([*lines, ""])
+
+
+def _in_a_line(text: str) -> str:
+    """A name of the file may have line breaks, which would end the comment."""
+    return " ".join(text.split())
 
 
 def _short(value: Any) -> str:

@@ -310,3 +310,10 @@ def test_every_row_of_the_table_can_be_translated():
             assert not isinstance(result, dict) or all(locate(keys, key)[0] for key in result), setting
             for text in (each for each in results if isinstance(each, str) and each.startswith("=")):
                 ast.parse(text[1:].strip(), mode="eval")
+
+
+def test_names_with_line_breaks_write_no_keys(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text('"trainer.x\\nmodel:\\n  path: evil # ": 1\ndata:\n  train_batch_size: 8\n')
+    framework, there = read_settings(tmp_path / "a.yaml")
+    lines = render(translate_settings(framework, there, {}), "na\nme: 1").splitlines()
+    assert not [line for line in lines if "evil" in line and not line.startswith("#")] and "me: 1" not in lines

@@ -32,6 +32,11 @@ def test_csv_keeps_texts_as_they_are_and_counts_lines(tmp_path, delimiter, line_
     assert [row.id for row in open_table(path).rows(1, 2)] == ["a-5"]
 
 
+def test_csv_with_line_ends_of_old_macs_is_read(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"question;answer\r1;2\r")
+    assert [row.data for row in open_table(tmp_path / "a.csv").rows()] == [{"question": "1", "answer": "2"}]
+
+
 def test_a_json_file_is_a_list_or_has_one_or_has_an_object_on_each_line(tmp_path):
     path, rows = tmp_path / "a.json", [{"question": "q", "answer": 1}, {"question": "r", "answer": 2}]
     for text in (
@@ -42,6 +47,12 @@ def test_a_json_file_is_a_list_or_has_one_or_has_an_object_on_each_line(tmp_path
     ):
         path.write_text(text)
         assert [row.data for row in open_table(path).rows()] == rows, text
+    path.write_text(json.dumps({"question": "q" * 100_000}) + "\n" + json.dumps(rows[1]))
+    assert [len(row.data["question"]) for row in open_table(path).rows()] == [100_000, 1], "a long first line"
+    conversation = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    for one_row in (rows[0], conversation):
+        path.write_text(json.dumps(one_row))
+        assert [row.data for row in open_table(path).rows()] == [one_row]
     path.write_text(json.dumps([rows[0], "text"]))
     assert [row.fault for row in open_table(path).rows()] == [
         "",
@@ -55,7 +66,10 @@ def test_a_json_file_is_a_list_or_has_one_or_has_an_object_on_each_line(tmp_path
         ("a.csv", b"question,answer,answer\n1,2,3\n", "line 1: several columns have the name 'answer'"),
         ("a.csv", b'question,answer\n1,2\n"3,4\n5,6\n', "line 3: not CSV .* must end"),
         ("a.csv", "question,answer\nB\u00fcro,2\n".encode("latin-1"), "not UTF-8 at byte 17"),
-        ("a.json", b'{"a": [], "b": []}', "an object with 2 lists"),
+        ("a.json", b'{"a": [{"x": 1}], "b": [{"x": 1}]}', "an object with 2 lists"),
+        ("a.json", b"3", "a JSON int; it should be a list of objects"),
+        ("a.csv", b'"question,answer\r1,2', "line 1: not CSV"),
+        ("a.CSV.GZ", b"", "is compressed; unpack it"),
         ("a.csv.gz", b"", "is compressed; unpack it"),
         ("a.xlsx", b"", "is a spreadsheet; save it as CSV"),
     ],

@@ -71,7 +71,7 @@ def with_worker(*texts, timeout_s=20.0, **args):
 
 
 def test_answers_are_graded_with_the_key_and_equal_questions_are_asked_once(monkeypatch):
-    monkeypatch.setenv("MY_JUDGE_KEY", "secret")
+    monkeypatch.setenv("MY_JUDGE_KEY", "secret\n")  # as in a file
     args = {"api_key_env": "MY_JUDGE_KEY", "extra_body": {"max_tokens": None, "max_completion_tokens": 9}}
     with judge_server(lambda text, n: f"Not bad.\n**Score:** {8 if 'good' in text else 2}/10") as (url, requests):
         assert scores(url, "good", "bad", "good", **args) + scores(url, "bad", **args) == [0.8, 0.2, 0.8, 0.2]
@@ -109,6 +109,13 @@ def test_a_question_that_can_not_be_asked_states_why():
             scores("http://127.0.0.1:9", "x", answer=None, **args)
 
 
+def test_a_key_that_can_not_be_sent_stands_in_no_error(monkeypatch, capsys):
+    monkeypatch.setenv("MY_JUDGE_KEY", "sec\nret")
+    with pytest.raises(RewardError, match=r"MY_JUDGE_KEY .api_key_env. has other characters") as error:
+        scores("http://127.0.0.1:9", "x", api_key_env="MY_JUDGE_KEY")
+    assert "ret" not in str(error.value).replace("characters", "") and "sec" not in capsys.readouterr().out
+
+
 def test_a_request_is_repeated_after_429_and_no_more_often_than_allowed():
     with judge_server(lambda text, n: "Score: 5" if n == 2 else 429) as (url, requests):
         started_at = time.monotonic()
@@ -141,7 +148,9 @@ def test_arguments_that_can_not_work_are_refused_before_the_run():
         "a text with {completion}; in braces only .*'low', 'high'": {"template": "{completion} {anser}"},
         "one with a group for the number": {"regex": "Score"},
         "the lowest and the highest score": {"scale": [10, 0]},
+        "an address without a password": {"url": "http://me:secret@localhost/v1"},
         "votes is 0; it must be 1, 2, 3 ...": {"votes": 0},
+        "max_parallel is 65; it must be at most 64": {"max_parallel": 65},
         "temperature is 0.0; it must be above 0": {"votes": 3},
         "0 to 1, with a calibration": {"min_agreement": 0.7},
         "no argument 'api_key'; allowed": {"api_key": "secret"},
