@@ -78,11 +78,15 @@ def _by_column(cfg: RunConfig, prompts: dict[str, Prompt], groups: dict[str, lis
     """mean@k of the prompts with each value of data.eval_by: of the most frequent ones, and of all others together."""
     if (column := cfg.data.eval_by) is None:
         return
-    by: dict[str, list[float]] = {}
+    by, names, count = dict[str, list[float]](), dict[str, str](), Counter[str]()
     for name, scores in groups.items():
         value = prompts[name].answer if column == cfg.data.answer else prompts[name].meta.get(column)
-        text = re.sub(r"[^\w.+-]+", "_", value if isinstance(value, str) else json.dumps(value, default=str))
-        by.setdefault(text[:MAX_VALUE], []).append(float(np.mean(scores)))
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        if text not in names:  # different values have different names
+            short = re.sub(r"[^\w.+-]+", "_", text)[:MAX_VALUE] or "empty"
+            count[short] += 1
+            names[text] = short if count[short] == 1 else f"{short}.{count[short]}"
+        by.setdefault(names[text], []).append(float(np.mean(scores)))
     for i, (text, means) in enumerate(sorted(by.items(), key=lambda item: -len(item[1]))):
         name = f"eval/by/{text if i < MAX_VALUES else 'others'}/mean_at_k"
         yield Metric(name=name, sum=sum(means), weight=len(means), unit="score")

@@ -100,7 +100,7 @@ def _in_shell(text: str) -> Settings:
 
 def _expanded(text: str, variables: dict[str, str]) -> str:
     """$NAME, ${NAME}, ${NAME:-default} and $((arithmetic)) replaced, from the inside; unknown variables remain."""
-    numbers = {name: yaml_value(value) for name, value in variables.items()}
+    numbers = {name: yaml_value(value) for name, value in variables.items()} if "$((" in text else {}
 
     def value(match: re.Match[str]) -> str:
         return variables.get(match[1] or match[3], match[0] if match[2] is None else match[2])

@@ -149,6 +149,12 @@ def test_scores_by_a_column_have_their_names_and_the_rare_values_are_one():
     found = divide(merge(eval_metrics(labelled("aab", "abb"), cfg)))
     by = {name: value for name, value in found.items() if "/by/" in name}
     assert by == {"eval/by/a/mean_at_k": 1.0, "eval/by/b/mean_at_k": 0.5}
+    alike = divide(merge(eval_metrics(labelled("%%%", "%#?"), cfg)))
+    assert {name: value for name, value in alike.items() if "/by/" in name} == {
+        "eval/by/_/mean_at_k": 1.0,
+        "eval/by/_.2/mean_at_k": 0.0,
+        "eval/by/_.3/mean_at_k": 0.0,
+    }
     level = cfg.model_copy(update={"data": DataConfig(eval_path="x", eval_by="level")})
     assert divide(merge(eval_metrics(labelled("aab", "abb"), level)))["eval/by/1/mean_at_k"] == 1.0
     many = "".join(chr(200 + i) for i in range(25))
