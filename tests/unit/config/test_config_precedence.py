@@ -20,7 +20,7 @@ from meshrl.data.check import check_data
 from meshrl.plan.explain import explain
 from meshrl.reward.self_test import check_graders
 
-load_run_config = partial(config_load.load_run_config, further=[check_data, partial(check_graders, ())])
+load_run_config = partial(config_load.load_run_config, further=[check_data, partial(check_graders, {})])
 load_sft_config = partial(config_load.load_sft_config, further=[check_data])
 
 VLLM = f"rollout: {{engine: vllm, vllm: {{python: '{sys.executable}', kv_cache_bytes: 9}}, mesh: {{infer_tp: 2}}}}"
