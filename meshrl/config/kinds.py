@@ -30,7 +30,7 @@ class RewardKind:
     judges_form: bool
     full_score: float
     text: str
-    neutral_args: frozenset[str] = frozenset()
+    neutral_args: frozenset[str]
 
 
 REWARDS = {
@@ -42,6 +42,7 @@ REWARDS = {
         judges_form=False,
         full_score=1.0,
         text="1 for the right final answer, else 0",
+        neutral_args=frozenset(),
     ),
     "format": RewardKind(
         function="meshrl.reward.kinds:format_match",
@@ -51,6 +52,7 @@ REWARDS = {
         judges_form=True,
         full_score=1.0,
         text="1 for a text that matches a regular expression, else 0",
+        neutral_args=frozenset(),
     ),
     "overlong": RewardKind(
         function="meshrl.reward.kinds:overlong",
@@ -60,6 +62,7 @@ REWARDS = {
         judges_form=True,
         full_score=0.0,
         text="a penalty of at most 1 for a long answer",
+        neutral_args=frozenset(),
     ),
     "judge": RewardKind(
         function="meshrl.reward.judge:judge",
