@@ -79,3 +79,17 @@ def test_a_run_in_a_dtype_that_its_cpu_multiplies_slowly_names_the_faster_one(
     assert main(["train", str(write_run(tmp_path)), INLINE, f"model.dtype={dtype}", "loop.num_steps=1"]) == 0
     line = "matrix products in bfloat16 take much longer than in float32 on this CPU: model.dtype=float32 "
     assert capsys.readouterr().out.count(line) == printed
+
+
+def test_a_run_prints_few_lines_before_its_first_step_and_names_a_default_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = write_run(tmp_path)
+    sections = json.loads(config.read_text())
+    del sections["reward"]
+    config.write_text(json.dumps(sections))
+    assert main(["train", str(config), INLINE, "run.name=one", "data.eval_path=rows.jsonl", "loop.num_steps=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines[: next(i for i, line in enumerate(lines) if line.startswith("step 1/1"))]
+    assert len(start) <= 8 and any(line.startswith("note: the reward is the default, math_answer") for line in start)
+    assert not [line for line in start if line.startswith(("decided: ", "disk: ", "attention "))]
