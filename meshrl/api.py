@@ -71,13 +71,15 @@ def sft(
     overrides: Sequence[str] = (),
     *,
     data: Iterable[dict[str, Any]] | None = None,
+    eval_data: Iterable[dict[str, Any]] | None = None,
     on_step: OnStep | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Supervised fine-tuning, like `meshrl sft`. data: rows in place of sft.path. The rest is as in `train`."""
+    """Supervised fine-tuning, like `meshrl sft`. data, eval_data: rows in place of sft.path and sft.eval_path. The rest
+    is as in `train`."""
     from meshrl.run.inputs import begin, load_sft, objects_of
 
-    objects = objects_of(rows={"sft.path": data}, on_step=on_step, quiet=quiet)
+    objects = objects_of(rows={"sft.path": data, "sft.eval_path": eval_data}, on_step=on_step, quiet=quiet)
     loaded = load_sft(config, overrides, objects)
     begin(loaded, quiet)
     from meshrl.run import start

@@ -50,7 +50,7 @@ _NUMBER = re.compile(r"^<\d+")  # of rows, at the beginning of the text for them
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
 PATH_KEYS = (
     *("model.path", "data.path", f"data.sources.{NAME}.path", "data.eval_path", "data.chat_template"),
-    *("sft.path", "sft.chat_template", "run.resume", f"reward.terms.{NAME}.args.calibration"),
+    *("sft.path", "sft.eval_path", "sft.chat_template", "run.resume", f"reward.terms.{NAME}.args.calibration"),
 )
 ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # one of them is required
 MAX_SHOWN = 50  # wrong keys that are explained at once; each is compared with all known keys
@@ -88,8 +88,8 @@ class InMemory:
     """Objects that a Python caller gives in place of the names in a config.
 
     values: sections of a config with a text in place of each object, such as {"agent": {"kind": "__main__:Mine"}}.
-    rows: rows in place of the files of data.path, data.eval_path or sft.path, by that key. unused: further keys that
-    have no effect with these objects, such as "agent.args".
+    rows: rows in place of the files of data.path, data.eval_path, sft.path or sft.eval_path, by that key. unused:
+    further keys that have no effect with these objects, such as "agent.args".
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)

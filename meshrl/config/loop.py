@@ -96,10 +96,14 @@ class SftConfig(Slice):
     """column with the answer, a text or a number, which is trained"""
     system: Annotated[str | None, Unless("sft.prompt", None)] = None
     """system message put before each question"""
+    eval_path: str | None = None
+    """held-out rows, in any form that path accepts; eval/loss is the loss of their answers"""
+    eval_split: Annotated[str | None, Unless("sft.eval_path", None)] = None
+    """split of a Hugging Face data set in eval_path"""
     eval_fraction: float | None = Field(None, gt=0, lt=1)
-    """share of the rows that are not trained: those that data.eval_fraction with the same value holds out;
-    loss/held_out is the loss of their answers"""
-    eval_every_steps: Annotated[int, Unless("sft.eval_fraction", None)] = Field(0, ge=0)
+    """in place of eval_path: share of the rows of path that are held out and not trained; those that data.eval_fraction
+    with the same value holds out"""
+    eval_every_steps: Annotated[int, Unless("sft.eval_path", None, also="sft.eval_fraction")] = Field(0, ge=0)
     """steps between held-out losses; 0 = only before and after training"""
     bad_rows: Literal["error", "leave_out"] = "error"
     """as data.bad_rows"""

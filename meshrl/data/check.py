@@ -39,7 +39,7 @@ class _ConfiguredTable:
 
     @property
     def split(self) -> str | None:
-        return self.slice.eval_split if self.prefix and isinstance(self.slice, DataConfig) else self.slice.split
+        return self.slice.split if isinstance(self.slice, DataSource) or not self.prefix else self.slice.eval_split
 
 
 def check_data(case: Case) -> Iterator[Problem]:
@@ -47,8 +47,12 @@ def check_data(case: Case) -> Iterator[Problem]:
     section = _section(case.config)
     if isinstance(section, SftConfig):
         pair: dict[str, str | None] = {"sft.prompt": section.prompt, "sft.answer": section.answer}
-        columns: dict[str, str | None] = {"sft.messages": section.messages}
-        name, tables = "sft", [_ConfiguredTable("sft", section, columns if section.prompt is None else pair)]
+        columns = {"sft.messages": section.messages} if section.prompt is None else pair
+        prefixes = [""] if section.eval_path is None else ["", "eval_"]
+        name, tables = "sft", [_ConfiguredTable("sft", section, columns, prefix) for prefix in prefixes]
+        if section.eval_path is not None and section.eval_fraction is not None:
+            keys, why = ("sft.eval_path", "sft.eval_fraction"), "both hold out rows"
+            yield Problem(keys, f"{why}: give only one of the two.", void=keys, reason=why)
     else:
         name, tables = "data", list(_tables(section, case.purpose == "train" or section.eval_fraction is not None))
     kinds: dict[str, Kind] = {}

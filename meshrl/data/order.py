@@ -66,7 +66,7 @@ def require_same(mine: dict[str, Any], saved: dict[str, Any]) -> None:
         changes = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in differing.items())
         raise DataError(
             f"this checkpoint was made with another data order ({changes}), so it can't be resumed at the exact row. "
-            "Restore the data files, the tokenizer, data.*, run.seed and run.date, or start a new run."
+            "Restore the data files, the tokenizer, data.* or sft.*, run.seed and run.date, or start a new run."
         )
 
 
@@ -104,7 +104,8 @@ class _Source:
         return {"next_ordinal": self.next_ordinal, **self._identity}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        require_same({k: v for k, v in self._identity.items() if k != "answers" or k in state}, state)
+        known = {k: v for k, v in self._identity.items() if k not in ("answers", "held_out") or k in state}
+        require_same(known, state)
         self.next_ordinal = int(state["next_ordinal"])
 
 
@@ -222,8 +223,9 @@ class PromptMixture:
 class SftSource(_Source):
     """An endless stream of SFT rows as Samples, which can be packed when their loss weights are assigned."""
 
-    def __init__(self, rows: Sequence[SftRow], seed: int, shuffle: bool = True):
-        super().__init__(digest_of((r.id, r.ids) for r in rows), len(rows), seed, shuffle)
+    def __init__(self, rows: Sequence[SftRow], seed: int, shuffle: bool = True, held_out: Sequence[SftRow] = ()):
+        digest, other = (digest_of((row.id, row.ids) for row in each) for each in (rows, held_out))
+        super().__init__(digest, len(rows), seed, shuffle, **({"held_out": other} if held_out else {}))
         self._rows = list(rows)
 
     def next(self, n: int) -> list[Sample]:

@@ -55,18 +55,23 @@ class SftJob:
         self.held_out_losses = saved.get("held_out_losses", {})  # not in checkpoints of earlier versions
 
 
-async def held_out_loss(job: SftJob, step: int) -> list[Metric]:
-    """The loss on the held-out rows after so many steps, noted and recorded; none without such rows, and if it is
-    recorded."""
-    if not job.held_out or str(step) in job.held_out_losses:
-        return []
+async def held_out_loss(job: SftJob) -> None:
+    """Compute, note and report the loss on the held-out rows after the last finished step, unless it is recorded. A
+    signal waits at most for the rows of one step."""
+    step, rows, most = str(job.step), job.held_out, job.cfg.sft.rows_per_step
+    if not rows or step in job.held_out_losses:
+        return
+    total, count, num_rows = 0.0, sum(int(row.mask.sum()) for row in rows), counted(len(rows), "row")
     with job.run.spans("eval"):
-        logprobs = await job.trainer.forward(job.trainer.plan_rows(job.held_out), "policy")
-    total, count = -sum(float(row.sum()) for row in logprobs), sum(int(s.mask.sum()) for s in job.held_out)
-    job.held_out_losses[str(step)] = total / count
-    after = f"after {counted(step, 'step')}" if step else "before training"
-    job.run.note(f"held-out loss {after}: {total / count:.4f} nats a token, {counted(len(job.held_out), 'row')}")
-    return [Metric(name="loss/held_out", sum=total, weight=count, unit="nats")]
+        for first in range(0, len(rows), most):
+            job.run.progress(f"{first} of {num_rows}")
+            part = job.trainer.plan_rows(rows[first : first + most])
+            total -= sum(float(logprobs.sum()) for logprobs in await job.trainer.forward(part, "policy"))
+    job.held_out_losses[step] = total / count
+    after = f"after {counted(job.step, 'step')}" if job.step else "before training"
+    job.run.note(f"held-out loss {after}: {total / count:.4f} nats a token, {num_rows}")
+    loss = Metric(name="eval/loss", sum=total, weight=count, unit="nats")
+    job.run.report(job.step, [loss, *job.run.spans.take("eval")], evaluation={})
 
 
 async def sft(job: SftJob) -> None:
@@ -75,9 +80,10 @@ async def sft(job: SftJob) -> None:
     denominator = AlgoConfig(aggregation="token_mean")
     start = time.perf_counter()
     while True:
-        if job.step == 0 or job.is_over:
-            await held_out_loss(job, job.step)
-            start = time.perf_counter()
+        every, began = cfg.sft.eval_every_steps, time.perf_counter()
+        if job.step == 0 or job.is_over or (every and job.step % every == 0):
+            await held_out_loss(job)
+        start += time.perf_counter() - began  # not of the step
         await job.keeper.save_if_due(job, cfg.sft.save_every_steps, with_model=job.is_over)
         if job.is_over:
             return
@@ -100,11 +106,6 @@ async def sft(job: SftJob) -> None:
                 *spans.take(),
                 *await trainer.memory(),
             ]
-            every, ended = cfg.sft.eval_every_steps, job.step + 1
-            if ended == cfg.sft.num_steps or (every and ended % every == 0):
-                began = time.perf_counter()
-                metrics += await held_out_loss(job, ended)
-                start += time.perf_counter() - began  # not of the step
             now = time.perf_counter()
             metrics.append(throughput(cfg.cluster, num_tokens, now - start))
             start = now

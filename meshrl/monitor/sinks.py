@@ -252,7 +252,7 @@ class TerminalSink:
             if name in values:
                 self._curve = {at: score for at, score in self._curve.items() if at < step} | {step: values[name]}
         self._values = self._values | dict(values)  # an evaluation alone must not blank the step's numbers
-        if self._live is None and "eval/mean_at_k" not in values:
+        if self._live is None and all(name.split("/")[0] != "eval" for name in values):
             line = step_line(step, self._num_steps, values, self._eta_s, self._counted)
             part = (10 if self._counted == "answer" else 100) * step // self._num_steps
             if part == self._printed_part and now - self._printed_at < _PRINT_EVERY_S:

@@ -34,7 +34,8 @@ OnStep = Callable[[int, dict[str, float]], Any]
 """Called after each step with its number, from 1, and its metrics. False ends the run after this step."""
 WriteReport = Callable[[Path], object]
 """Called with the run's folder after all other files are written."""
-ROWS = {"data.path": "data", "data.eval_path": "eval_data", "sft.path": "data"}  # key -> the argument for its rows
+ROWS = {"data.path": "data", "data.eval_path": "eval_data", "sft.path": "data", "sft.eval_path": "eval_data"}
+"""Key -> the argument for its rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

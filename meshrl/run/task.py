@@ -123,11 +123,26 @@ def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, lis
     bad = list[str]() if cfg.sft.bad_rows == "leave_out" else None
     held_out = list[SftRow]()
     rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size, bad, held_out)
+    if cfg.sft.eval_path is not None:
+        table, own = objects.table("sft.eval_path") or cfg.sft.eval_path, {"split": cfg.sft.eval_split}
+        of_file = cfg.sft.model_copy(update=own)
+        held_out, num_too_long = load_sft_rows(table, of_file, tokenizer, stops, vocab_size, bad)
+        left_out += num_too_long
     too_long = f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens" if left_out else None
-    notes = [note for note in (_note_on_bad_rows(bad), too_long) if note]
+    notes = [note for note in (_note_on_bad_rows(bad), too_long, _note_on_trained(held_out, rows)) if note]
     template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
     samples = [unsampled_row(row.id, row.ids, row.mask) for row in held_out]
-    return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), samples, notes, ChatFiles(template, stops)
+    source = SftSource(rows, cfg.run.seed, cfg.sft.shuffle, held_out)
+    return source, samples, notes, ChatFiles(template, stops)
+
+
+def _note_on_trained(held_out: list[SftRow], rows: list[SftRow]) -> str | None:
+    """About held-out rows that are training rows, too; None if there are none."""
+    texts = [row.ids.tobytes() for row in held_out]
+    shared = {*texts}.intersection(row.ids.tobytes() for row in rows)
+    count = f"note: {sum(text in shared for text in texts)} of {len(texts)} held-out rows are training rows, too, so "
+    advice = "eval/loss does not show what the model learns beyond them. Give other rows as sft.eval_path"
+    return count + advice if shared else None
 
 
 @asynccontextmanager

@@ -57,7 +57,7 @@ def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:
     name = f"run.name={config.stem}-diagnose-{time.strftime('%Y%m%d-%H%M%S')}"  # one in the overrides comes first
     common = [name, *overrides, f"monitor.trace_steps={num_steps}", "monitor.sinks=[]", "run.resume=never"]
     if is_sft(config):
-        sft = load_sft(config, [*common, f"sft.num_steps={count}"])
+        sft = load_sft(config, [*common, f"sft.num_steps={count}", "sft.eval_path=null", "sft.eval_fraction=null"])
         settings, begin = sft.config.run, partial(start.sft, sft)
     else:
         no_evaluation = ["loop.eval_every_steps=0", "data.eval_path=null", "data.eval_fraction=null"]

@@ -20,7 +20,7 @@ from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import answer_files, read_rollouts
 from meshrl.monitor.sinks import MetricsLine, mean_of_known, metrics_lines
 from meshrl.run.models import read_best
-from meshrl.run.verdict import Verdict, evaluations, verdict_of
+from meshrl.run.verdict import HELD_OUT, Verdict, evaluations, verdict_of
 from meshrl.tools.state import METRICS_FILE, State, read_part, read_state, require_run
 
 PAUSE_S = 600.0  # if the time between two lines exceeds their phases by more than this, the run was resumed later
@@ -137,7 +137,7 @@ def read_run(folder: Path) -> RunFolder:
     series, comparable = dict[str, Series](), evaluations(lines)
     for line in lines:
         for name, value in line.metrics.items():
-            if name.split("/")[0] != "eval" or line in comparable:
+            if name.split("/")[0] != "eval" or HELD_OUT not in line.metrics or line in comparable:
                 curve = series.setdefault(name, Series(units.get(name, "")))
                 curve.steps.append(line.step)
                 curve.values.append(value)

@@ -98,7 +98,7 @@ def _progress(run: RunFolder) -> Iterator[str]:
 
 def _verdict(run: RunFolder) -> Iterator[str]:
     """The verdict, or why there is none, and what can't be read."""
-    held_out = [run.setting(key) for key in ("data.eval_path", "data.eval_fraction", "sft.eval_fraction")]
+    held_out = [run.setting(f"{of}.eval_{key}") for of in ("data", "sft") for key in ("path", "fraction")]
     if run.verdict is not None and run.is_evaluation:
         yield f"<p><b>{escape(run.verdict.name)}</b> {escape(run.verdict.measured)} (95 %)</p>"
     elif run.verdict is not None:
@@ -109,7 +109,7 @@ def _verdict(run: RunFolder) -> Iterator[str]:
         if others := [line for line in run.lines if HELD_OUT in line.metrics and line.evaluation != own]:
             parts = ", ".join({part: None for line in others for part in own if line.evaluation.get(part) != own[part]})
             yield f"<p>Not in the curves: {counted(len(others), 'evaluation')} with other {escape(parts)}</p>"
-    elif (loss := run.series.get("loss/held_out")) is not None:
+    elif (loss := run.series.get("eval/loss")) is not None:
         yield f"<p><b>Held-out loss</b>: {loss.values[-1]:.4f} nats a token after {counted(loss.steps[-1], 'step')}</p>"
     elif run.is_evaluation or any(value not in (None, "null") for value in held_out):
         yield "<p><b>Verdict</b>: none yet, because no evaluation has ended.</p>"
@@ -215,7 +215,7 @@ def _figure(run: RunFolder, chart: Chart, undrawn: dict[str, str]) -> str:
     names = [name for name in logged(run, chart) if name not in undrawn or undrawn[name][0] != "="][:MAX_LINES]
     lines = []
     for name in names if any(name not in undrawn for name in names) else ():
-        style: Style = "dots" if name.startswith(("eval/", "loss/held_out")) else "noisy"
+        style: Style = "dots" if name.startswith("eval/") else "noisy"
         if name not in undrawn or style == "dots":
             series = run.series[name]
             lines.append(Line(name, series.steps, series.values, style, *interval(run, name)))
@@ -404,7 +404,7 @@ KINDS = {
     (True,): "Right",
 }
 
-HEADLINE = Chart("Learning curve", ("eval/mean_at_k", "reward/mean", "loss/held_out", "loss/nll"))
+HEADLINE = Chart("Learning curve", ("eval/mean_at_k", "reward/mean", "eval/loss", "loss/nll"))
 
 CHARTS = {
     "Rewards and answers": (

@@ -161,3 +161,8 @@ def test_held_out_rows_by_two_ways_are_refused_and_the_command_line_wins(tmp_pat
     assert load_run(rl, [f"data.eval_path={path}"]).config.data.eval_fraction is None
     with pytest.raises(ConfigError, match="read at the start"):
         load_run({**rl, "data": {**data, "streaming": True}})
+    columns = {"prompt": "question", "answer": "answer", "num_steps": 2}
+    sft = {"model": rl["model"], "sft": {"path": str(path), "eval_fraction": 0.2, **columns}}
+    with pytest.raises(ConfigError, match="both hold out rows"):
+        load_sft({**sft, "sft": {**sft["sft"], "eval_path": str(path)}})
+    assert load_sft(sft, [f"sft.eval_path={path}"]).config.sft.eval_fraction is None

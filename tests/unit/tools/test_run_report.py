@@ -106,7 +106,7 @@ def test_a_run_without_held_out_rows_states_so_and_shows_answers_of_its_last_ste
     (tmp_path / "config.yaml").write_text("data:\n  eval_path: rows.jsonl  # my.yaml:3\n")
     assert "none yet, because no evaluation has ended" in visible_text(write_report(tmp_path).read_text("utf-8"))
     sink = JsonlSink(tmp_path / "metrics.jsonl")
-    sink.write(4, {"loss/held_out": 0.25}, {})
+    sink.write(4, {"eval/loss": 0.25}, {})
     sink.close()
     assert "Held-out loss : 0.2500 nats a token after 4 steps" in visible_text(
         write_report(tmp_path).read_text("utf-8")
