@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from meshrl.core.errors import ConfigError
-from meshrl.core.files import Unreadable, is_there, read_json
+from meshrl.core.best_models import read_bests
+from meshrl.core.errors import CheckpointError, ConfigError
+from meshrl.core.files import is_there
 
 if TYPE_CHECKING:
     from meshrl.config.run import RunConfig, SftRunConfig
@@ -82,15 +83,15 @@ def model_of_run(folder: Path) -> Path | None:
     model of one checkpoint. None = the folder is none of these, or has no model."""
     if (folder / "config.json").is_file():
         return None
-    checkpoints = folder if folder.name == "checkpoints" else folder / "checkpoints"
-    models = sorted(checkpoints.glob("step_*/model"), key=lambda path: (len(path.parent.name), path))
-    if is_there(best := checkpoints / "best.json"):
-        try:
-            models.append(checkpoints / (name := read_json(best)["model"]))
-        except (Unreadable, KeyError, TypeError) as cause:
-            raise ConfigError(f"{best} is damaged: {cause!r}. Name a model's folder in place of the run") from cause
-        if not models[-1].is_dir():  # a hub id, if no step of the run was better, or it was removed
-            raise ConfigError(f"the best model of {folder} is {name}, which is no folder; give a model's folder or id")
+    run = folder.parent if folder.name == "checkpoints" else folder
+    models = sorted(run.glob("checkpoints/step_*/model"), key=lambda path: (len(path.parent.name), path))
+    try:
+        models += [Path(best.model) for best in read_bests(run)[-1:]]
+    except CheckpointError as cause:
+        raise ConfigError(f"{cause}. Or name a model's folder in place of the run") from cause
+    if models and not models[-1].is_dir():  # a hub id, if no step of the run was better, or it was removed
+        text = f"the best model of {folder} is {models[-1]}, which is no folder; give a model's folder or id"
+        raise ConfigError(text)
     models.append(folder / "model")
     return next((path.resolve() for path in reversed(models) if (path / "config.json").is_file()), None)
 

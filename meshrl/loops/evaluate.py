@@ -29,6 +29,7 @@ from meshrl.loops.job import Job
 from meshrl.reward.score import Scorer, example
 
 MAX_VALUES, MAX_VALUE = 20, 40  # of data.eval_by: their number, and characters of one
+OTHERS = "others"  # the name of all further values together
 MIN_ANSWERS, CONSTANT = 20, 0.9  # constant_answer: so many answers, and this share of them
 
 
@@ -78,17 +79,16 @@ def _by_column(cfg: RunConfig, prompts: dict[str, Prompt], groups: dict[str, lis
     """mean@k of the prompts with each value of data.eval_by: of the most frequent ones, and of all others together."""
     if (column := cfg.data.eval_by) is None:
         return
-    by, names, count = dict[str, list[float]](), dict[str, str](), Counter[str]()
-    for name, scores in groups.items():
-        value = prompts[name].answer if column == cfg.data.answer else prompts[name].meta.get(column)
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        if text not in names:  # different values have different names
-            short = re.sub(r"[^\w.+-]+", "_", text)[:MAX_VALUE] or "empty"
-            count[short] += 1
-            names[text] = short if count[short] == 1 else f"{short}.{count[short]}"
-        by.setdefault(names[text], []).append(float(np.mean(scores)))
-    for i, (text, means) in enumerate(sorted(by.items(), key=lambda item: -len(item[1]))):
-        name = f"eval/by/{text if i < MAX_VALUES else 'others'}/mean_at_k"
+    by, names = dict[str, list[float]](), {"": OTHERS}
+    for group, scores in groups.items():
+        value = prompts[group].answer if column == cfg.data.answer else prompts[group].meta.get(column)
+        by.setdefault(json.dumps(value, default=str, ensure_ascii=False), []).append(float(np.mean(scores)))
+    for value in sorted(by):  # different values have different names
+        short = re.sub(r"[^\w.+-]+", "_", value.strip('"'))[:MAX_VALUE] or "empty"
+        numbered = (f"{short}.{number}" for number in itertools.count(2))
+        names[value] = next(each for each in itertools.chain([short], numbered) if each not in names.values())
+    for i, (value, means) in enumerate(sorted(by.items(), key=lambda item: -len(item[1]))):
+        name = f"eval/by/{names[value] if i < MAX_VALUES else OTHERS}/mean_at_k"
         yield Metric(name=name, sum=sum(means), weight=len(means), unit="score")
 
 

@@ -83,7 +83,7 @@ async def finish_step(
     if CACHE_LIMIT.key not in job.noted:
         job.noted.add(CACHE_LIMIT.key)
         if (limit := await job.rollouts.kv_cache_bytes()) is not None:
-            job.run.note(f"decided: {CACHE_LIMIT.key} {replace(CACHE_LIMIT, value=limit).shown}")
+            job.run.record(f"decided: {CACHE_LIMIT.key} {replace(CACHE_LIMIT, value=limit).shown}")
     metrics.append(Metric(name="train/restarts", sum=float(job.keeper.restarts), reduce="max", unit="restarts"))
     metrics += [*job.run.writes.take(), *job.run.spans.take()]
     if job.proof.threshold is not None:

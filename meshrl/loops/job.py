@@ -69,6 +69,10 @@ class LoopOutputs(Protocol):
     def note(self) -> Callable[[str], None]:
         """Print a line for the user."""
 
+    @property
+    def record(self) -> Callable[[str], None]:
+        """Write a line to run_notes.txt that asks for no action of the user."""
+
     def progress(self, text: str) -> None:
         """Show how far the current phase is, such as 12 of 64 answers."""
 

@@ -21,6 +21,7 @@ from typing import Any
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
 from meshrl.config.source import Reader, content, leaves
+from meshrl.core.best_models import BEST_FILE, read_bests
 from meshrl.core.errors import CheckpointError, ConfigError, DataError, MeshrlError
 from meshrl.core.files import is_there, replacing, write_text
 from meshrl.core.lookup import similar_names
@@ -31,7 +32,7 @@ from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import JsonlSink, MetricsLine, metrics_lines, split_lines
 from meshrl.monitor.status import STATUS_FILE, Status, read_status
 from meshrl.process.diagnosis import has_open
-from meshrl.run.models import BEST_FILE, model_folder, read_bests, restore_best, write_bests
+from meshrl.run.models import model_folder, restore_best, write_bests
 from meshrl.train.checkpoint_files import (
     MANIFEST,
     read_controller,

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from meshrl.cluster.train_group import TrainGroup
+from meshrl.core.best_models import Best
 from meshrl.core.errors import CheckpointError, DataError, MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors, replacing
 from meshrl.core.types import Metric
@@ -21,7 +22,7 @@ from meshrl.loops.job import Resumable
 from meshrl.model.lora import ADAPTER_FOLDER, LEAST_MERGED
 from meshrl.plan.decisions import AUTO_SAVE_S
 from meshrl.run.folder import OTHER_FOLDER
-from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best
+from meshrl.run.models import model_folder, prune_models, read_best, replace_best
 from meshrl.run.outputs import LiveRun
 from meshrl.train.checkpoint_files import (
     CONTROLLER,

@@ -1,4 +1,4 @@
-"""The models that a run has written, and the record of the best one in checkpoints/best.json. No torch is imported."""
+"""The models that a run has written, and the record of the best one. No torch is imported."""
 
 from __future__ import annotations
 
@@ -7,26 +7,13 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshrl.core.errors import CheckpointError
-from meshrl.core.files import CONTINUE_LATER, Unreadable, output_errors, read_json, replacing
+from meshrl.core.best_models import Best, best_file, read_bests
+from meshrl.core.files import CONTINUE_LATER, output_errors, replacing
 from meshrl.train.checkpoint_files import state_folder, states, step_folders, write_json
-
-BEST_FILE = "best.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The highest held-out score of a run, the number of finished steps at that evaluation, and the model: its folder,
-    or for step 0 the value of model.path. evaluation: the identity of the evaluation; {} = unknown."""
-
-    step: int
-    score: float
-    model: str
-    evaluation: dict[str, str] = field(default_factory=dict)
 
 
 def model_folder(run: Path, step: int) -> Path:
@@ -78,11 +65,11 @@ def restore_best(run: Path, step: int) -> str | None:
     bests = read_bests(run)
     if not bests or bests[-1].step <= step:
         return None
-    replaced = _best_file(run).read_text(encoding="utf-8")
+    replaced = best_file(run).read_text(encoding="utf-8")
     if earlier := [one for one in bests if one.step <= step]:
         write_bests(run, earlier)
     else:
-        _best_file(run).unlink()
+        best_file(run).unlink()
     return replaced
 
 
@@ -95,38 +82,11 @@ def read_best(run: Path, evaluation: dict[str, str] | None = None) -> Best | Non
     return own[0] if own and is_there else None
 
 
-def read_bests(run: Path) -> list[Best]:
-    """The models in best.json: the best one last, before it those that may become the best one again, because the run
-    returns to a state or to an earlier test, each after the ones that it has beaten."""
-    path = _best_file(run)
-    if not path.exists():
-        return []
-    try:
-        saved = read_json(path)
-        return [
-            Best(
-                step := int(one["step"]),
-                float(one["score"]),
-                str(path.parent / one["model"]) if step else str(one["model"]),
-                dict(one.get("evaluation", {})),
-            )
-            for one in (*saved.get("former", saved.get("others", ())), saved)  # others: of runs before former
-        ]
-    except (Unreadable, KeyError, TypeError, ValueError, OverflowError) as cause:
-        raise CheckpointError(
-            f"{path} is damaged: {cause}. Remove it; the run then takes its next evaluation as the best so far"
-        ) from cause
-
-
 def write_bests(run: Path, bests: Sequence[Best]) -> None:
     """Record these models in best.json, with paths relative to it, so that the run's folder may move."""
-    place = _best_file(run).parent
+    place = best_file(run).parent
     *former, best = [asdict(b) | ({"model": os.path.relpath(b.model, place)} if b.step else {}) for b in bests]
-    with output_errors(_best_file(run), CONTINUE_LATER):
+    with output_errors(best_file(run), CONTINUE_LATER):
         place.mkdir(exist_ok=True)
-        with replacing(_best_file(run)) as aside:
+        with replacing(best_file(run)) as aside:
             write_json(aside, best | {"former": former})  # flushed to disk, because a resume needs it
-
-
-def _best_file(run: Path) -> Path:
-    return run / "checkpoints" / BEST_FILE

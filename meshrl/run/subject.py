@@ -12,6 +12,7 @@ from typing import Any
 
 from meshrl.config.load import is_sft
 from meshrl.config.source import HUB_ID
+from meshrl.core.best_models import best_file
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.core.files import is_there
 from meshrl.run.folder import similar_runs, state_in
@@ -90,7 +91,7 @@ def find_subject(given: str | Path, step: int | None = None) -> Subject:
         return _of_step(folder, str(folder))
     steps = [path for _, path in step_folders(run / "checkpoints")]
     saved = [path for path in steps if _is_saved(path)]
-    if not saved and not is_there(run / "checkpoints" / "best.json"):
+    if not saved and not is_there(best_file(run)):
         raise ConfigError(
             f"{folder} is neither a model (it has no config.json), nor a run or a step of a run that has saved one. "
             "Give a folder made by save_pretrained, runs/NAME, or runs/NAME/checkpoints/step_N"
@@ -103,7 +104,7 @@ def find_subject(given: str | Path, step: int | None = None) -> Subject:
         text = f"{best.model}, the best model of {run} ({when}, held-out score {best.score:.4g}{other})"
         return Subject(model=best.model, text=text, run=run, step=best.step)
     if latest is None:
-        raise CheckpointError(f"{run / 'checkpoints' / 'best.json'} names a model that is gone, and no other is there")
+        raise CheckpointError(f"{best_file(run)} names a model that is gone, and no other is there")
     return _of_step(latest, f"{latest}, the newest of {run}")
 
 

@@ -305,7 +305,10 @@ def test_the_folder_of_a_run_in_place_of_a_model_names_its_best_or_newest_model(
 
 @pytest.mark.parametrize(
     ("record", "words"),
-    [("{}", "best.json is damaged"), ('{"model": "organisation/name"}', "organisation/name, which")],
+    [
+        ("{}", "best.json is damaged"),
+        ('{"step": 0, "score": 1, "model": "organisation/name"}', "organisation/name, which"),
+    ],
 )
 def test_a_run_whose_best_model_is_no_folder_is_refused(good: Path, record: str, words: str):
     folder = good.parent / "runs" / "first" / "checkpoints"

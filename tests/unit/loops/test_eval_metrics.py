@@ -151,12 +151,17 @@ def test_scores_by_a_column_have_their_names_and_the_rare_values_are_one():
     assert by == {"eval/by/a/mean_at_k": 1.0, "eval/by/b/mean_at_k": 0.5}
     alike = divide(merge(eval_metrics(labelled("%%%", "%#?"), cfg)))
     assert {name: value for name, value in alike.items() if "/by/" in name} == {
-        "eval/by/_/mean_at_k": 1.0,
-        "eval/by/_.2/mean_at_k": 0.0,
+        "eval/by/_/mean_at_k": 0.0,
+        "eval/by/_.2/mean_at_k": 1.0,
         "eval/by/_.3/mean_at_k": 0.0,
     }
     level = cfg.model_copy(update={"data": DataConfig(eval_path="x", eval_by="level")})
     assert divide(merge(eval_metrics(labelled("aab", "abb"), level)))["eval/by/1/mean_at_k"] == 1.0
+    different = [1, "1", None, "null", "others", "a b", "a/b", "a_b.2", "x" * 50, "x" * 60]
+    rows = labelled("a" * len(different), "a" * len(different))
+    for row, value in zip(rows, different):
+        row.prompt.meta["level"] = value
+    assert len([name for name in divide(merge(eval_metrics(rows, level))) if "/by/" in name]) == len(different)
     many = "".join(chr(200 + i) for i in range(25))
     found = divide(merge(eval_metrics(labelled(many[:20] + "xxxxx", many), cfg)))
     assert len([name for name in found if "/by/" in name]) == 21 and found["eval/by/others/mean_at_k"] == 0.0

@@ -17,6 +17,7 @@ from meshrl.api import Run
 from meshrl.cli import main
 from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
+from meshrl.core.best_models import Best
 from meshrl.core.errors import CheckpointError, ConfigError, RewardError
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.notes import important
@@ -25,7 +26,7 @@ from meshrl.monitor.status import read_status
 from meshrl.rollout.embedded import kv_cache
 from meshrl.run import keeper
 from meshrl.run.folder import Start
-from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best, restore_best
+from meshrl.run.models import model_folder, prune_models, read_best, replace_best, restore_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.run.verdict import read_verdict
@@ -51,7 +52,7 @@ def _recorded(loaded: Loaded[RunConfig]) -> AbstractContextManager[LiveRun]:
 
 
 def test_the_best_model_is_retained_and_result_json_names_it(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Each evaluation up to step 3 is better than all before, step 4 equals the best: the model of step 1 is removed,
     the model of step 2 is retained because of save_every_steps."""
@@ -85,7 +86,7 @@ def test_the_best_model_is_retained_and_result_json_names_it(
     assert (folder / "rewards.log").read_text().splitlines()[0].endswith(r"  worker 0: graded \x1b[2J")
     assert notes[1] == 'decided: rollout.max_context_tokens 256, algo.correction.kind "off"'
     measured = "decided: rollout.embedded.kv_cache_bytes 800000000: 80% of free memory; no limit on a CPU"
-    assert notes.count(measured) == 1
+    assert notes.count(measured) == 1 and measured not in capsys.readouterr().out
     assert "  # default, here 0: loop.kind is colocated\n" in (folder / "config.yaml").read_text()
     (cut,) = important((folder / "run_notes.txt").read_text())
     assert "step 1: 75% of the answers were cut off" in cut

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.core.best_models import Best
 from meshrl.loops.evaluate import standard_error
 from meshrl.monitor.sinks import JsonlSink, MetricsLine
-from meshrl.run.models import Best
 from meshrl.run.verdict import Verdict, evaluations, read_verdict, verdict_of
 
 UNITS = {"eval/mean_at_k": "score", "eval/standard_error": "score"}
