@@ -277,6 +277,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _new_folder(text: str) -> Path:
+    """A path where nothing is yet: this is checked before the imports of a command, which take seconds."""
+    if os.path.lexists(text):
+        raise ConfigError(f"{text} already exists; give the name of a new folder")
+    return Path(text)
+
+
 _CONFIG = "YAML file; `meshrl config` lists its keys"
 _OVERRIDES = _arg("overrides", "key=value", "values that override the file, such as train.optimizer.lr=1e-6", nargs="*")
 _EXPLAIN = _arg(
@@ -300,7 +307,7 @@ _EVAL = [
         "evaluate this model instead of model.path: a model's folder, a run's folder such as runs/NAME (its "
         "best model), or a step's folder such as runs/NAME/checkpoints/step_000100",
     ),
-    _arg("--out", "FOLDER", "new folder for the answers and results (default: eval_N in the model's run)"),
+    _arg("--out", "FOLDER", "new folder for the answers and results (default: eval_N in the run)", type=_new_folder),
     _STEP,
 ]
 _LAUNCH = [
@@ -348,7 +355,7 @@ _PLAN = [
     _arg("--gpus", "N", "number of GPUs (default: the ranks of the config)", type=int),
 ]
 _INIT = [
-    _arg("folder", "FOLDER", "folder to write; it must not exist yet", type=Path),
+    _arg("folder", "FOLDER", "folder to write; it must not exist yet", type=_new_folder),
     _arg("--model", "MODEL", "the model to train: its folder, a hub id, or runs/NAME", required=True),
     _arg("--data", "FILE", "your rows: CSV, TSV, JSON, JSONL, parquet, or a hub id", required=True),
     _arg("--prompt", "COLUMN", "column with the questions (default: question)", default="question"),
@@ -431,7 +438,7 @@ _CONVERT = [
         "such as runs/NAME/checkpoints/step_000100, runs/NAME for its best, model.gguf, or a model's folder",
         type=Path,
     ),
-    _arg("out", "FOLDER", "the model folder to write; it must not exist yet", type=Path),
+    _arg("out", "FOLDER", "the model folder to write; it must not exist yet", type=_new_folder),
     _arg(
         "--dtype",
         None,

@@ -90,8 +90,7 @@ def model_of_run(folder: Path) -> Path | None:
     except CheckpointError as cause:
         raise ConfigError(f"{cause}. Or name a model's folder in place of the run") from cause
     if models and not models[-1].is_dir():  # a hub id, if no step of the run was better, or it was removed
-        text = f"the best model of {folder} is {models[-1]}, which is no folder; give a model's folder or id"
-        raise ConfigError(text)
+        raise ConfigError(f"the best model of {run} is {models[-1]}, which is no folder; give a model's folder or id")
     models.append(folder / "model")
     return next((path.resolve() for path in reversed(models) if (path / "config.json").is_file()), None)
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import Unreadable, read_json
 
-BEST_FILE = "best.json"
-
 
 @dataclass(frozen=True, slots=True)
 class Best:
@@ -23,7 +21,7 @@ class Best:
 
 
 def best_file(run: Path) -> Path:
-    return run / "checkpoints" / BEST_FILE
+    return run / "checkpoints" / "best.json"
 
 
 def read_bests(run: Path) -> list[Best]:

@@ -46,8 +46,8 @@ def check_data(case: Case) -> Iterator[Problem]:
     """Problems of the data. Training rows are checked only for training: an evaluation does not need them."""
     section = _section(case.config)
     if isinstance(section, SftConfig):
-        pair: dict[str, str | None] = {"sft.prompt": section.prompt, "sft.answer": section.answer}
-        columns = {"sft.messages": section.messages} if section.prompt is None else pair
+        columns: dict[str, str | None] = {"sft.prompt": section.prompt, "sft.answer": section.answer}
+        columns = {"sft.messages": section.messages} if section.prompt is None else columns
         prefixes = [""] if section.eval_path is None else ["", "eval_"]
         name, tables = "sft", [_ConfiguredTable("sft", section, columns, prefix) for prefix in prefixes]
         if section.eval_path is not None and section.eval_fraction is not None:

@@ -3,7 +3,7 @@ them.
 
 A row has an id, by which it can be found again ("train-12"), and a place, with which errors about it begin
 ("data/train.jsonl:12"). JSONL and CSV count lines from 1, as editors do; all others count rows from 0, as pandas does.
-Files are not kept in memory, except CSV and JSON.
+Files are not kept in memory, except JSON, and CSV whose rows are read in another order (data.streaming).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import csv
 import functools
 import glob
-import io
+import itertools
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -38,6 +38,7 @@ Row = dict[str, Any]
 ROWS_AT_ONCE = 256  # read together from Arrow files
 MAX_FILE_BYTES = 1 << 30  # of CSV and JSON, which are read at once
 DELIMITERS = ",;\t|"  # of CSV
+_CSV_LINE = re.compile(r"[^\r\n]*(?:\r\n?|\n)|[^\r\n]+")
 MARK_BYTES = 1 << 20  # between two indexed rows of a JSONL file; at most this much is read to find a row
 
 
@@ -113,8 +114,10 @@ def open_table(
             stem = "-".join(part.name for part in dict.fromkeys((place, folder)))
             return DatasetTable(str(folder), stem, dataset)
         files = files_of(place, kind)
-        if kind in ("csv", "json"):
-            return RowTable(str(place), list(csv_rows(place) if kind == "csv" else json_rows(place)))
+        if kind == "json":
+            return RowTable(str(place), list(json_rows(place)))
+        if kind == "csv":
+            return CsvTable(place)
     tables: list[Table] = [ParquetTable(file) if kind == "parquet" else JsonlTable(file) for file in files]
     return tables[0] if len(tables) == 1 else Shards(str(path), tables)
 
@@ -125,7 +128,7 @@ def is_dataset(rows: Any) -> TypeGuard[Sequence[Row]]:
 
 
 class RowTable(Table):
-    """Rows in memory: a caller's, or those of a CSV or JSON file as RawRows. name: the caller's name of them in errors,
+    """Rows in memory: a caller's, or those of a JSON file as RawRows. name: the caller's name of them in errors,
     such as "data": row 11 is then data[11]."""
 
     def __init__(self, name: str, rows: Sequence[Any]):
@@ -242,13 +245,40 @@ def _are_rows(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(row, dict) and not {"role", "from"} & {*row} for row in value)
 
 
+class CsvTable(Table):
+    """A CSV file, which is read again in each pass over its rows."""
+
+    def __init__(self, path: Path):
+        self._path, self.name = path, str(path)
+
+    @property
+    def delimiter(self) -> str:
+        return delimiter_of(read_text(self._path, MAX_FILE_BYTES))
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        return sum(1 for _ in self.rows())
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
+        with as_data_error(f"{self._path}: "):
+            yield from itertools.islice(self._any_order if start else csv_rows(self._path), start, stop)
+
+    def fingerprint(self) -> list[Any]:
+        return [self.num_rows]
+
+    @functools.cached_property
+    def _any_order(self) -> list[RawRow]:
+        return list(self.rows())
+
+
 def csv_rows(path: Path) -> Iterator[RawRow]:
     """The rows of a CSV file, whose first line has the names of its columns. All values are texts. Lines without a
     value are not rows. Errors follow the path and a colon."""
     csv.field_size_limit(MAX_LINE_BYTES)
     text = read_text(path, MAX_FILE_BYTES)
     delimiter = delimiter_of(text)
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+    source = (found.group() for found in _CSV_LINE.finditer(text))
+    lines = csv.reader(source, delimiter=delimiter, skipinitialspace=True, strict=True)
     names: list[str] = []
     while True:
         number, values, fault = lines.line_num + 1, list[str](), ""
@@ -273,7 +303,7 @@ def csv_rows(path: Path) -> Iterator[RawRow]:
 
 def delimiter_of(text: str) -> str:
     """The one of DELIMITERS that separates most columns in the first line of a CSV file."""
-    first = re.split(r"[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
+    first = found.group() if (found := re.search(r"[^\r\n]+", text)) else ""
     try:
         return max(
             DELIMITERS, key=lambda each: len(next(csv.reader([first], delimiter=each, skipinitialspace=True), []))

@@ -78,12 +78,10 @@ async def sft(job: SftJob) -> None:
     """Run until the job is over, from its current step."""
     cfg, trainer, loss, spans = job.cfg, job.trainer, sft_loss, job.run.spans
     denominator = AlgoConfig(aggregation="token_mean")
-    start = time.perf_counter()
     while True:
-        every, began = cfg.sft.eval_every_steps, time.perf_counter()
+        every, start = cfg.sft.eval_every_steps, time.perf_counter()
         if job.step == 0 or job.is_over or (every and job.step % every == 0):
             await held_out_loss(job)
-        start += time.perf_counter() - began  # not of the step
         await job.keeper.save_if_due(job, cfg.sft.save_every_steps, with_model=job.is_over)
         if job.is_over:
             return
@@ -106,9 +104,7 @@ async def sft(job: SftJob) -> None:
                 *spans.take(),
                 *await trainer.memory(),
             ]
-            now = time.perf_counter()
-            metrics.append(throughput(cfg.cluster, num_tokens, now - start))
-            start = now
+            metrics.append(throughput(cfg.cluster, num_tokens, time.perf_counter() - start))
             if (note := unknown_device(job.step, metrics)) is not None:
                 job.run.note(note)
             job.losses.append(job.run.report(job.step + 1, metrics)["loss/nll"])

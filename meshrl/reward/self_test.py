@@ -180,8 +180,9 @@ def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | N
     if term.weight > 0 and scored and all(score <= empty for score, empty in scored):
         score, empty = scored[0]
         return (
-            f"{which} scores the data's own answers no higher than an empty completion ({score:g} and {empty:g}); this "
-            "is right only for a function that does not grade the answer, or that requires a form of it"
+            f"{which} scores the data's own answers no higher than an empty completion ({score:g} and {empty:g}). This "
+            "is expected if it grades no answer, or requires a form of it, such as tags or \\boxed{}: then there is "
+            "nothing to do. Otherwise call it with a right completion, and correct it"
         )
     return None
 

@@ -21,7 +21,7 @@ from typing import Any
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
 from meshrl.config.source import Reader, content, leaves
-from meshrl.core.best_models import BEST_FILE, read_bests
+from meshrl.core.best_models import best_file, read_bests
 from meshrl.core.errors import CheckpointError, ConfigError, DataError, MeshrlError
 from meshrl.core.files import is_there, replacing, write_text
 from meshrl.core.lookup import similar_names
@@ -47,7 +47,7 @@ _RESULT = "result.json"  # written when a run ends
 LOGS = "logs"  # of servers that ranks have started
 OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 _OF_A_RUN = (
-    *(_METRICS, f"checkpoints/{BEST_FILE}", _RESULT, "report.html", "view.html", "stacks.txt"),
+    *(_METRICS, "checkpoints/best.json", _RESULT, "report.html", "view.html", "stacks.txt"),
     *(NOTES_FILE, TRACES, LOGS, "tensorboard", "wandb"),
 )
 
@@ -217,7 +217,7 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
         os.rename(path, to / path.name)
     if start is not None:
         best = restore_best(folder, start.step)
-        for path, text in ((aside / _METRICS, later), (aside / "checkpoints" / BEST_FILE, best)):
+        for path, text in ((aside / _METRICS, later), (best_file(aside), best)):
             if text:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, text)

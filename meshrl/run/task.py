@@ -89,8 +89,12 @@ def note_on_overlap(task: Task) -> str | None:
     """About held-out prompts whose text is that of a training prompt; None if there are none."""
     texts = [prompt.ids.tobytes() for prompt in task.eval_prompts if prompt.ids is not None]
     shared = set() if task.train_prompts is None else task.train_prompts.shared({*texts})
-    count = f"{sum(text in shared for text in texts)} of {len(texts)} held-out prompts are training prompts, too"
-    advice = "so the held-out score does not show what the model learns beyond them. Give other rows as data.eval_path"
+    return _overlap(texts, shared, "prompts", "the held-out score", "data.eval_path")
+
+
+def _overlap(texts: list[bytes], shared: set[bytes], rows: str, score: str, key: str) -> str | None:
+    count = f"{sum(text in shared for text in texts)} of {len(texts)} held-out {rows} are training {rows}, too"
+    advice = f"so {score} does not show what the model learns beyond them. Give other rows as {key}"
     return f"{count}, {advice}" if shared else None
 
 
@@ -129,20 +133,14 @@ def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, lis
         held_out, num_too_long = load_sft_rows(table, of_file, tokenizer, stops, vocab_size, bad)
         left_out += num_too_long
     too_long = f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens" if left_out else None
-    notes = [note for note in (_note_on_bad_rows(bad), too_long, _note_on_trained(held_out, rows)) if note]
+    texts = [row.ids.tobytes() for row in held_out]
+    shared = {*texts}.intersection(row.ids.tobytes() for row in rows)
+    overlap = _overlap(texts, shared, "rows", "eval/loss", "sft.eval_path")
+    notes = [note for note in (_note_on_bad_rows(bad), too_long, overlap and f"note: {overlap}") if note]
     template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
     samples = [unsampled_row(row.id, row.ids, row.mask) for row in held_out]
     source = SftSource(rows, cfg.run.seed, cfg.sft.shuffle, held_out)
     return source, samples, notes, ChatFiles(template, stops)
-
-
-def _note_on_trained(held_out: list[SftRow], rows: list[SftRow]) -> str | None:
-    """About held-out rows that are training rows, too; None if there are none."""
-    texts = [row.ids.tobytes() for row in held_out]
-    shared = {*texts}.intersection(row.ids.tobytes() for row in rows)
-    count = f"note: {sum(text in shared for text in texts)} of {len(texts)} held-out rows are training rows, too, so "
-    advice = "eval/loss does not show what the model learns beyond them. Give other rows as sft.eval_path"
-    return count + advice if shared else None
 
 
 @asynccontextmanager

@@ -14,14 +14,14 @@ import numpy as np
 from meshrl.config.data import DataConfig
 from meshrl.core.device import device_count, device_type
 from meshrl.core.errors import ConfigError, DataError
-from meshrl.core.files import decode, is_there, open_plain, output_errors, replacing, write_text
+from meshrl.core.files import is_there, output_errors, replacing, write_text
 from meshrl.core.lookup import did_you_mean
 from meshrl.core.types import Prompt
 from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.data.chat import CHATML_TOKENS, Message, load_tokenizer, render, sft_row, stop_token_ids
 from meshrl.data.datasets import PromptMaker, answer_text, is_held_out, listed, make_all
-from meshrl.data.files import CSV_SUFFIXES, as_data_error
-from meshrl.data.tables import RawRow, Table, column_names, delimiter_of, open_table
+from meshrl.data.files import as_data_error
+from meshrl.data.tables import CsvTable, RawRow, Table, column_names, open_table
 from meshrl.model.limits import limits_of, text_config
 from meshrl.run.subject import find_subject
 
@@ -152,12 +152,10 @@ run: {{name: {name}}}
 
 def init(folder: Path, model: str, data: DataFile) -> str:
     """Write configs, a reward function and a chat template for these rows and for `model`, a model's folder, a hub id
-    or a run's folder, into the new folder `folder`. Returns what was found and what to do next, for a terminal.
+    or a run's folder, into `folder`, which must be new. Returns what was found and what to do next, for a terminal.
 
     Raises: ConfigError and DataError for a model or rows with which a run could not start.
     """
-    if is_there(folder):
-        raise ConfigError(f"{folder} already exists; give the name of a new folder")
     subject = find_subject(model)
     if subject.state is not None:
         raise ConfigError(f"{subject.text} has no model yet; write it by: meshrl convert {subject.state} OUT")
@@ -254,9 +252,10 @@ def _facts(data: DataFile, model: str, tokenizer: Any) -> tuple[dict[str, Any], 
     keys = {**data._asdict(), "path": path, "system": system, "eval_fraction": fraction, "bad_rows": "leave_out"}
     num_repeated = len(prompts) - len({str(prompt.messages) for prompt in prompts})
     num_long = int((lengths > max_prompt_tokens).sum())
+    separated = f", with values separated by {table.delimiter!r}" if isinstance(table, CsvTable) else ""
     of_first = f" of the first {MAX_READ}" if table.num_rows > MAX_READ else ""
     lines = [
-        f"{data.path}: {len(prompts)} usable rows{of_first}{_separator(data.path)}",
+        f"{data.path}: {len(prompts)} usable rows{of_first}{separated}",
         *([f"left out {len(bad)} more that can't be used:{listed(bad)}"] if bad else []),
         f"answers: {form.text}",
         f"tokens: prompts {_spread(lengths)}, answers {_spread(of_answers)}",
@@ -302,13 +301,6 @@ def _require_columns(table: Table, data: DataFile) -> None:
             raise ConfigError(
                 f"{data.path} has no column {name!r}; its columns are {', '.join(names)}{near} name one by {option}"
             )
-
-
-def _separator(path: str) -> str:
-    if Path(path).suffix.lower() not in CSV_SUFFIXES:
-        return ""
-    with open_plain(Path(path)) as file:
-        return f", with values separated by {delimiter_of(decode(file.readline()))!r}"
 
 
 def _spread(sizes: np.ndarray) -> str:

@@ -29,11 +29,8 @@ PROBED_ROWS = 4  # of each sync of stale samples: loops/sync_and_probe.py
 NUM_ASSUMED_GROUPS = 512
 LENGTHS = {"answer_tokens": 0.0, "answer_sigma": 0.8, "prompt_tokens": 200.0}  # with their defaults
 REQUIRED = ("decode_step_s", "train_token_s", "answer_tokens")  # without a run
-FITS = {  # a constant, a time for each unit -> the units
-    ("train_step_s", "train_token_s"): "tokens of its steps",
-    ("prefill_step_s", "prefill_token_s"): "prompt tokens of its steps",
-    ("decode_step_s", "decode_row_s"): "running rows of its decode steps",
-}
+FITS = (("train_step_s", "train_token_s"), ("prefill_step_s", "prefill_token_s"), ("decode_step_s", "decode_row_s"))
+"""Pairs of a constant and a time for each token or row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +107,11 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
     values = {key: value for keys, fit in zip(FITS, fits) for key, value in zip(keys, fit)}
     token_s = values["prefill_token_s"] = min(values["prefill_token_s"], values["train_token_s"] * FORWARD_SHARE)
     values["prefill_step_s"] = max(0.0, median(seconds - token_s * tokens for tokens, seconds in first))
+    unknown = [" from ".join(keys) for keys, (*_, is_known) in zip(FITS, fits) if not is_known]
     notes = [
-        f"this run can't separate {' and '.join(keys)}: the {what} vary too little, so the second one gets the time "
-        "(of a prefill at most a third of training); give a run in which they vary more, or both values by --assume"
-        for (keys, what), (*_, is_known) in zip(FITS.items(), fits)
-        if not is_known
-    ]
+        f"the steps of this run are too few or too alike to separate {', '.join(unknown)}: the second of a pair gets "
+        "all of its time (in a prefill at most a third of training). A longer run gives both, and so does --assume"
+    ] * bool(unknown)
     between = [  # seconds of a step that no phase has
         line.time - before.time - sum(seconds_by_phase(line).values())
         for before, line in pairwise(lines)

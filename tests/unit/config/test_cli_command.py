@@ -152,6 +152,16 @@ def test_a_wrong_command_line_is_refused(meshrl: Meshrl, arguments: list[str], w
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", ["init {} --model m --data d", "eval my.yaml --out {}", "convert m {}"])
+def test_a_folder_that_exists_is_refused_before_slow_imports(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for module in ("meshrl.tools.init", "meshrl.tools.convert", "meshrl.api"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(words.format(tmp_path).split()) == 2
+    assert f"{tmp_path} already exists; give the name of a new folder" in capsys.readouterr().err
+
+
 def test_the_version_is_that_of_the_installed_package(meshrl: Meshrl):
     done = meshrl("--version")
     assert done.returncode == 0 and done.stdout == f"meshrl {version('meshrl')}\n", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from tiny_tokenizers import tiny_tokenizer
@@ -13,7 +14,7 @@ from meshrl.core.errors import ConfigError, DataError
 from meshrl.data.chat import stop_token_ids
 from meshrl.data.datasets import PromptMaker, load_prompts, load_sft_rows
 from meshrl.data.order import load_eval_prompts, open_feed
-from meshrl.data.tables import open_table
+from meshrl.data.tables import csv_rows, open_table
 from meshrl.run.inputs import Objects, load_run, load_sft
 
 EXACT = 'id; question;answer\n\n1; "a; ""b""\nc";007\n2;x;NA\n;;\n3;y"z;\n'
@@ -29,7 +30,21 @@ def test_csv_keeps_texts_as_they_are_and_counts_lines(tmp_path, delimiter, line_
     quoted = f'a{delimiter} "b"{line_end}c'
     assert rows[0].data == {"id": "1", "question": quoted, "answer": "007"}
     assert [row.data["answer"] for row in rows[1:]] == ["NA", ""] and rows[2].data["question"] == 'y"z'
-    assert [row.id for row in open_table(path).rows(1, 2)] == ["a-5"]
+    ranges = [(1, 2), (0, 1), (2, None), (3, None), (1, 1), (0, 9)]
+    found = [[row.id for row in open_table(path).rows(*each)] for each in ranges]
+    assert found == [["a-5"], ["a-3"], ["a-7"], [], [], ["a-3", "a-5", "a-7"]] and open_table(path).num_rows == 3
+
+
+def test_a_pass_over_a_csv_file_has_its_text_in_memory_and_not_its_rows(tmp_path):
+    path = rows_file(tmp_path, *(f"{i}+{i},{2 * i}" for i in range(20_000)))
+    table, expected = open_table(path), sum(1 for _ in csv_rows(path))
+    tracemalloc.start()
+    first = table.first()
+    for number, _ in enumerate(table.rows(), 1):
+        if number == expected:
+            held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert first is not None and number == expected and held < 2 * path.stat().st_size
 
 
 def test_csv_with_line_ends_of_old_macs_is_read(tmp_path):
@@ -77,7 +92,7 @@ def test_a_json_file_is_a_list_or_has_one_or_has_an_object_on_each_line(tmp_path
 def test_a_file_that_can_not_be_read_is_an_error(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}: {message}"):
-        open_table(tmp_path / name)
+        list(open_table(tmp_path / name).rows())
 
 
 def rows_file(tmp_path, *more: str):

@@ -120,10 +120,10 @@ def test_without_a_run_the_folder_is_below_run_folder_or_that_of_run_name(home: 
     assert result_of(home / "runs" / "two" / "eval_1")["step"] == 0
 
 
-def test_an_existing_folder_is_refused(home: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_existing_folder_is_refused(home: Path):
     (home / "there").mkdir()
-    assert main(["eval", "config.yaml", "--out", "there"]) == 2
-    assert "--out there already exists; name a new folder" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="there already exists; name a new folder"):
+        meshrl.evaluate("config.yaml", out="there", quiet=True)
     assert list((home / "there").iterdir()) == []
 
 
