@@ -81,9 +81,10 @@ class Table(ABC):
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
         """The rows from `start` up to `stop` (default: the last). Raises: DataError where the file can't be read."""
 
-    @abstractmethod
     def fingerprint(self) -> list[Any]:
-        """Plain JSON that changes when rows are added, removed or changed in length; made without reading all rows."""
+        """Plain JSON that changes when rows are added or removed, and where it is quickly found, also when they change
+        in length."""
+        return [self.num_rows]
 
     def first(self) -> RawRow | None:
         """The first row, without reading or counting the others; None for an empty table."""
@@ -150,9 +151,6 @@ class RowTable(Table):
                     'pandas DataFrame: frame.to_dict("records"))'
                 )
             yield RawRow(f"{self.name}-{i}", where, row, is_filled=is_dataset(self._rows))
-
-    def fingerprint(self) -> list[Any]:
-        return [self.num_rows]
 
 
 class JsonlTable(Table):
@@ -262,9 +260,6 @@ class CsvTable(Table):
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
         with as_data_error(f"{self._path}: "):
             yield from itertools.islice(self._any_order if start else csv_rows(self._path), start, stop)
-
-    def fingerprint(self) -> list[Any]:
-        return [self.num_rows]
 
     @functools.cached_property
     def _any_order(self) -> list[RawRow]:
