@@ -27,10 +27,10 @@ class Unless:
     value: object
     reason: str = "{key} is {value}"
     also: str = ""
-    """another key that must have this value, too"""
+    """other keys, separated by blanks, that must have this value or be empty, too"""
 
     def is_void(self, value: object) -> bool:
-        return value == self.value
+        return value in (self.value, {})
 
 
 class OnlyWith(Unless):
@@ -50,7 +50,7 @@ class NotInSft:
 COLOCATED = OnlyWith(
     "cluster.num_rollout_ranks", 0, "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
 )
-EVALUATED = Unless("data.eval_path", None, also="data.eval_fraction")
+EVALUATED = Unless("data.eval_path", None, also="data.eval_fraction data.eval_sets")
 OF_SAMPLING = NotInSft("SFT samples nothing")
 
 

@@ -85,10 +85,10 @@ def _unused_by_several(config: RunConfig) -> Iterator[tuple[str, str, str, str]]
         yield "data", names, "each of data.sources names its own", "data.sources"
     if data.map is not None:
         yield "data", "prompt answer", "data.map makes the prompt of each row", "data.map"
-    for name, source in data.sources.items():
+    for key, source in data.named().items():
         if source.map or data.map:
-            by = f"data.sources.{name}.map" if source.map else "data.map"
-            yield f"data.sources.{name}", "prompt answer", f"{by} makes the prompt of each row", by
+            by = f"{key}.map" if source.map else "data.map"
+            yield key, "prompt answer", f"{by} makes the prompt of each row", by
     for column in ("prompt", "answer") if data.sources and without_eval and data.map is None else ():
         if all(source.map or getattr(source, column) for source in data.sources.values()):
             yield "data", column, "each of data.sources names its own", "data.sources"

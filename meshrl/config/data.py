@@ -10,17 +10,15 @@ from pydantic import Field
 from meshrl.config.base import EVALUATED, Slice, Unless
 from meshrl.config.case import Case, Problem
 from meshrl.config.kinds import needs_answer
+from meshrl.config.rollout import EvalSamplingConfig
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported
 
 Format = Literal["auto", "jsonl", "json", "csv", "parquet", "datasets"]
 
 
-class DataSource(Slice):
+class NamedRows(Slice):
     path: str
-    """rows of the source NAME, in any form that data.path accepts; data.sources is a mixture of data sets, given in
-    place of data.path"""
-    weight: float = Field(1.0, gt=0)
-    """share of the prompts that come from this source, relative to the other weights"""
+    """rows of the data set NAME, in any form that data.path accepts"""
     format: Format = "auto"
     """as data.format"""
     subset: str | None = None
@@ -35,6 +33,18 @@ class DataSource(Slice):
     """function that makes a prompt of each row; null = data.map"""
 
 
+class DataSource(NamedRows):
+    weight: float = Field(1.0, gt=0)
+    """share of the prompts that come from this source, relative to the other weights"""
+
+
+class EvalSet(NamedRows):
+    samples: int | None = Field(None, ge=1)
+    """answers sampled for each prompt of this set; null = loop.eval_samples"""
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    """in place of rollout.eval_sampling for this set; null = the value there"""
+
+
 class DataConfig(Slice):
     path: str | None = None
     """training rows: a JSONL, JSON, CSV, TSV or parquet file or a folder of JSONL or parquet files (relative to the
@@ -43,6 +53,8 @@ class DataConfig(Slice):
     """in place of path: a mixture of data sets, by name; each step has the share of every set, to within two prompts"""
     eval_path: str | None = None
     """held-out rows, in any form that path accepts; null = those of eval_fraction, or no evaluation"""
+    eval_sets: dict[str, EvalSet] = Field({})
+    """in place of eval_path: several held-out data sets, by name; the score of each is eval/by/NAME/mean_at_k"""
     eval_fraction: float | None = Field(None, gt=0, lt=1)
     """in place of eval_path: share of the rows of path that are held out for evaluations and never trained on. The text
     of the user's messages decides it, so equal questions are on one side, and new rows leave the others where they are;
@@ -94,7 +106,12 @@ class DataConfig(Slice):
     @property
     def is_evaluated(self) -> bool:
         """Whether there are held-out rows."""
-        return self.eval_path is not None or self.eval_fraction is not None
+        return self.eval_path is not None or self.eval_fraction is not None or bool(self.eval_sets)
+
+    def named(self, training: bool = True) -> dict[str, NamedRows]:
+        """The data sets that have names, by their keys: the sources of the training, and the held-out sets."""
+        sources = {f"data.sources.{name}": each for name, each in self.sources.items()} if training else {}
+        return {**sources, **{f"data.eval_sets.{name}": each for name, each in self.eval_sets.items()}}
 
 
 def data_problems(case: Case) -> Iterator[Problem]:
@@ -106,13 +123,16 @@ def data_problems(case: Case) -> Iterator[Problem]:
             yield Problem(keys, f"give one of the two: {forms}.", void=keys, reason=f"the rows are {forms}")
         if data.path is None and not data.sources:
             yield Problem(("data.path",), "training needs rows: give a path, or a mixture as data.sources.")
-        for name in data.sources:
-            if not name.isidentifier():
-                text = f"the name {name!r} must be one word of letters, digits and underscores."
-                yield Problem(("data.sources",), text)
+    for _, key, name in (key.split(".", 2) for key in data.named()):
+        if not name.isidentifier():
+            text = f"the name {name!r} must be one word of letters, digits and underscores."
+            yield Problem((f"data.{key}",), text)
+    if data.eval_path is not None and data.eval_sets:
+        keys, forms = ("data.eval_path", "data.eval_sets"), "a single held-out set, or several"
+        yield Problem(keys, f"give one of the two: {forms}.", void=keys, reason=f"the held-out rows are {forms}")
     if data.eval_fraction is not None:
         why = "eval_fraction holds out rows of a single data.path, which is read at the start"
-        for key in ("eval_path", "sources", "streaming"):
+        for key in ("eval_path", "eval_sets", "sources", "streaming"):
             if getattr(data, key):
                 keys = ("data.eval_fraction", f"data.{key}")
                 yield Problem(keys, f"{why}: give only one of the two.", void=keys, reason=why)
@@ -121,7 +141,7 @@ def data_problems(case: Case) -> Iterator[Problem]:
     if data.continue_last and case.rl.agent.kind == "multi_turn":
         text = "multi_turn begins a new message for each turn, so it can't continue one. Use agent.kind: single_turn."
         yield Problem(("data.continue_last", "agent.kind"), text)
-    of_sources = {f"data.sources.{name}.map": source.map for name, source in data.sources.items()}
+    of_sources = {f"{key}.map": source.map for key, source in data.named().items()}
     for key, function in ({"data.map": data.map} | of_sources).items():
         if function is not None and not DOTTED_PATH.fullmatch(function):
             yield Problem((key,), "must be a function as package.module:name; it gets a row and returns a prompt.")
@@ -142,9 +162,9 @@ def _answers(case: Case) -> Iterator[Problem]:
         return
     training = case.purpose == "train"
     unnamed = [
-        f"data.sources.{name}.answer"
-        for name, source in data.sources.items()
-        if training and source.answer is None and not (source.map or data.map)
+        f"{key}.answer"
+        for key, source in data.named(training).items()
+        if source.answer is None and not (source.map or data.map)
     ]
     if unnamed or (data.map is None and ((training and data.path is not None) or data.eval_path is not None)):
         yield Problem(

@@ -49,8 +49,9 @@ COMMANDS: dict[type[Slice], str] = {RunConfig: "meshrl train", SftRunConfig: "me
 _NUMBER = re.compile(r"^<\d+")  # of rows, at the beginning of the text for them
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
 PATH_KEYS = (
-    *("model.path", "data.path", f"data.sources.{NAME}.path", "data.eval_path", "data.chat_template"),
-    *("sft.path", "sft.eval_path", "sft.chat_template", "run.resume", f"reward.terms.{NAME}.args.calibration"),
+    *("model.path", "data.path", f"data.sources.{NAME}.path", "data.eval_path", f"data.eval_sets.{NAME}.path"),
+    *("data.chat_template", "sft.path", "sft.eval_path", "sft.chat_template", "run.resume"),
+    f"reward.terms.{NAME}.args.calibration",
 )
 ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # one of them is required
 MAX_SHOWN = 50  # wrong keys that are explained at once; each is compared with all known keys

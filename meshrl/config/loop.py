@@ -156,7 +156,7 @@ def loop_problems(case: Case) -> Iterator[Problem]:
         yield Problem(("loop.kind", "rollout.engine"), text)
     if not config.data.is_evaluated and (loop.eval_every_steps or case.purpose == "eval"):
         every = ("loop.eval_every_steps",) if loop.eval_every_steps else ()
-        text, why = "set data.eval_path or data.eval_fraction.", "there are no held-out rows for an evaluation"
+        text, why = "set data.eval_path, eval_sets or eval_fraction.", "there are no held-out rows for an evaluation"
         keys = ("data.eval_path", *every)
         yield Problem(keys, f"an evaluation needs held-out rows: {text}", void=every, reason=why)
     terms = [*config.reward.terms, WEIGHTED_SUM]

@@ -93,6 +93,17 @@ class RunConfig(Slice):
         greedy = {"temperature": 0.0} if self.loop.eval_samples == 1 else {}
         return self.rollout.sampling.model_copy(update=greedy | overrides)
 
+    def of_eval_set(self, name: str) -> RunConfig:
+        """For this one of data.eval_sets, if there is one: with its sampling."""
+        if (own := self.data.eval_sets.get(name)) is None:
+            return self
+        data = self.data.model_copy(update={"eval_sets": {}})
+        changed = {key: value for key, value in own.sampling if value is not None}
+        sampling = self.rollout.eval_sampling.model_copy(update=changed)
+        loop = self.loop.model_copy(update={"eval_samples": own.samples or self.loop.eval_samples})
+        rollout = self.rollout.model_copy(update={"eval_sampling": sampling})
+        return self.model_copy(update={"data": data, "loop": loop, "rollout": rollout})
+
     @property
     def eval_term(self) -> str:
         """The value of loop.eval_term, or its default."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.case import Case, Problem
-from meshrl.config.data import DataConfig, DataSource
+from meshrl.config.data import DataConfig, NamedRows
 from meshrl.config.loop import SftConfig
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import DataError
@@ -29,7 +29,7 @@ class _ConfiguredTable:
     keys of its path and split."""
 
     section: str
-    slice: DataConfig | SftConfig | DataSource
+    slice: DataConfig | SftConfig | NamedRows
     columns: dict[str, str | None]
     prefix: str = ""
 
@@ -39,7 +39,7 @@ class _ConfiguredTable:
 
     @property
     def split(self) -> str | None:
-        return self.slice.split if isinstance(self.slice, DataSource) or not self.prefix else self.slice.eval_split
+        return self.slice.split if isinstance(self.slice, NamedRows) or not self.prefix else self.slice.eval_split
 
 
 def check_data(case: Case) -> Iterator[Problem]:
@@ -90,8 +90,7 @@ def _tables(data: DataConfig, training: bool) -> Iterator[_ConfiguredTable]:
     columns: dict[str, str | None] = {} if data.map else {"data.prompt": data.prompt, "data.answer": data.answer}
     if training and data.path is not None:
         yield _ConfiguredTable("data", data, columns)
-    for name, source in data.sources.items() if training else ():
-        key = f"data.sources.{name}"
+    for key, source in data.named(training).items():
         source_columns: dict[str, str | None] = {
             f"{key}.{column}" if getattr(source, column) else f"data.{column}": getattr(source, column) or value
             for column, value in (("prompt", data.prompt), ("answer", data.answer))

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from meshrl.config.data import NamedRows
 from meshrl.core.errors import DataError
 from meshrl.core.types import SCHEMA, Prompt, Sample, unsampled_row
 from meshrl.data.datasets import PromptMaker, SftRow, all_too_long, load_prompts, make_all, require_rows
@@ -253,31 +254,34 @@ def open_feed(make: PromptMaker, seed: int, rows: RowTable | None = None) -> Pro
     sources = make.cfg.sources
     if not sources:
         return _open_one(make, seed, rows)
-    feeds = {}
-    for name, source in sources.items():  # keys that a source does not set are those of data
-        values = {key: getattr(source, key) for key in ("prompt", "answer", "map") if getattr(source, key) is not None}
-        values |= {key: getattr(source, key) for key in ("path", "format", "subset", "split")} | {"sources": {}}
-        own = dataclasses.replace(make, cfg=make.cfg.model_copy(update=values), source=name)
-        feeds[name] = _open_one(own, seed, None)
+    feeds = {str(own.source): _open_one(own, seed, None) for own in _makers(make, sources)}
     return PromptMixture(feeds, {name: source.weight for name, source in sources.items()}, seed)
 
 
+def _makers(make: PromptMaker, sources: Mapping[str, NamedRows]) -> Iterator[PromptMaker]:
+    for name, source in sources.items():  # keys that a source does not set are those of data
+        values = {key: getattr(source, key) for key in ("prompt", "answer", "map") if getattr(source, key) is not None}
+        values |= {key: getattr(source, key) for key in ("path", "format", "subset", "split")} | {"sources": {}}
+        yield dataclasses.replace(make, cfg=make.cfg.model_copy(update=values), source=name)
+
+
 def load_eval_prompts(make: PromptMaker, rows: RowTable | None = None) -> tuple[list[Prompt], int]:
-    """The held-out prompts, from the first data.eval_limit rows of data.eval_path or of data.eval_fraction, and the
-    number of rows left out because they are longer than data.max_prompt_tokens; ([], 0) without either. rows: rows in
-    memory, in place of those at data.eval_path, or with data.eval_fraction at data.path.
+    """The held-out prompts, from the first data.eval_limit rows of data.eval_path, of each of data.eval_sets or of
+    data.eval_fraction, and the number of rows left out because they are longer than data.max_prompt_tokens; ([], 0)
+    without any. rows: rows in memory, in place of those at data.eval_path, or with data.eval_fraction at data.path.
 
     Their ordinals count down from -1, so that no seed is also a seed of training, where ordinals count up from 0.
     """
     cfg = make.cfg
-    path, split = (cfg.path, cfg.split) if cfg.eval_path is None else (cfg.eval_path, cfg.eval_split)
-    if path is None or not cfg.is_evaluated:
-        return [], 0
-    make = dataclasses.replace(make, held_out=True)
-    prompts, left_out = load_prompts(rows or path, make, cfg.eval_limit, split)
+    sets = [(own.cfg.path, own.cfg.split, own) for own in _makers(make, cfg.eval_sets)]
+    if cfg.is_evaluated and not sets:
+        path, split = (cfg.path, cfg.split) if cfg.eval_path is None else (cfg.eval_path, cfg.eval_split)
+        sets = [(path, split, dataclasses.replace(make, held_out=True))]
+    loaded = [load_prompts(rows or path, own, cfg.eval_limit, split) for path, split, own in sets if path is not None]
+    prompts = [prompt for of_set, _ in loaded for prompt in of_set]
     for i, prompt in enumerate(prompts):
         prompt.ordinal = -1 - i
-    return prompts, left_out
+    return prompts, sum(left_out for _, left_out in loaded)
 
 
 def _open_one(make: PromptMaker, seed: int, rows: RowTable | None) -> PromptFeed:

@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -76,12 +77,15 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
 
 
 def _by_column(cfg: RunConfig, prompts: dict[str, Prompt], groups: dict[str, list[float]]) -> Iterator[Metric]:
-    """mean@k of the prompts with each value of data.eval_by: of the most frequent ones, and of all others together."""
-    if (column := cfg.data.eval_by) is None:
+    """mean@k of the prompts with each value of data.eval_by: of the most frequent ones, and of all others together; or
+    of each of data.eval_sets."""
+    if (column := cfg.data.eval_by) is None and not cfg.data.eval_sets:
         return
     by, names = dict[str, list[float]](), {"": OTHERS}
     for group, scores in groups.items():
-        value = prompts[group].answer if column == cfg.data.answer else prompts[group].meta.get(column)
+        prompt = prompts[group]
+        known: dict[str | None, Any] = {cfg.data.answer: prompt.answer, None: _set_of(cfg, prompt)}
+        value = known[column] if column in known else prompt.meta.get(column or "")
         by.setdefault(json.dumps(value, default=str, ensure_ascii=False), []).append(float(np.mean(scores)))
     for value in sorted(by):  # different values have different names
         short = re.sub(r"[^\w.+-]+", "_", value.strip('"'))[:MAX_VALUE] or "empty"
@@ -178,19 +182,31 @@ async def evaluate_prompts(
     """Answer and score every held-out prompt with the samplers' current weights. scored: called with the attempts at
     each prompt as soon as they are scored, while others are sampled."""
     groups: dict[int, list[Trajectory]] = {}
+    trajectories = list[Trajectory]()
 
     async def ended(prompt: Prompt, trajectory: Trajectory) -> None:
         group = groups.setdefault(id(prompt), [])
         group.append(trajectory)
-        if len(group) == cfg.loop.eval_samples:
+        if len(group) == own.loop.eval_samples:
             group.sort(key=lambda t: t.index)
             await scorer.score(group)
             scored(group)
 
-    trajectories = await collect(cfg, task, rollouts, task.eval_prompts, "eval", min_version, ended)
+    for name, prompts in eval_sets(cfg, task.eval_prompts).items():
+        own = cfg.of_eval_set(name)
+        trajectories += await collect(own, task, rollouts, prompts, "eval", min_version, ended)
     check_failures(cfg, scorer, trajectories)
     check_scores(cfg, trajectories)
     return trajectories, eval_metrics(trajectories, cfg)
+
+
+def eval_sets(cfg: RunConfig, prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """The prompts of each of data.eval_sets; without that key all under one name."""
+    return {name: [*of_set] for name, of_set in itertools.groupby(prompts, partial(_set_of, cfg))}
+
+
+def _set_of(cfg: RunConfig, prompt: Prompt) -> str:
+    return prompt.id.partition("/")[0] if cfg.data.eval_sets else ""
 
 
 def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str, str]:
@@ -213,6 +229,7 @@ def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str,
         for name, t in used.items()
     }
     graders = {name: (t.kind, args[name], t.weight if is_sum else 1, scorer.code[name]) for name, t in used.items()}
+    own = [{name: (each.samples, dict(each.sampling))} for name, each in sorted(cfg.data.eval_sets.items())]
     agent = cfg.agent.kind, cfg.agent.args, code_of(cfg.agent.kind)
     limits = sorted(task.stop_token_ids), cfg.rollout.max_context_tokens
     return {
@@ -221,13 +238,15 @@ def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str,
             *sorted(json.dumps([p.messages, p.answer, p.env, p.meta], default=str) for p in task.eval_prompts)
         ),
         "graders": digest(graders, cfg.eval_pass_score),
-        "sampling": digest(cfg.loop.eval_samples, cfg.eval_sampling.model_dump(), limits, agent),
+        "sampling": digest(cfg.loop.eval_samples, cfg.eval_sampling.model_dump(), limits, agent, *own),
         "template": digest(task.tokenizer.chat_template, kwargs, task.agent.tools, cfg.data.tools),
     }
 
 
 def evaluation_text(cfg: RunConfig) -> str:
     """How an evaluation samples, and by which of several scores it judges: greedy; 4 samples each, scored by answer."""
+    if cfg.data.eval_sets:
+        return "; ".join(f"{name}: {evaluation_text(cfg.of_eval_set(name))}" for name in cfg.data.eval_sets)
     k, temperature = cfg.loop.eval_samples, cfg.eval_sampling.temperature
     samples = "1 sample" if k == 1 else f"{k} samples"
     at = "" if temperature == cfg.rollout.sampling.temperature else f" at temperature {temperature:g}"
@@ -257,7 +276,7 @@ async def evaluate_if_due(job: Job) -> None:
     job.rollout_log.write(job.step, trajectories, name="eval")
     values = run.report(job.step, metrics + run.spans.take("eval"), job.evaluation)
     job.evals.append((job.step, values["eval/mean_at_k"]))
-    k, failed = job.cfg.loop.eval_samples, values["eval/num_failed"]
+    k, failed = "k" if job.cfg.data.eval_sets else job.cfg.loop.eval_samples, values["eval/num_failed"]
     lowest = f"; {failed:g} attempts failed and have the lowest score" if failed else ""
     run.note(
         f"eval after {job.step} step{'' if job.step == 1 else 's'}: mean@{k} {values['eval/mean_at_k']:.3f}, pass@{k} "

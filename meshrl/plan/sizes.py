@@ -173,4 +173,5 @@ def _requests(config: RunConfig) -> tuple[int, int]:
     if path.suffix == ".jsonl":
         with suppress(OSError), path.open("rb") as lines:
             rows = min(rows, sum(1 for _ in lines))
-    return in_step, min(most, rows * loop.eval_samples)
+    samples = max(config.of_eval_set(name).loop.eval_samples for name in ("", *data.eval_sets))
+    return in_step, min(most, rows * samples)

@@ -20,7 +20,14 @@ from meshrl.core.files import output_errors
 from meshrl.core.terminal import print_output
 from meshrl.core.types import Trajectory
 from meshrl.data.decode import text_of
-from meshrl.loops.evaluate import constant_answer, eval_metrics, evaluate_prompts, evaluation_identity, evaluation_text
+from meshrl.loops.evaluate import (
+    constant_answer,
+    eval_metrics,
+    eval_sets,
+    evaluate_prompts,
+    evaluation_identity,
+    evaluation_text,
+)
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.metrics import NamedValues, divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
@@ -57,7 +64,8 @@ async def run_evaluation(
     if not task.eval_prompts:
         raise MeshrlError("meshrl eval needs held-out rows; set data.eval_path to a file of them")
     folder = _new_folder(cfg, subject.run, out)
-    num_answers = len(task.eval_prompts) * cfg.loop.eval_samples
+    sets = eval_sets(cfg, task.eval_prompts)
+    num_answers = sum(len(prompts) * cfg.of_eval_set(name).loop.eval_samples for name, prompts in sets.items())
     own = {"folder": str(folder.parent), "name": folder.name, "resume": "never"}  # without a checkpoint and trackers
     sections = {"run": cfg.run.model_copy(update=own), "monitor": cfg.monitor.model_copy(update={"sinks": []})}
     origins = dict.fromkeys(("run.folder", "run.name", "run.resume", "monitor.sinks"), "meshrl eval")
@@ -102,7 +110,7 @@ async def run_evaluation(
         label = meaning.label.replace("<name>", of) if meaning else name
         measure, is_at_k, _ = name.partition("/")[2].partition("_at_k")
         if is_at_k and "/" not in measure:  # such as: prompts with a right answer (pass@4)
-            label += f" ({measure}@{cfg.loop.eval_samples})"
+            label += f" ({measure}@{'k' if cfg.data.eval_sets else cfg.loop.eval_samples})"
         print_output(f"{label:<38} {values[name]:.4g} {unit}".rstrip())
     return NamedValues((name, values[name]) for name in named), trajectories, folder
 
@@ -136,7 +144,7 @@ class _Answers:
         return {
             "model": cfg.model.path if self._subject.state is None else str(self._subject.state.resolve()),
             "step": self._subject.step,
-            "data": cfg.data.eval_path or cfg.data.path,
+            "data": cfg.data.eval_path or {n: each.path for n, each in cfg.data.eval_sets.items()} or cfg.data.path,
             "samples": cfg.loop.eval_samples,
             "sampling": cfg.eval_sampling.model_dump(mode="json"),
             "eval_term": cfg.eval_term,

@@ -30,7 +30,7 @@ def explain_config(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
     print_output(f"\n{_if_here('memory', partial(_memory, config))}")
     if not isinstance(loaded.config, SftRunConfig):
         data, model = loaded.config.data, Path(loaded.config.model.path)
-        paths = [model, data.path, data.eval_path, *(s.path for s in data.sources.values())]
+        paths = [model, data.path, data.eval_path, *(s.path for s in data.named().values())]
         complete = all(path is None or Path(path).exists() for path in paths) and not any(missing_files(model))
         print_output(_if_here("first prompt", partial(_first_prompt, loaded.config), complete))
 

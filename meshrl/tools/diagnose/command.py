@@ -60,7 +60,8 @@ def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:
         sft = load_sft(config, [*common, f"sft.num_steps={count}", "sft.eval_path=null", "sft.eval_fraction=null"])
         settings, begin = sft.config.run, partial(start.sft, sft)
     else:
-        no_evaluation = ["loop.eval_every_steps=0", "data.eval_path=null", "data.eval_fraction=null"]
+        no_rows = [f"data.eval_{key}=null" for key in ("path", "sets", "fraction")]
+        no_evaluation = ["loop.eval_every_steps=0", *no_rows]
         loaded = load_run(config, [*common, f"loop.num_steps={count}", *no_evaluation])
         settings, begin = loaded.config.run, partial(start.train, loaded)
     if is_there(folder := Path(settings.folder) / settings.name):

@@ -99,6 +99,7 @@ def _progress(run: RunFolder) -> Iterator[str]:
 def _verdict(run: RunFolder) -> Iterator[str]:
     """The verdict, or why there is none, and what can't be read."""
     held_out = [run.setting(f"{of}.eval_{key}") for of in ("data", "sft") for key in ("path", "fraction")]
+    held_out += [setting.value for setting in run.settings if setting.key.startswith("data.eval_sets.")]
     if run.verdict is not None and run.is_evaluation:
         yield f"<p><b>{escape(run.verdict.name)}</b> {escape(run.verdict.measured)} (95 %)</p>"
     elif run.verdict is not None:
@@ -130,10 +131,11 @@ def _look_at(run: RunFolder, place: Path) -> Iterator[str]:
         f"{prose(unhealthy(reason, entry.otherwise))}</li>"
         for name, (reason, entry) in suspicious(run).items()
     ]
-    if by := fnmatch.filter(run.series, "eval/by/*/mean_at_k"):
-        values = [(name.split("/")[2], run.series[name].values) for name in by]
+    if names := fnmatch.filter(run.series, "eval/by/*/mean_at_k"):
+        by = next((by for by in [run.setting("data.eval_by")] if by not in (None, "null")), "set")
+        values = [(name.split("/")[2], run.series[name].values) for name in names]
         cells = (f'<tr><td>{escape(of)}</td><td class="num">{v[0]:.3f} → {v[-1]:.3f}</td></tr>' for of, v in values)
-        yield f"<p>Held-out score by {escape(run.setting('data.eval_by') or 'column')}, first → last</p>"
+        yield f"<p>Held-out score by {escape(by)}, first → last</p>"
         yield f"<table>{''.join(cells)}</table>"
     if rows := _exploited(run) + rows:
         yield f'<p class="unsure">Suspicious</p><ul>{"".join(rows)}</ul>'

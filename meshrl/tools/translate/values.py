@@ -83,11 +83,12 @@ def _with_values(result: Any, names: Settings) -> Any:
 
 def _files(keys: list[str], name: str, value: Any, here: Settings) -> Settings | str:
     paths = [str(path) for path in (value if isinstance(value, list) else [value])]
-    if len(paths) == 1 or keys[0] == "data.eval_path":
+    if len(paths) == 1:
         return {keys[0]: paths[0]}
+    section = "eval_sets" if keys[0] == "data.eval_path" else "sources"
     names = [re.sub(r"\W", "_", Path(path).parent.name) for path in paths]
     is_unique = len({*names}) == len(names) and all(each.isidentifier() for each in names)
-    return {f"data.sources.{names[i] if is_unique else f'set_{i}'}.path": path for i, path in enumerate(paths)}
+    return {f"data.{section}.{names[i] if is_unique else f'set_{i}'}.path": path for i, path in enumerate(paths)}
 
 
 def _server_args(keys: list[str], name: str, value: Any, here: Settings) -> Settings | str:

@@ -102,6 +102,7 @@ VOID = [
     ("data: {split: train}", "data.path=other.jsonl", "data.split", None),
     (f"data: {{chat_template_kwargs: {{tone: x}}, chat_template: {TEMPLATE}}}", "data.chat_template=t", "tone", None),
     ("", "data.sources={a: {path: other.jsonl}}", "data.path", None),
+    ("data: {eval_sets: {a: {path: other.jsonl}}}", "data.eval_path=other.jsonl", "data.eval_sets", {}),
     ("reward: {terms: {a: {kind: format, args: {regex: x}}}}", "reward.terms.a.kind=math_answer", "args.regex", None),
     ("agent: {kind: multi_turn, args: {max_turns: 3}}", "agent.kind=single_turn", "agent.args.max_turns", None),
 ]
@@ -150,7 +151,7 @@ def test_keys_of_one_origin_that_do_not_fit_and_keys_that_a_weaker_one_makes_voi
 ):
     both = write("base: run.yaml\ndata: {eval_path: null, eval_limit: 4}\n", "both.yaml")
     message = refusal(both)
-    unset = "data.eval_fraction = null [default] would have no effect"
+    unset = "data.eval_fraction = null [default] data.eval_sets = {} [default] would have no effect"
     assert f"data.eval_limit = 4 [both.yaml:2] data.eval_path = null [both.yaml:2] {unset}" in message
     assert "would have no effect" in refusal(good, "data.eval_path=null", "data.eval_limit=4")
     named = ["data.sources={a: {path: train.jsonl, prompt: question}}", "data.prompt=answer"]

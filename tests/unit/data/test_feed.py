@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_tokenizers import tiny_tokenizer
 
-from meshrl.config.data import DataConfig, DataSource
+from meshrl.config.data import DataConfig, DataSource, EvalSet
 from meshrl.core.errors import DataError
 from meshrl.data.datasets import PromptMaker, SftRow
 from meshrl.data.order import SftSource, load_eval_prompts, open_feed
@@ -282,6 +282,12 @@ def test_held_out_prompts_have_ordinals_that_training_never_has(config, tmp_path
     assert (len(prompts), left_out) == (10, 2)
     assert [p.ordinal for p in prompts] == [-1 - i for i in range(10)]
     assert load_eval_prompts(PromptMaker(config("memory"), tiny_tokenizer())) == ([], 0)
+    (path := tmp_path / "other.jsonl").write_text('{"problem": "1+1", "solution": "2"}\n')
+    other = EvalSet(path=str(path), prompt="problem", answer="solution")
+    sets = {"sums": EvalSet(path=str(config("memory").path)), "other": other}
+    prompts, left_out = load_eval_prompts(PromptMaker(config("memory", eval_sets=sets, eval_limit=3), tiny_tokenizer()))
+    assert [p.ordinal for p in prompts] == [-1, -2, -3] and left_out == 1
+    assert [p.id.partition("/")[0] for p in prompts] == ["sums", "sums", "other"] and prompts[-1].answer == "2"
 
 
 def test_sft_rows_become_samples_without_sampled_tokens():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshrl.monitor.recorder import Spans
 class Evaluations:
     """Stands in for agent, grader and run, and records what they get. scores: of the answers to each prompt."""
 
-    def __init__(self, **loop: Any):
+    def __init__(self, data: dict[str, Any] | None = None, names: Sequence[str] = "ab", **loop: Any):
         self.asked: list[tuple[str, int, AgentContext]] = []
         self.reported: list[tuple[int, dict[str, float]]] = []
         self.best: list[tuple[int, float]] = []
@@ -32,10 +33,10 @@ class Evaluations:
         self.has_failed = False
         self.note, self.spans, self.ends_early = (lambda text: None), Spans(), False
         self.progress = self.shown.append
-        sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d", "eval_path": "e"}}
+        sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d", **(data or {"eval_path": "e"})}}
         sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}, "loop": {"num_steps": 7, **loop}}
         sections |= {"rollout": {"sampling": {"temperature": 0.7}}}
-        prompts = [Prompt(id=name, ordinal=i, answer=name) for i, name in enumerate("ab")]
+        prompts = [Prompt(id=name, ordinal=i, answer=name) for i, name in enumerate(names)]
         task = SimpleNamespace(agent=self, tokenizer=None, stop_token_ids=(5,), max_context_tokens=9)
         task.eval_prompts = prompts
         routes = SimpleNamespace(end_session=self.ended_sessions.append)
@@ -123,6 +124,19 @@ def test_an_evaluation_asks_for_the_weights_of_the_trainer(num_samples, temperat
         assert {ctx.purpose for ctx in contexts} == {"eval"}
         assert {ctx.sampling.temperature for ctx in contexts} == {temperature}
         assert {ctx.group_id for ctx in contexts} == {"eval:a@0", "eval:b@1"} == {*run.ended_sessions}
+
+
+def test_each_held_out_set_has_its_own_sampling_and_score():
+    sets = {"gsm": {"path": "e"}, "aime": {"path": "f", "samples": 3, "sampling": {"max_new_tokens": 99}}}
+    run, notes = Evaluations({"eval_sets": sets}, ["gsm/e-1", "gsm/e-2", "aime/f-1"]), list[str]()
+    run.note, run.scores = notes.append, [0.0, 1.0, 0.5]
+    run.evaluate(0, version=0)
+    asked = [(name, ctx.sampling.temperature, ctx.max_new_tokens) for name, _, ctx in run.asked]
+    assert asked == [("gsm/e-1", 0.0, 256), ("gsm/e-2", 0.0, 256), *[("aime/f-1", 0.7, 99)] * 3]
+    assert run.shown == ["1 of 3 prompts", "2 of 3 prompts", "3 of 3 prompts"]
+    ((_, values),) = run.reported
+    assert values["eval/by/gsm/mean_at_k"] == values["eval/by/aime/mean_at_k"] == values["eval/mean_at_k"] == 0.5
+    assert "mean@k 0.500" in notes[0] and "(gsm: greedy; aime: 3 samples each)" in notes[0]
 
 
 def test_an_evaluation_whose_grader_fails_ends_the_run():

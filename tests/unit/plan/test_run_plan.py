@@ -23,6 +23,8 @@ OTHER_NULLS = {
     "data": "answer chat_template eval_by eval_fraction eval_limit eval_path eval_split format map path split subset "
     "system tools",
     "data.sources.NAME": "answer format map prompt split subset",
+    "data.eval_sets.NAME": "answer format map prompt samples split subset",
+    "data.eval_sets.NAME.sampling": "max_new_tokens min_p repetition_penalty temperature top_k top_p",
     "loop": "num_epochs",
     "model": "router_dtype",
     "monitor": "wandb_project",
