@@ -10,20 +10,27 @@ sync_gb_per_s: bytes of the weights in bf16 over seconds of a complete sync with
 same rate of a bare copy within the device. A sync reads the fp32 masters, writes bf16, and reads it back for its proof,
 8 bytes where a copy of bf16 moves 4: at most 0.5. step_peak_gib_PHASE: peak of the device's memory in that
 phase. ..._released: of steps that release the sampler's memory for training, as a run does by default.
+
+step_s: the sum of the three phases; step_wall_s: from the first request to the end of the sync. The table at the end
+has these times over the roofline of gpu_predict.py (over roofline), and the roofline over these times (of sheet); of
+GEMM: the same with the rate of a large matrix product in this process in place of the data sheet's FLOP/s.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import gpu_predict
+import gpu_table
 import numpy as np
 import torch
 from gpu_predict import Roofline, predict, roofline_of, shape_of
-from gpu_workload import gpu_parser, measure_copy, model_folder, peak_bytes, start
+from gpu_workload import GEMM, gpu_parser, measure_copy, measure_gemm, model_folder, peak_bytes, start
 from measure import Report, median
 from transformers import AutoConfig
 from workload import VOCAB, GroupLengths, gsm8k_groups
@@ -78,7 +85,9 @@ class Steps:
             await sync_weights(self.trainer, self.rollouts, self.layout)
 
     async def step(self, ordinal: int, release: bool = False) -> dict[str, float]:
-        """Sample, train, sync. Returns the seconds of each phase, and counts. release: the sampler's memory."""
+        """Sample, train, sync. Returns the seconds of each phase and of all, and counts. release: the sampler's
+        memory."""
+        began = time.perf_counter()
         with self.phase("rollout"):
             trajectories = await asyncio.gather(*self.attempts(ordinal))
         samples, _ = flatten(trajectories)
@@ -94,6 +103,7 @@ class Steps:
         await self.sync()
         return {
             **{name: self.spans.seconds(name) for name in PHASES},
+            "wall": time.perf_counter() - began,
             "sampled_tokens": sum(len(t.turns[0].output_ids) for t in trajectories),
             "trained_tokens": sum(len(s) for s in samples),
             "grad_norm": update.grad_norm,
@@ -168,14 +178,19 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
     }
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     roofline = roofline_of(report, args.peak_tflops)
+    gemm = measure_gemm(report, device, 128 if args.smoke else GEMM, roofline)
     rate = measure_copy(report, device, 1 << 20 if args.smoke else 1 << 31) / 2
     report.bar("sync_over_copy", layout.num_bytes / median(syncs) / rate, at_least=0.6)
     report_figures(report, steps[1:], peaks, layout.num_bytes, syncs)
     report.figure("step_s_released", median([sum(step[name] for name in PHASES) for step in released[1:]]))
-    for name in PHASES:
+    for name in (*PHASES, "wall"):
         report.figure(f"step_{name}_s_released", median([step[name] for step in released[1:]]))
     works = [gsm8k_groups(run.num_groups, 8, ordinal, run.scale) for ordinal in range(1, args.rounds + 1)]
-    predict_figures(report, config, roofline, works, layout.num_bytes)
+    for name, value in step_bounds(config, roofline, works, layout.num_bytes).items():
+        predict(report, name, value)
+    of_gemm = step_bounds(config, replace(roofline, flop_per_s=gemm), works, layout.num_bytes)
+    report.raw["gemm_predictions"] = of_gemm
+    report.print_line("\n".join([*gpu_table.HEAD, *gpu_table.rows(report.figures, report.raw["predictions"], of_gemm)]))
 
 
 def report_figures(
@@ -185,9 +200,9 @@ def report_figures(
         return median([step[name] for step in steps])
 
     report.figure("step_s", median([sum(step[name] for name in PHASES) for step in steps]))
-    for name in PHASES:
+    for name in (*PHASES, "wall"):
         report.figure(f"step_{name}_s", middle(name))
-        if peaks[name]:
+        if peaks.get(name):
             report.figure(f"step_peak_gib_{name}", peaks[name] / 2**30)
     report.figure("step_sampled_tokens_per_s", median([s["sampled_tokens"] / s["rollout"] for s in steps]))
     report.figure("step_trained_tokens_per_s", median([s["trained_tokens"] / s["train"] for s in steps]))
@@ -195,13 +210,12 @@ def report_figures(
     report.figure("sync_gb_per_s", num_bytes / median(syncs) / 1e9)
 
 
-def predict_figures(
-    report: Report, config: Any, roofline: Roofline, steps: list[list[GroupLengths]], num_bytes: int
-) -> None:
-    """Predictions of these figures. A group's prompt is computed once, by sampler and trainer."""
+def step_bounds(config: Any, roofline: Roofline, steps: list[list[GroupLengths]], num_bytes: int) -> dict[str, float]:
+    """The bounds of these figures at the roofline's rates. A group's prompt is computed once, by sampler and trainer.
+    A step is bounded by the sum of its phases."""
     shape = shape_of(config)
     sync = gpu_predict.sync_in_place(roofline, shape)
-    rates: dict[str, list[float]] = {"rollout": [], "train": [], "sampled": [], "trained": [], "step": []}
+    of_steps = list[dict[str, float]]()
     for groups in steps:
         prompts = [group.prompt for group in groups]
         rows = [(group.prompt, n) for group in groups for n in group.answers]
@@ -210,18 +224,19 @@ def predict_figures(
         rollout = gpu_predict.rollout(roofline, shape, prompts, rows, RolloutConfig().max_running_requests)
         work = sum(prompts) + sampled, num_pairs, sampled
         train = gpu_predict.train_step(roofline, shape, *work, TrainConfig().activation_checkpointing)
-        rates["rollout"].append(rollout)
-        rates["train"].append(train)
-        rates["step"].append(rollout + train + sync)
-        rates["sampled"].append(sampled / rollout)
-        rates["trained"].append(sum(prompt + n for prompt, n in rows) / train)
-    for name in ("rollout", "train"):
-        predict(report, f"step_{name}_s", median(rates[name]))
-    predict(report, "step_sync_s", sync)
-    predict(report, "step_s", median(rates["step"]))
-    for name in ("sampled", "trained"):
-        predict(report, f"step_{name}_tokens_per_s", median(rates[name]))
-    predict(report, "sync_gb_per_s", num_bytes / sync / 1e9)
+        of_steps.append(
+            {
+                "step_s": rollout + train + sync,
+                "step_wall_s": rollout + train + sync,
+                "step_rollout_s": rollout,
+                "step_train_s": train,
+                "step_sync_s": sync,
+                "step_sampled_tokens_per_s": sampled / rollout,
+                "step_trained_tokens_per_s": sum(prompt + n for prompt, n in rows) / train,
+                "sync_gb_per_s": num_bytes / sync / 1e9,
+            }
+        )
+    return {name: median([bounds[name] for bounds in of_steps]) for name in of_steps[0]}
 
 
 def main() -> None:

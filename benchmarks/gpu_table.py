@@ -11,12 +11,17 @@ import argparse
 import json
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from measure import Report
 
 PARTS = ("gpu_train", "gpu_rollout", "gpu_step")
+HEAD = (
+    "| figure | value | prediction | of GEMM | of sheet | over roofline |",
+    "| --- | ---: | ---: | ---: | ---: | ---: |",
+)
 
 
 def read_tests(path: Path) -> dict[str, Any]:
@@ -42,20 +47,30 @@ def read_parts(folder: Path) -> dict[str, Any]:
     return {part: json.loads(paths[-1].read_text(encoding="utf-8")) for part, paths in found.items() if paths}
 
 
-def rows(figures: dict[str, float], predictions: dict[str, float]) -> list[str]:
+def rows(
+    figures: dict[str, float], predictions: dict[str, float], gemm_predictions: Mapping[str, float] = {}
+) -> list[str]:
     """One line for each figure, with its interval in parentheses, its prediction, the share of the data sheet's rate
-    that was reached (of sheet), and its inverse (over roofline): the time over what the data sheet's rates allow."""
+    that was reached (of sheet), and its inverse (over roofline): the time over what the data sheet's rates allow.
+    gemm_predictions: by the FLOP/s of a measured matrix product, for the share of that (of GEMM)."""
     lines = []
     for name, value in figures.items():
         if name.endswith(("_low", "_high")):
             continue
         ends = [figures.get(f"{name}{end}") for end in ("_low", "_high")]
         interval = f" ({ends[0]:.4g} .. {ends[1]:.4g})" if None not in ends else ""
-        bound = predictions.get(name.removesuffix("_released"))  # the same work
-        share = 0.0 if not bound else value / bound if is_rate(name) else bound / value
-        reached = f"{bound:.4g} | {share:.1%} | {1 / share:.1f}" if share else " | | "
+        work = name.removesuffix("_released")  # the same work
+        bound, of_gemm = predictions.get(work), gemm_predictions.get(work)
+        share, gemm_share = (share_of(name, value, each) for each in (bound, of_gemm))
+        gemm_text = f"{gemm_share:.1%}" if gemm_share else ""
+        reached = f"{bound:.4g} | {gemm_text} | {share:.1%} | {1 / share:.1f}" if share else " | | | "
         lines.append(f"| {name} | {value:.4g}{interval} | {reached} |")
     return lines
+
+
+def share_of(name: str, value: float, bound: float | None) -> float:
+    """The share of the bound that a figure reaches; 0 without a bound."""
+    return 0.0 if not bound else value / bound if is_rate(name) else bound / value
 
 
 def is_rate(name: str) -> bool:
@@ -77,18 +92,18 @@ def main() -> None:
     report.raw |= {"device": facts[0] if facts else {}, "tests": tests, **parts}
     for kind in ("passed", "failed", "skipped"):
         report.figures[f"tests_{kind}"] = float(tests[kind])
-    predictions, sheets = dict[str, float](), set[str]()
+    predictions, of_gemm, sheets = dict[str, float](), dict[str, float](), set[str]()
     for part in parts.values():
         report.figures |= part["figures"]
         predictions |= part["raw"]["predictions"]
+        of_gemm |= part["raw"].get("gemm_predictions", {})
         sheets.add(part["raw"]["data_sheet"])
         report.bars += part["bars"]
     report.raw["predictions"] = predictions
     versions = {name: part["machine"].get(name) for part in parts.values() for name in ("torch", "transformers")}
     device = report.raw["device"].get("name", "no device")
     report.print_line(f"\n{device}, {versions}\npredictions: by the data sheet of {', '.join(sheets) or 'no device'}\n")
-    report.print_line("| figure | value | prediction | of sheet | over roofline |\n| --- | ---: | ---: | ---: | ---: |")
-    report.print_line("\n".join(rows(report.figures, predictions)))
+    report.print_line("\n".join([*HEAD, *rows(report.figures, predictions, of_gemm)]))
     missing = [part for part in PARTS if part not in parts]
     for name, message in tests["failures"].items():
         report.print_line(f"FAILED {name}: {message.splitlines()[0] if message else ''}")

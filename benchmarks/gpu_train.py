@@ -33,9 +33,11 @@ import numpy as np
 import torch
 from gpu_predict import Roofline, pairs, pairs_of_segments, predict, roofline_of, shape_of
 from gpu_workload import (
+    GEMM,
     SHAPES,
     config_of,
     gpu_parser,
+    measure_gemm,
     peak_bytes,
     random_model,
     seconds,
@@ -59,7 +61,6 @@ from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
 LR = 1e-6
-GEMM = 8192
 HEADS, KV_HEADS, HEAD_SIZE = 14, 2, 64  # of the attention that is measured by itself
 
 
@@ -84,15 +85,6 @@ def gsm8k_rows(tokens: int, seed: int) -> list[Sample]:
 
 
 ROWS: dict[str, Callable[[int, int], list[Sample]]] = {"row": one_row, "rows": gsm8k_rows}
-
-
-def measure_gemm(report: Report, device: torch.device, size: int, roofline: Roofline) -> float:
-    """Measure FLOP/s of a large bf16 matrix product on this device: the upper limit of all figures below."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    took = [seconds(device, lambda: [a @ b for _ in range(10)]) / 10 for _ in range(6)][1:]
-    report.figure("gemm_tflop_per_s", 2 * size**3 / median(took) / 1e12)
-    predict(report, "gemm_tflop_per_s", 2 * size**3 / gpu_predict.product(roofline, size) / 1e12)
-    return 2 * size**3 / median(took)
 
 
 def predicted_bytes(shape: str, cfg: TrainConfig, tokens: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_predict import predict, roofline_of
+from gpu_predict import Roofline, predict, product, roofline_of
 from measure import Report, median, parser
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -63,6 +63,8 @@ SHAPES: dict[str, dict[str, int]] = {
         max_position_embeddings=1024,
     ),
 }
+
+GEMM = 8192  # rows and columns of the matrices of `measure_gemm`
 
 
 def gpu_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -159,6 +161,15 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
     work()
     synchronize(device)
     return time.perf_counter() - began
+
+
+def measure_gemm(report: Report, device: torch.device, size: int, roofline: Roofline) -> float:
+    """Measure FLOP/s of a large bf16 matrix product on this device: the upper limit of other figures."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    took = [seconds(device, lambda: [a @ b for _ in range(10)]) / 10 for _ in range(6)][1:]
+    report.figure("gemm_tflop_per_s", 2 * size**3 / median(took) / 1e12)
+    predict(report, "gemm_tflop_per_s", 2 * size**3 / product(roofline, size) / 1e12)
+    return 2 * size**3 / median(took)
 
 
 def measure_copy(report: Report, device: torch.device, num_bytes: int) -> float:

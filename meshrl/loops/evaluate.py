@@ -273,8 +273,9 @@ async def evaluate_if_due(job: Job) -> None:
     with run.spans("eval"):
         of_the_run = job.cfg, job.task, job.rollouts, job.scorer, job.trainer.version
         trajectories, metrics = await evaluate_prompts(*of_the_run, scored)
-    job.rollout_log.write(job.step, trajectories, name="eval")
-    values = run.report(job.step, metrics + run.spans.take("eval"), job.evaluation)
+    with run.spans("log"):
+        job.rollout_log.write(job.step, trajectories, name="eval")
+        values = run.report(job.step, metrics + run.spans.take("eval"), job.evaluation)
     job.evals.append((job.step, values["eval/mean_at_k"]))
     k, failed = "k" if job.cfg.data.eval_sets else job.cfg.loop.eval_samples, values["eval/num_failed"]
     lowest = f"; {failed:g} attempts failed and have the lowest score" if failed else ""

@@ -67,38 +67,39 @@ async def finish_step(
 ) -> None:
     """Log the rollouts, collect memory and time metrics, report, and count the step. cursor: the data's state for a run
     that continues after this step."""
-    metrics += [*await job.trainer.memory(), *memory_metrics()]
-    metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
-    now, spans = time.perf_counter(), job.run.spans
-    wall, job.step_started_at = now - job.step_started_at, now
-    busy = job.rollouts.routes.take_busy_s() / len(job.rollouts.routes.ranks)
-    num_trained = sum(int(m.sum) for m in metrics if m.name == "train/num_tokens")
-    metrics.append(throughput(job.cfg.cluster, num_trained, wall))
-    if job.cfg.cluster.num_rollout_ranks:  # the fraction of a step in which each side had nothing to do
-        took = spans.seconds("train") + spans.seconds("sync")
-        metrics.append(Metric(name="run/train_idle", sum=max(0.0, wall - took), weight=wall, unit="fraction"))
-        metrics.append(Metric(name="run/rollout_idle", sum=max(0.0, wall - busy), weight=wall, unit="fraction"))
-    if (note := unknown_device(job.step, metrics)) is not None:
-        job.run.note(note)
-    if CACHE_LIMIT.key not in job.noted:
-        job.noted.add(CACHE_LIMIT.key)
-        if (limit := await job.rollouts.kv_cache_bytes()) is not None:
-            job.run.record(f"decided: {CACHE_LIMIT.key} {replace(CACHE_LIMIT, value=limit).shown}")
-    metrics.append(Metric(name="train/restarts", sum=float(job.keeper.restarts), reduce="max", unit="restarts"))
-    metrics += [*job.run.writes.take(), *job.run.spans.take()]
-    if job.proof.threshold is not None:
-        metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
-    rollouts, error = None, None
-    try:
-        rollouts = job.rollout_log.write(job.step + 1, trajectories, trainer=job.token_values)
-    except (TypeError, ValueError) as e:  # an agent wrote messages that are not plain JSON: count the step first
-        error = e
-    job.token_values = None  # frees the samples
-    values = job.run.report(job.step + 1, metrics)
-    note_what_is_wrong(job, trajectories, values, rollouts)
-    job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward
-    job.step += 1
-    job.cursor = cursor
+    with job.run.spans("log"):
+        metrics += [*await job.trainer.memory(), *memory_metrics()]
+        metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
+        now, spans = time.perf_counter(), job.run.spans
+        wall, job.step_started_at = now - job.step_started_at, now
+        busy = job.rollouts.routes.take_busy_s() / len(job.rollouts.routes.ranks)
+        num_trained = sum(int(m.sum) for m in metrics if m.name == "train/num_tokens")
+        metrics.append(throughput(job.cfg.cluster, num_trained, wall))
+        if job.cfg.cluster.num_rollout_ranks:  # the fraction of a step in which each side had nothing to do
+            took = spans.seconds("train") + spans.seconds("sync")
+            metrics.append(Metric(name="run/train_idle", sum=max(0.0, wall - took), weight=wall, unit="fraction"))
+            metrics.append(Metric(name="run/rollout_idle", sum=max(0.0, wall - busy), weight=wall, unit="fraction"))
+        if (note := unknown_device(job.step, metrics)) is not None:
+            job.run.note(note)
+        if CACHE_LIMIT.key not in job.noted:
+            job.noted.add(CACHE_LIMIT.key)
+            if (limit := await job.rollouts.kv_cache_bytes()) is not None:
+                job.run.record(f"decided: {CACHE_LIMIT.key} {replace(CACHE_LIMIT, value=limit).shown}")
+        metrics.append(Metric(name="train/restarts", sum=float(job.keeper.restarts), reduce="max", unit="restarts"))
+        metrics += [*job.run.writes.take(), *job.run.spans.take()]
+        if job.proof.threshold is not None:
+            metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
+        rollouts, error = None, None
+        try:
+            rollouts = job.rollout_log.write(job.step + 1, trajectories, trainer=job.token_values)
+        except (TypeError, ValueError) as e:  # an agent wrote messages that are not plain JSON: count the step first
+            error = e
+        job.token_values = None  # frees the samples
+        values = job.run.report(job.step + 1, metrics)
+        note_what_is_wrong(job, trajectories, values, rollouts)
+        job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward
+        job.step += 1
+        job.cursor = cursor
     if error is not None:
         raise error
 

@@ -71,7 +71,8 @@ async def held_out_loss(job: SftJob) -> None:
     after = f"after {counted(job.step, 'step')}" if job.step else "before training"
     job.run.note(f"held-out loss {after}: {total / count:.4f} nats a token, {num_rows}")
     loss = Metric(name="eval/loss", sum=total, weight=count, unit="nats")
-    job.run.report(job.step, [loss, *job.run.spans.take("eval")], evaluation={})
+    with job.run.spans("log"):
+        job.run.report(job.step, [loss, *job.run.spans.take("eval")], evaluation={})
 
 
 async def sft(job: SftJob) -> None:
@@ -85,27 +86,31 @@ async def sft(job: SftJob) -> None:
         await job.keeper.save_if_due(job, cfg.sft.save_every_steps, with_model=job.is_over)
         if job.is_over:
             return
-        samples = job.source.next(cfg.sft.rows_per_step)
-        assign_loss_weights(samples, denominator, max_new_tokens=0)
+        with spans("data"):
+            samples = job.source.next(cfg.sft.rows_per_step)
+            assign_loss_weights(samples, denominator, max_new_tokens=0)
+        with spans("batch_plan"):
+            rows = trainer.plan_rows(samples)
         with job.keeper.updating(job):
             with spans("train"):
-                result = await trainer.forward_backward(trainer.plan_rows(samples), "policy", loss)
+                result = await trainer.forward_backward(rows, "policy", loss)
                 lr = learning_rate(job.step, cfg.sft.num_steps, cfg.peak_lr, cfg.train.scheduler)
                 _, of_the_step = await optimizer_step(trainer, job.step, lr)
-            num_tokens = sum(len(s) for s in samples)
-            metrics = [
-                *result.metrics,
-                *of_the_step,
-                Metric(name="train/num_tokens", sum=float(num_tokens), reduce="sum", unit="tokens"),
-                Metric(name="train/tokens_per_s", sum=num_tokens, weight=spans.seconds("train"), unit="tokens/s"),
-                Metric(name="train/restarts", sum=float(job.keeper.restarts), reduce="max", unit="restarts"),
-                *memory_metrics(),
-                *job.run.writes.take(),
-                *spans.take(),
-                *await trainer.memory(),
-            ]
-            metrics.append(throughput(cfg.cluster, num_tokens, time.perf_counter() - start))
-            if (note := unknown_device(job.step, metrics)) is not None:
-                job.run.note(note)
-            job.losses.append(job.run.report(job.step + 1, metrics)["loss/nll"])
-            job.cursor = job.source.state()
+            with spans("log"):
+                num_tokens = sum(len(s) for s in samples)
+                metrics = [
+                    *result.metrics,
+                    *of_the_step,
+                    Metric(name="train/num_tokens", sum=float(num_tokens), reduce="sum", unit="tokens"),
+                    Metric(name="train/tokens_per_s", sum=num_tokens, weight=spans.seconds("train"), unit="tokens/s"),
+                    Metric(name="train/restarts", sum=float(job.keeper.restarts), reduce="max", unit="restarts"),
+                    *memory_metrics(),
+                    *job.run.writes.take(),
+                    *spans.take(),
+                    *await trainer.memory(),
+                ]
+                metrics.append(throughput(cfg.cluster, num_tokens, time.perf_counter() - start))
+                if (note := unknown_device(job.step, metrics)) is not None:
+                    job.run.note(note)
+                job.losses.append(job.run.report(job.step + 1, metrics)["loss/nll"])
+                job.cursor = job.source.state()

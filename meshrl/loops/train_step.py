@@ -53,7 +53,12 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Seq
             f"reward functions of {', '.join(terms)} returned None, as for rows to which they don't apply. Does a "
             "function lack a return? Let one of them return a number for each row"
         )
-    samples, metrics = flatten(trajectories)
+    algo = job.cfg.algo
+    needs_logprobs = algo.kl.coef > 0 and algo.kl.place == "reward"
+    with job.run.spans("flatten"):
+        samples, metrics = flatten(trajectories)
+        if samples and not needs_logprobs:
+            metrics += assign_advantages(samples, algo)
     job.token_values = None  # of a step that failed
     if not samples:
         abstained = f"; the reward functions returned None for {num_abstained} of them" if num_abstained else ""
@@ -63,17 +68,14 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Seq
     else:
         if job.rollout_log.has_file(job.step + 1):
             job.token_values = TrainerValues(version=job.trainer.version, samples=samples)
+        with job.run.spans("batch_plan"):
+            updates = split_updates(job, samples, job.cfg.train.updates_per_step)
         with job.run.spans("train"):
             if job.cfg.loop.staleness:
                 metrics.append(_staleness(samples, job.trainer.version))
             if job.rollouts.releases_memory:  # of colocated samplers, until the next sync
                 size = await job.rollouts.release_memory()
                 metrics.append(Metric(name="memory/released_bytes", sum=float(size), reduce="sum", unit="bytes"))
-            algo = job.cfg.algo
-            needs_logprobs = algo.kl.coef > 0 and algo.kl.place == "reward"
-            if not needs_logprobs:
-                metrics += assign_advantages(samples, algo)
-            updates = split_updates(job, samples, job.cfg.train.updates_per_step)
             metrics += await annotate(job, updates)
             if needs_logprobs:
                 metrics += assign_advantages(samples, algo)
@@ -81,7 +83,8 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Seq
             job.probed = contexts_to_probe(samples) if job.cfg.loop.staleness else None
     if rewards := [t.reward for t in replaced if t.reward is not None]:  # the mean is that of all answers
         metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
-    return metrics + rollout_metrics(job, answers, samples)
+    with job.run.spans("log"):
+        return metrics + rollout_metrics(job, answers, samples)
 
 
 def _staleness(samples: Sequence[Sample], version: int) -> Metric:

@@ -188,15 +188,15 @@ class Keeper:
     async def save(self, job: Resumable) -> None:
         """Start to save a checkpoint of the last finished step, unless it is saved."""
         run = self._run
-        run.out.writes.wait()  # a run that continues from here does not write earlier files again
-        saved = {
-            "kind": run.kind,
-            "config": run.loaded.config.model_dump(mode="json"),
-            "chat_template": self._chat.template,
-            "stop_token_ids": self._chat.stop_token_ids,
-            "wall_s": run.out.wall_s,
-        }
         with run.stop.saving(), run.out.spans("save"):
+            run.out.writes.wait()  # a run that continues from here does not write earlier files again
+            saved = {
+                "kind": run.kind,
+                "config": run.loaded.config.model_dump(mode="json"),
+                "chat_template": self._chat.template,
+                "stop_token_ids": self._chat.stop_token_ids,
+                "wall_s": run.out.wall_s,
+            }
             await self.checkpoints.save(job.step, saved | job.snapshot(), continues=not job.is_over)
 
     async def _export(self, step: int) -> Path:

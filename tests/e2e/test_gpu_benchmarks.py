@@ -45,7 +45,7 @@ def test_h200_sh_runs_in_smoke_mode(tmp_path: Path) -> None:
     kinds = ("mfu", "ratio", "attention_ms", "decode_step_ms")
     measured = {name for name in figures if "_per_s" in name or name.startswith(kinds)}
     measured = {name for name in measured if not name.endswith(("_low", "_high"))}
-    assert predictions.keys() == measured | {"step_s", "step_rollout_s", "step_train_s", "step_sync_s"}
+    assert predictions.keys() == measured | {f"step_{part}s" for part in ("", "wall_", "rollout_", "train_", "sync_")}
     for name, bound in predictions.items():
         reached = figures[name] / bound if "_per_s" in name or name.startswith("mfu") else bound / figures[name]
         assert 0 < reached < 1 or name.startswith("ratio"), f"a CPU is faster than an H200: {name}"
@@ -92,6 +92,41 @@ def test_the_page_of_a_step_has_the_shares_of_its_raw_results() -> None:
         assert over == printed[f"step_s{end}"][1], file
         found += 1
     assert found == 9
+
+
+def test_bounds_of_a_step_are_those_of_its_raw_results() -> None:
+    """Except for the sync, which moved more bytes then. The rate of a product in place of the data sheet's changes what
+    is bound by FLOP: training, not the sync."""
+    code = """
+import json, pathlib, types
+from dataclasses import replace
+import gpu_step, gpu_table
+from gpu_predict import roofline_of
+from gpu_workload import config_of
+from workload import gsm8k_groups
+for path in sorted(pathlib.Path("results").glob("gpu_step_*.json")):
+    record = json.loads(path.read_text())
+    raw, made = record["raw"], [gsm8k_groups(32, 8, ordinal, 1.0) for ordinal in range(6)]
+    by_tokens = {sum(sum(group.answers) for group in groups): groups for groups in made}
+    sheet = roofline_of(types.SimpleNamespace(raw=raw))
+    work = [by_tokens[step["sampled_tokens"]] for step in raw["steps"][1:]], raw["sync_bytes"]
+    bounds = gpu_step.step_bounds(config_of("0.5B"), sheet, *work)
+    known = [name for name in bounds if name.startswith(("step_rollout", "step_train", "step_sampled"))]
+    print(len(known), max(abs(bounds[name] / raw["predictions"][name] - 1) for name in known))
+    of_gemm = gpu_step.step_bounds(config_of("0.5B"), replace(sheet, flop_per_s=sheet.flop_per_s / 2), *work)
+    print(of_gemm["step_train_s"] / bounds["step_train_s"], of_gemm["step_sync_s"] / bounds["step_sync_s"])
+    figures = {**record["figures"], "step_wall_s": 10 * bounds["step_s"]}
+    lines = {line.split(" | ")[0]: line.split(" | ")[3:] for line in gpu_table.rows(figures, bounds, of_gemm)}
+    train, wall = lines["| step_train_s"], lines["| step_wall_s"]
+    print(*(text.strip(" %|") for text in (*train, *wall)))
+"""
+    numbers = _in_benchmarks(code)
+    assert len(numbers) == 5 * 10
+    for known, error, training, sync, *shares in zip(*[iter(numbers)] * 10):
+        assert known == 4 and error < 1e-4 and 1.8 < training < 2 and sync == 1
+        of_gemm, of_sheet, over, wall_of_gemm, wall_of_sheet, wall_over = shares
+        assert of_gemm / of_sheet == pytest.approx(training, rel=0.01) and over == pytest.approx(100 / of_sheet, 0.01)
+        assert (wall_of_sheet, wall_over) == (10.0, 10.0) and 10 < wall_of_gemm < 20
 
 
 def _in_benchmarks(code: str) -> list[float]:

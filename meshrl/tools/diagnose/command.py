@@ -87,6 +87,7 @@ def summary(diagnosis: Diagnosis) -> Iterator[str]:
     first, last = diagnosis.trace.steps[0].step, diagnosis.trace.steps[-1].step
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     yield f"{diagnosis.trace.source}: {steps}, {_s(diagnosis.step_s)} each"
+    yield f"phases: {diagnosis.trace.named_share:.1%} of a step is in one of them; the rest has no name"
     if diagnosis.slow_down is not None:
         yield f"profiler: a step takes {diagnosis.slow_down:.2f} times as long as one without it in the same run"
     yield diagnosis.trace.clock

@@ -227,6 +227,7 @@ def as_record(diagnosis: Diagnosis) -> dict[str, Any]:
         "source": str(diagnosis.trace.source),
         "steps": [step.step for step in diagnosis.trace.steps],
         "clock": diagnosis.trace.clock,
+        "named_share": diagnosis.trace.named_share,
         "notes": diagnosis.trace.notes,
         **{name: getattr(diagnosis, name) for name in ("step_s", "slow_down", "ratio", "sync")},
         **{name: [asdict(row) for row in getattr(diagnosis, name)] for name in tables},

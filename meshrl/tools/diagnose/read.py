@@ -232,6 +232,13 @@ class Trace:
             return without(inside, between)
         return overlap(inside, union((p.start_ns, p.end_ns) for p in self.phases if p.name == name))
 
+    @property
+    def named_share(self) -> float:
+        """The share of the steps' time, from the oldest phase in the trace on, in which at least one phase runs."""
+        phases = union((p.start_ns, p.end_ns) for p in self.phases)
+        inside = without(self.windows(), [(0, phases[0][0])] if phases else [])
+        return total(overlap(inside, phases)) / max(1, total(inside))
+
     def work(self) -> dict[str, Intervals]:
         """The time of each phase in the steps, without what is between them."""
         names = dict.fromkeys(p.name for p in self.phases if p.name not in BETWEEN_STEPS)

@@ -345,7 +345,7 @@ def timing(run: RunFolder, undrawn: dict[str, str]) -> str:
     phases = (
         f"<figure><figcaption><b>Time of a step<small>s</small></b></figcaption>{drawing}"
         f'<table class="phases">{bars}</table>'
-        "<p>other: the time between the phases, such as logging.</p></figure>"
+        "<p>other: the time between the phases.</p></figure>"
     )
     facts = [
         f"{number(tokens[0])} tokens {word}, {number(tokens[1])} a second in that phase"

@@ -14,15 +14,15 @@ from meshrl.core.errors import AgentError, Failure, MeshrlError, RewardError
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.loops.job import Job
 from meshrl.loops.train_step import train_step
+from meshrl.monitor.recorder import Spans
 
 
 def job_of(notes: list[str]) -> Job:
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "loop": {"num_steps": 9}}
     sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}}
-    spans = SimpleNamespace(seconds=lambda phase: 0.0)
     parts: dict[str, Any] = dict.fromkeys(("trainer", "keeper", "layout", "rollout_log"))
     parts["task"] = SimpleNamespace(agent=SimpleNamespace(tools=[]))
-    parts |= {"cfg": RunConfig.model_validate(sections), "run": SimpleNamespace(note=notes.append, spans=spans)}
+    parts |= {"cfg": RunConfig.model_validate(sections), "run": SimpleNamespace(note=notes.append, spans=Spans())}
     parts |= {"rollouts": SimpleNamespace(replacement_metrics=list)}
     return Job(**parts, scorer=SimpleNamespace(check_failures=lambda trajectories: None))
 
