@@ -231,7 +231,7 @@ def metrics_of_a_micro_batch(cfg: RunConfig) -> list[Metric]:
         loss_weight=ones,
     )
     logprobs = torch.full([3], -1.0, requires_grad=True)
-    return make_policy_loss(cfg.algo)(Outputs(logprobs=logprobs, entropy=logprobs.detach()), pack([row], [0]))[1]
+    return [*make_policy_loss(cfg.algo)(Outputs(logprobs=logprobs, entropy=logprobs.detach()), pack([row], [0]))[1]]
 
 
 def job_of(cfg: RunConfig, executor: StandInExecutor, tokenizer: Any) -> Job:

@@ -15,22 +15,24 @@ Source: Hilton et al. 2022, "Batch size-invariance for policy optimization", for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from meshrl.algo.kl import MAX_LOG_RATIO, kl_estimate
 from meshrl.config.algo import CorrectionConfig, RejectionConfig
+from meshrl.core.device import fetched
 from meshrl.core.types import Metric
 
 if TYPE_CHECKING:
     from meshrl.algo.losses import LossInputs
 
 
-def correct(cfg: CorrectionConfig, inputs: LossInputs) -> tuple[torch.Tensor | None, list[Metric]]:
+def correct(cfg: CorrectionConfig, inputs: LossInputs) -> tuple[torch.Tensor | None, Iterator[Metric]]:
     """The weight of each token's policy loss, float64[N] without gradient, and the metrics of the correction. The
-    weight is None if nothing is corrected; the metrics are the same for any cfg, except for the fractions.
+    weight is None if nothing is corrected; the metrics are the same for any cfg, except for the fractions, and their
+    iterator waits for the device.
 
     A token whose logprobs have no finite difference, because an engine reported NaN or -inf, has no ratio: it gets
     weight 0, as does its row where a row has one ratio or measure. Such tokens are counted, and are in no mean of
@@ -53,7 +55,7 @@ def correct(cfg: CorrectionConfig, inputs: LossInputs) -> tuple[torch.Tensor | N
     if cfg.rejection.measure != "off":
         weight, corrects = weight.masked_fill(_rejected(cfg.rejection, inputs, log_ratio), 0.0), True
     weight = weight.nan_to_num(nan=0.0)
-    return weight if corrects else None, _metrics(log_ratio, outside, weight)
+    return weight if corrects else None, _metrics(len(weight), _sums(log_ratio, outside, weight))
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -75,7 +77,7 @@ def _rejected(cfg: RejectionConfig, inputs: LossInputs, log_ratio: torch.Tensor)
     return ~inside
 
 
-def _metrics(log_ratio: torch.Tensor, outside: torch.Tensor, weight: torch.Tensor) -> list[Metric]:
+def _sums(log_ratio: torch.Tensor, outside: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Ratios of single tokens at any level, before they are cut. All numbers are copied to the host at once."""
     has_ratio = ~log_ratio.isnan()
     ratio = _exp(log_ratio)
@@ -89,23 +91,25 @@ def _metrics(log_ratio: torch.Tensor, outside: torch.Tensor, weight: torch.Tenso
         outside.sum(),
         (weight == 0).sum(),
     ]
-    count, mean, chi_square, log_mean, low, high, clipped, rejected = torch.stack(
-        [n.double() for n in numbers]
-    ).tolist()
-    metrics = [
+    return fetched(torch.stack([n.double() for n in numbers]))
+
+
+def _metrics(num_tokens: int, read: Callable[[], torch.Tensor]) -> Iterator[Metric]:
+    """read: returns the numbers of `_sums`."""
+    count, mean, chi_square, log_mean, low, high, clipped, rejected = read().tolist()
+    yield from [
         Metric(name="correction/weight_mean", sum=mean, weight=count),
         Metric(name="correction/chi_square", sum=chi_square, weight=count),
         Metric(name="correction/log_ratio_mean", sum=log_mean, weight=count, unit="nats"),
-        Metric(name="correction/clipped_fraction", sum=clipped, weight=len(weight), unit="fraction"),
-        Metric(name="correction/rejected_fraction", sum=rejected, weight=len(weight), unit="fraction"),
-        Metric(name="correction/tokens_without_ratio", sum=len(weight) - count, reduce="sum", unit="tokens"),
+        Metric(name="correction/clipped_fraction", sum=clipped, weight=num_tokens, unit="fraction"),
+        Metric(name="correction/rejected_fraction", sum=rejected, weight=num_tokens, unit="fraction"),
+        Metric(name="correction/tokens_without_ratio", sum=num_tokens - count, reduce="sum", unit="tokens"),
     ]
     if count:
-        metrics += [
+        yield from [
             Metric(name="correction/log_ratio_min", sum=low, reduce="min", unit="nats"),
             Metric(name="correction/log_ratio_max", sum=high, reduce="max", unit="nats"),
         ]
-    return metrics
 
 
 def correction_summary(metrics: Iterable[Metric]) -> list[Metric]:

@@ -14,9 +14,10 @@ weighted by loss_weight, as in the gradient; all other metrics count each traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from meshrl.algo.kl import MAX_LOG_RATIO, kl_estimate
 from meshrl.config.algo import AlgoConfig, LossConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
 from meshrl.core.columns import columns_for, values_of
+from meshrl.core.device import fetched
 from meshrl.core.lookup import look_up
 from meshrl.core.types import Metric, Reduce, Sample
 
@@ -202,7 +204,7 @@ def _factor(sample: Sample, any_advantage: bool) -> np.ndarray:
     return weight if any_advantage or sample.advantages is None else weight * sample.advantages
 
 
-def _policy_loss(cfg: AlgoConfig, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
+def _policy_loss(cfg: AlgoConfig, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Iterable[Metric]]:
     if batch.advantages is None:
         raise ValueError("the policy loss needs batch.advantages; assign_advantages must run before packing")
     trained = batch.trained
@@ -226,7 +228,7 @@ def _policy_loss(cfg: AlgoConfig, outputs: Outputs, batch: Batch) -> tuple[torch
         if inputs.entropy is None:
             raise ValueError(f"algo.entropy_coef is {cfg.entropy_coef}, but the outputs have no entropy")
         loss = loss - cfg.entropy_coef * inputs.entropy
-    return (weight * loss).sum(), _sums((terms, weight), (seen, torch.ones_like(weight))) + measured
+    return (weight * loss).sum(), chain(_sums((terms, weight), (seen, torch.ones_like(weight))), measured)
 
 
 def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs:
@@ -241,7 +243,7 @@ def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs
     return LossInputs(row_lengths=batch.trained_lengths, columns=inputs, **of_fields)
 
 
-def sft_loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
+def sft_loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Iterable[Metric]]:
     """Negative log-likelihood of the trained tokens, weighted by loss_weight; uses no advantages."""
     trained = batch.scored
     nll = -outputs.logprobs.index_select(0, trained)
@@ -249,9 +251,9 @@ def sft_loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]
     return (weight * nll).sum(), _sums(({"loss/nll": nll}, torch.ones_like(weight)))
 
 
-def _sums(*groups: tuple[dict[str, torch.Tensor], torch.Tensor]) -> list[Metric]:
+def _sums(*groups: tuple[dict[str, torch.Tensor], torch.Tensor]) -> Iterator[Metric]:
     """One metric for each [N] tensor of a group (values, weight): sum(weight * value) with weight sum(weight), or the
-    maximum. All numbers are copied to the host at once."""
+    maximum. All numbers are copied to the host at once, for which the iterator waits."""
     numbers = []
     for values, weight in groups:
         weight = weight.double()
@@ -259,14 +261,18 @@ def _sums(*groups: tuple[dict[str, torch.Tensor], torch.Tensor]) -> list[Metric]
             is_max = _declared(name)[0] == "max"
             numbers.append(value.detach().max() if is_max else (weight * value.detach()).sum())
         numbers.append(weight.sum())
-    read, metrics = iter(torch.stack([n.double() for n in numbers]).tolist()), list[Metric]()
-    for values, _ in groups:
-        sums, total = [next(read) for _ in values], next(read)
-        for name, number in zip(values, sums, strict=True):
+    return _metrics([[*values] for values, _ in groups], fetched(torch.stack([n.double() for n in numbers])))
+
+
+def _metrics(groups: list[list[str]], read: Callable[[], torch.Tensor]) -> Iterator[Metric]:
+    """groups: the names of the metrics. read: returns their numbers, with the weight of each group after its own."""
+    numbers = iter(read().tolist())
+    for names in groups:
+        sums, total = [next(numbers) for _ in names], next(numbers)
+        for name, number in zip(names, sums, strict=True):
             reduce, unit = _declared(name)
             weight_of_all = 1.0 if reduce == "max" else total
-            metrics.append(Metric(name=name, sum=number, weight=weight_of_all, reduce=reduce, unit=unit))
-    return metrics
+            yield Metric(name=name, sum=number, weight=weight_of_all, reduce=reduce, unit=unit)
 
 
 def _declared(name: str) -> tuple[Reduce, str]:

@@ -7,7 +7,7 @@ complete row; or a prompt that rows of a group share, or the part of such a row 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,5 +75,6 @@ class Outputs:
     entropy: torch.Tensor | None = None
 
 
-LossFn = Callable[[Outputs, Batch], tuple[torch.Tensor, list[Metric]]]
-"""Pure: (outputs, batch) -> (sum over tokens of loss_weight * loss, metrics). No means, no collectives."""
+LossFn = Callable[[Outputs, Batch], tuple[torch.Tensor, Iterable[Metric]]]
+"""Pure: (outputs, batch) -> (sum over tokens of loss_weight * loss, metrics). No means, no collectives. The metrics may
+wait for the device when they are iterated, which is done once, at the end of an update."""

@@ -5,7 +5,7 @@ All methods are collectives: every rank of the mesh calls them in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
-from meshrl.core.device import current_device, deterministic_kernels, has_own_memory
+from meshrl.core.device import current_device, deterministic_kernels, fetched, has_own_memory
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric, RoleSpec, Sample
@@ -97,7 +97,7 @@ class TrainEngine:
         self.num_skipped_in_a_row = 0
         self.version = 0
         self.attention: dict[int, tuple[str, str]] = {}  # PackedAttention.used of the newest forward
-        self.on_batch: Callable[[], None] = lambda: None  # called after each micro-batch
+        self.on_batch: Callable[[], None] = lambda: None  # called after each micro-batch, computed or queued
         self._write: Future[tuple[str, FileFact]] | None = None
 
     @classmethod
@@ -178,16 +178,16 @@ class TrainEngine:
 
         adapter: with the LoRA adapters; without them this is the reference model. A reference selects its own experts.
         """
-        logprobs: RowArrays = {}
+        reads = list[Callable[[], RowArrays]]()
         adapters = nullcontext() if adapter else without_adapters(self.model.lm)
         with adapters, deterministic_kernels(self.cfg.full_determinism):
             for batch in batches:
                 with timed("forward", "compute", self.device, tokens=batch.num_tokens):
                     out = self._outputs(batch, False, replays=adapter and self.role.trains)
-                _collect_rows(logprobs, batch, out.logprobs)
+                reads.append(_rows(batch, out.logprobs))
                 self.on_batch()
         reshard(self.model)
-        return logprobs
+        return {row: values for read in reads for row, values in read().items()}
 
     def forward_backward(
         self,
@@ -204,9 +204,8 @@ class TrainEngine:
         FSDP averages gradients over ranks, so each local sum is multiplied by their number. The batches of all ranks
         are those of one optimizer step if train.router_aux_loss_coef is not 0.
         """
-        routing, metrics = self.model.routing, list[Metric]()
-        logprobs: RowArrays = {}
-        by_row: RowArrays = {}
+        routing, result = self.model.routing, ForwardBackward(metrics=[])
+        reads = list[tuple[Iterable[Metric], Callable[[], RowArrays], Callable[[], RowArrays]]]()
         with deterministic_kernels(self.cfg.full_determinism):
             if routing is not None:
                 self._balance_experts(routing, batches)
@@ -220,19 +219,21 @@ class TrainEngine:
                     if batch.is_dummy:
                         total = out.logprobs.sum() * 0.0
                     else:
-                        total, new = loss(out, batch)
-                        metrics.extend(new)
-                        _collect_rows(logprobs, batch, out.logprobs.detach())
-                        if entropies and out.entropy is not None:
-                            _collect_rows(by_row, batch, out.entropy.detach())
+                        total, metrics = loss(out, batch)
+                        of_tokens = out.entropy if entropies else None
+                        reads.append((metrics, _rows(batch, out.logprobs), _rows(batch, of_tokens)))
                 if trains:
                     with timed("backward", "compute", self.device, tokens=batch.num_tokens):
                         (total * self.coordinates.loss_scale).backward()
                 self.on_batch()
+        for metrics, read_logprobs, read_entropies in reads:
+            result.metrics.extend(metrics)
+            result.logprobs |= read_logprobs()
+            result.entropies |= read_entropies()
         if routing is not None:
             of_all_ranks = self._router_sums(routing).metrics()  # in every rank, and reported once
-            metrics += of_all_ranks if self.mesh.get_rank() == 0 else []
-        return ForwardBackward(metrics=metrics, logprobs=logprobs, entropies=by_row)
+            result.metrics += of_all_ranks if self.mesh.get_rank() == 0 else []
+        return result
 
     def optim_step(self, lr: float) -> StepReport:
         """Clip, step, check, clear. If the gradient norm is not finite, every rank skips the step."""
@@ -467,12 +468,18 @@ def _recipe(
     )
 
 
-def _collect_rows(into: RowArrays, batch: Batch, values: torch.Tensor) -> None:
-    array = values.to("cpu", torch.float32).numpy()
-    cu = batch.cu_seqlens.tolist()
-    for s, (row, offset) in enumerate(zip(batch.rows, batch.offsets, strict=True)):
-        if row >= 0:
-            into[row] = np.concatenate([np.zeros(offset, np.float32), array[cu[s] : cu[s + 1]]])
+def _rows(batch: Batch, values: torch.Tensor | None) -> Callable[[], RowArrays]:
+    """Start to copy these values of the batch's tokens, if any, to the host; returns a function that waits for them."""
+    if values is None:
+        return dict
+    read, cu = fetched(values.detach().float()), batch.cu_seqlens.tolist()
+    places = [(row, offset, slice(*cu[s : s + 2])) for s, (row, offset) in enumerate(zip(batch.rows, batch.offsets))]
+
+    def rows() -> RowArrays:
+        array = read().cpu().numpy()
+        return {row: np.concatenate([np.zeros(at, np.float32), array[part]]) for row, at, part in places if row >= 0}
+
+    return rows
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

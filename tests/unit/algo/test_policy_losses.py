@@ -299,7 +299,7 @@ def run(loss, outputs, batch):
     entropy = outputs.entropy.clone().requires_grad_()
     value, metrics = loss(Outputs(logprobs=logprobs, entropy=entropy), batch)
     value.backward()
-    return value.detach(), logprobs.grad, entropy.grad, metrics
+    return value.detach(), logprobs.grad, entropy.grad, [*metrics]
 
 
 @pytest.mark.parametrize("poison", [math.nan, 1e6, -1e6, math.inf])

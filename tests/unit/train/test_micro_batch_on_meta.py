@@ -17,7 +17,7 @@ from tiny_samples import random_groups
 from meshrl.algo.losses import make_policy_loss, sft_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
-from meshrl.core.types import POLICY
+from meshrl.core.types import POLICY, Sample
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import Recipe, cast_parameters
@@ -42,10 +42,15 @@ def engine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> T
     return TrainEngine(CausalModel(lm.eval()), mesh, TrainConfig(), POLICY, recipe)
 
 
-def _step(engine: TrainEngine, loss: Any, num_batches: int) -> DeviceCalls:
+def _samples() -> list[Sample]:
     samples = random_groups(0, [7, 4], [5, 9])
     for s in samples:
         s.loss_weight = np.asarray(s.loss_weight, np.float32)
+    return samples
+
+
+def _step(engine: TrainEngine, loss: Any, num_batches: int) -> DeviceCalls:
+    samples = _samples()
     with DeviceCalls() as calls:
         batches = [pack(samples, range(len(samples)), META) for _ in range(num_batches)]
         engine.forward_backward(batches, loss)
@@ -68,6 +73,22 @@ def test_each_micro_batch_adds_the_same(engine: TrainEngine) -> None:
     assert (calls.num_reads, calls.num_uploads) == (9, 6)
     calls = _step(engine, sft_loss, 1)
     assert (calls.num_reads, calls.num_uploads) == (2, 2)
+
+
+@pytest.mark.parametrize("engine", [1], indirect=True)
+def test_nothing_is_read_before_the_end_of_an_update(engine: TrainEngine) -> None:
+    """The device computes the micro-batches without a wait in between: losses, correction, logprobs and entropies are
+    read after the last one. So are the logprobs of forward passes."""
+    calls, at_end_of_micro_batch = DeviceCalls(), list[int]()
+    engine.on_batch = lambda: at_end_of_micro_batch.append(calls.num_reads)
+    samples = _samples()
+    with calls:
+        batches = [pack(samples, range(len(samples)), META) for _ in range(3)]
+        result = engine.forward_backward(batches, make_policy_loss(AlgoConfig()), entropies=True, num_scored=1)
+        assert (at_end_of_micro_batch, calls.num_reads) == ([0, 0, 0], 12)
+        logprobs = engine.forward(batches)
+    assert (at_end_of_micro_batch[3:], calls.num_reads) == ([12, 12, 12], 15)
+    assert result.logprobs.keys() == result.entropies.keys() == logprobs.keys() == set(range(len(samples)))
 
 
 @pytest.mark.parametrize("engine", [1], indirect=True)
