@@ -189,16 +189,19 @@ class PackedAttention:
     stays within PAD_WASTE times the sum of queries x keys, so a pack costs about what its rows cost one by one, with
     few kernel launches. Right padding can't leak: attention is causal.
 
-    lengths: of the segments. used: layer -> its kernel, and why it is not the one that was asked for.
+    lengths: of the segments. used: layer -> its kernel, and why it is not the one that was asked for. num_past: leading
+    segments that have keys and values alone, which others continue.
     """
 
-    def __init__(self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None):
-        self.num_tokens = cu_seqlens[-1]
+    def __init__(
+        self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None, num_past: int = 0
+    ):
+        self.num_tokens = cu_seqlens[-1] - cu_seqlens[num_past]
         self.use_varlen = has_varlen_kernels(device)  # when False, buckets compute the same result
         self.use_cudnn = has_long_row_kernels(device) and not torch.are_deterministic_algorithms_enabled()
         self.used: dict[int, tuple[str, str]] = {}
-        self.lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
-        self._segments = (cu_seqlens, parents, device)
+        self.lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)][num_past:]
+        self._segments = (cu_seqlens, parents, num_past, device)
         self._padded: dict[int, _Padded] = {}
 
     def attend(
@@ -270,9 +273,9 @@ class PackedAttention:
         return self._padded[align]
 
     def _buckets(self, align: int) -> _Padded:
-        cu_seqlens, parents, device = self._segments
-        starts, lengths = cu_seqlens[:-1], self.lengths
-        prefixes = [range(starts[p], starts[p] + lengths[p]) if p >= 0 else range(0) for p in parents or ()]
+        cu_seqlens, parents, num_past, device = self._segments
+        starts, lengths, past = cu_seqlens[num_past:-1], self.lengths, cu_seqlens[num_past]
+        prefixes = [range(cu_seqlens[p], cu_seqlens[p + 1]) if p >= 0 else range(0) for p in (parents or ())[num_past:]]
         prefixes = prefixes or [range(0)] * len(lengths)
         by_prefix: dict[int, list[int]] = {}
         for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
@@ -290,9 +293,9 @@ class PackedAttention:
                 buckets.append(_Bucket(len(members), length, prefix))
                 for s in members:
                     own = starts[s] + torch.arange(length).clamp_(max=lengths[s] - 1)
-                    queries.append(own)
+                    queries.append(own - past)
                     keys += [torch.arange(prefixes[s].start, prefixes[s].stop), own]
-                    back[starts[s] : starts[s] + lengths[s]] = torch.arange(at, at + lengths[s])
+                    back[starts[s] - past :][: lengths[s]] = torch.arange(at, at + lengths[s])
                     at += length
         picked = [_unless_same(torch.cat(parts) if parts else back, self.num_tokens) for parts in (queries, keys)]
         indices = [*picked, _unless_same(back, at)]
@@ -364,15 +367,15 @@ class Varlen:
         return kernel(q, k, v, self.queries, self.keys, *self.longest, scale=spec.scale, window_size=(back, 0))
 
 
-def varlen_layout(cu_seqlens: list[int], parents: Sequence[int] | None, device: torch.device) -> Varlen:
-    """The positions of the queries and keys of each segment."""
-    queries = torch.tensor(cu_seqlens, dtype=torch.int32)
+def varlen_layout(cu_seqlens: list[int], parents: Sequence[int] | None, num_past: int, device: torch.device) -> Varlen:
+    """The positions of the queries and keys of each segment after the first num_past, which have no queries."""
+    queries = torch.tensor(cu_seqlens[num_past:], dtype=torch.int32) - cu_seqlens[num_past]
     longest = int(queries.diff().max())
     if parents is None or max(parents) < 0:
         (queries,) = upload([queries], device)
         return Varlen(queries, queries, (longest, longest), None)
     picked, lengths = [], []
-    for (start, stop), parent in zip(itertools.pairwise(cu_seqlens), parents, strict=True):
+    for (start, stop), parent in list(zip(itertools.pairwise(cu_seqlens), parents, strict=True))[num_past:]:
         seen = [torch.arange(start, stop)]
         if parent >= 0 and stop > start:  # without a query of its own a segment needs no keys
             seen.insert(0, torch.arange(cu_seqlens[parent], cu_seqlens[parent + 1]))

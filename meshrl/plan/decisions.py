@@ -179,6 +179,8 @@ def _of_the_samplers(
         yield Decision("rollout.release_memory", known, rule, is_of_machine=not never)
     if rollout.embedded.kv_cache_bytes is None:
         yield CACHE_LIMIT
+    if rollout.embedded.prefix_cache is None:
+        yield Decision("rollout.embedded.prefix_cache", config.agent.kind != "single_turn", "agent.kind")
     if rollout.sync_mode == "delta" and fastest_sync(rollout, config.model, num_nodes, machine.is_launched) == "full":
         reason = "in shared memory all weights take less time"
         yield Decision("rollout.sync_mode", "full", reason)

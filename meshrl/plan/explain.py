@@ -171,15 +171,14 @@ def _cache(config: RunConfig, sizes: SamplerMemory) -> str:
     if token is None:
         return "unknown for this model"
     if sizes.rows:
-        row, bound = sizes.positions * token, rollout.embedded.kv_cache_bytes
-        size = f"{sizes.rows} rows x {sizes.positions:,} tokens x {token:,} bytes"
-        if bound is not None and bound < sizes.rows * row:
-            return f"at most {size_text(bound)}, {bound // row} of {size}; the other rows wait"
+        needed, bound = sizes.tokens * token, rollout.embedded.kv_cache_bytes
+        size = f"{sizes.rows} rows, together {sizes.tokens:,} tokens x {token:,} bytes"
+        if bound is not None and bound < needed:
+            return f"at most {size_text(bound)}, {bound / needed:.0%} of {size}; rows wait when it is full"
         limit = f", or {CACHE_SHARE:.0%} of the free memory of an accelerator" if bound is None else ""
-        if sizes.eval_rows:
-            held = min(sizes.eval_rows * row, bound or sizes.eval_rows * row)
-            limit += f"; in evaluations at most {size_text(held)} ({held // row} rows)"
-        return f"at most {size_text(sizes.rows * row)} ({size}){limit}"
+        if sizes.eval_tokens:
+            limit += f"; in evaluations at most {size_text(min(sizes.eval_tokens * token, bound or 1 << 62))}"
+        return f"at most {size_text(needed)} ({size}){limit}"
     if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:
         return f"{size_text(rollout.vllm.kv_cache_bytes)}, {rollout.vllm.kv_cache_bytes // token:,} tokens"
     share = rollout.vllm.gpu_memory_utilization if rollout.engine == "vllm" else rollout.sglang.mem_fraction_static

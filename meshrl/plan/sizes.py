@@ -9,35 +9,28 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.plan.decisions import CHUNK_LOGITS, ModelNumbers, stored_numbers
 
-FIRST_WIDTH = 128  # positions of the first tiles; measured best of 64, 96, 128, 192 for float32 and bfloat16
+PAGE_TOKENS = {"cpu": 64}  # of a page of the embedded engine's KV cache; of 32, 64 and 128 the fastest on a CPU
+DEVICE_PAGE_TOKENS = 128  # the kernels of a device read as many positions at a time
 
 
-def _starts(limit: int) -> np.ndarray:
-    """First position of each tile. Widths are 128 up to position 1024, then a quarter of the first position, so that
-    long rows have few tiles."""
-    starts = [0]
-    while starts[-1] < limit:
-        starts.append(starts[-1] + max(FIRST_WIDTH, 1 << max(0, (starts[-1] // 4).bit_length() - 1)))
-    return np.array(starts)
+def page_tokens(device_type: str) -> int:
+    return PAGE_TOKENS.get(device_type, DEVICE_PAGE_TOKENS)
 
 
-STARTS = _starts(1 << 24)  # of the tiles of the embedded engine's KV cache
+def pages_with_memory(num_pages: int) -> int:
+    """Pages for which memory is allocated when num_pages are needed: at most a quarter more, so that it grows a few
+    times only."""
+    step = 1 << max(0, (num_pages - 1).bit_length() - 3)
+    return -(-num_pages // step) * step
 
 
-def rows_with_memory(num_rows: int) -> int:
-    """Rows of a tile that needs num_rows: at most a quarter more, so that a tile grows a few times only."""
-    step = 1 << max(0, (num_rows - 1).bit_length() - 3)
-    return -(-num_rows // step) * step
-
-
-def room_for(num_rows: int, length: int) -> tuple[int, int]:
-    """(rows, positions) for which the embedded engine's cache has memory when it holds num_rows rows of this length."""
-    return rows_with_memory(num_rows), int(STARTS[np.searchsorted(STARTS, length)])
+def room_for(num_rows: int, length: int, width: int = DEVICE_PAGE_TOKENS) -> int:
+    """Tokens for which the embedded engine's cache has memory when it holds num_rows rows of this length, in pages of
+    this width."""
+    return pages_with_memory(num_rows * -(-length // width)) * width
 
 
 def micro_batches(config: RunConfig | SftRunConfig, num_ranks: int) -> tuple[int | None, int | None]:
@@ -75,14 +68,15 @@ class ModelMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerMemory:
-    """Bytes on each device of a sampler. token: of the KV cache for a token; None = unknown. rows, positions: for which
-    the embedded engine's cache has memory in a step, and rows in an evaluation, if more; 0 = a server decides."""
+    """Bytes on each device of a sampler. token: of the KV cache for a token; None = unknown. rows: that run in a step,
+    at most. tokens, eval_tokens: for which the embedded engine's cache has memory in a step, and in an evaluation, if
+    more; 0 = a server decides."""
 
     weights: int
     token: int | None
     rows: int = 0
-    positions: int = 0
-    eval_rows: int = 0
+    tokens: int = 0
+    eval_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,9 +152,14 @@ def _sampler_memory(config: RunConfig, memory: ModelMemory) -> SamplerMemory | N
         answer = max(rollout.sampling.max_new_tokens, config.eval_sampling.max_new_tokens)
         longest = min(longest, config.data.max_prompt_tokens + answer)
     in_step, in_evaluation = _requests(config)
-    rows, positions = room_for(in_step, longest)
-    eval_rows = rows_with_memory(in_evaluation) if in_evaluation > in_step else 0
-    return SamplerMemory(weights=weights, token=token, rows=rows, positions=positions, eval_rows=eval_rows)
+    tokens, eval_tokens = (room_for(rows, longest) for rows in (in_step, in_evaluation))
+    return SamplerMemory(
+        weights=weights,
+        token=token,
+        rows=in_step,
+        tokens=tokens,
+        eval_tokens=eval_tokens if in_evaluation > in_step else 0,
+    )
 
 
 def _requests(config: RunConfig) -> tuple[int, int]:

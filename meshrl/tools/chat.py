@@ -14,7 +14,7 @@ import numpy as np
 
 from meshrl.config.chat import ChatSettings, chat_settings
 from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import RolloutConfig
+from meshrl.config.rollout import EmbeddedConfig, RolloutConfig
 from meshrl.core.device import local_device
 from meshrl.core.errors import DataError, RequestError
 from meshrl.core.terminal import print_message, print_output, printable
@@ -77,7 +77,8 @@ class Chat:
         self._tokenizer = load_tokenizer(model)
         cfg = ModelConfig(path=model, dtype=settings.dtype)
         self._stops = stops = stop_token_ids(self._tokenizer, model)
-        self._engine = build_embedded_engine(cfg, RolloutConfig(), local_device(0), "chat", stops)
+        rollout = RolloutConfig(embedded=EmbeddedConfig(prefix_cache=True))
+        self._engine = build_embedded_engine(cfg, rollout, local_device(0), "chat", stops)
         self._engine.trust_loaded_weights()
         self._start: list[Message] = [{"role": "system", "content": system}] if system else []
         self._turn = 0

@@ -1,39 +1,57 @@
 """Attention of one engine step: causal attention inside the new contexts, and one new token of each running row over
-its KV cache.
+its pages of the KV cache.
 
-Letters: T tokens of the step, N running rows, H query heads, K key/value heads, D head size, C columns of scores
-(the positions of all tiles that are read), W positions of a tile that are read.
+Letters: T tokens of the step, N running rows, H query heads, K key/value heads, G query heads of a key head, D head
+size, P pages that are read, R rows that read one page, W tokens of a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
+from meshrl.core.device import upload
 from meshrl.model.attention import AttentionSpec, Outs, PackedAttention, StateCompute
-from meshrl.model.attention_kernels import probabilities, visible, wide_product
+from meshrl.model.attention_kernels import wide_product
 from meshrl.model.state_layers import StateCache
-from meshrl.rollout.embedded.decode_graph import StepArrays
-from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, TileTable, Write, plan_writes, rows_of_tiles
+from meshrl.rollout.embedded.kv_cache import AddressTable, KVPool, Places
+from meshrl.rollout.embedded.pages import PageTable, kinds
 
-COLUMNS = 16  # the last tile is read up to a multiple of this many positions
+MAX_GAP = 2  # pages between two others that are read in vain, so that one product reads all of them
+_MASKED = torch.finfo(torch.float32).min  # the bias of a token that a row does not see; -inf - -inf would be NaN
+
+
+@dataclass(slots=True)
+class Past:
+    """Tokens of contexts that are in pages already, end to end: where they are, and their number for each context."""
+
+    places: Places
+    lengths: list[int]
 
 
 class PrefillAttention(PackedAttention):
-    """Packed causal attention that also writes its keys and values, and the states after each context, to the stores.
-    rows: of the stores, one for each context."""
+    """Packed causal attention that also writes its keys and values to the pages, and the states after each context to
+    rows: for each context its pools and rows. A context continues its past, if it has one."""
 
     def __init__(
         self,
-        cu_seqlens: list[int],
+        lengths: Sequence[int],
         device: torch.device,
-        writes: Sequence[tuple[KVStore, list[Write]]],
-        rows: Sequence[tuple[KVStore, int]],
+        pool: KVPool,
+        places: Places,
+        past: Past | None = None,
+        rows: Sequence[Sequence[tuple[KVPool, int]]] = (),
     ):
-        super().__init__(cu_seqlens, device)
-        self.writes, self.rows = writes, rows
+        pasts = [] if past is None else [n for n in past.lengths if n]
+        is_past = iter(range(len(pasts)))
+        parents = None if past is None else [-1] * len(pasts) + [next(is_past) if n else -1 for n in past.lengths]
+        cu_seqlens = np.cumsum([0, *pasts, *lengths]).tolist()
+        super().__init__(cu_seqlens, device, parents, num_past=len(pasts))
+        self.pool, self.places, self.past, self.rows = pool, places, past, rows
         self.kernels_fit = True  # all layers so far
 
     def attend(
@@ -41,11 +59,13 @@ class PrefillAttention(PackedAttention):
     ) -> torch.Tensor:
         self.write(layer, k, v)
         self.kernels_fit &= fit_kernels(q, v, spec)
+        if self.past is not None:
+            past = self.pool.gather(layer, self.past.places)
+            k, v = (torch.cat([old.to(new.dtype), new]) for old, new in zip(past, (k, v), strict=True))
         return super().attend(layer, q, k, v, spec)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        for store, writes in self.writes:
-            store.write(layer, k, v, writes)
+        self.pool.write(layer, k, v, self.places)
 
     def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
         """Contexts of equal length at once: padding would change the states after them."""
@@ -57,110 +77,233 @@ class PrefillAttention(PackedAttention):
             outs = compute(torch.stack([contexts[i] for i in members]), cache)
             for at, i in enumerate(members):
                 results[i] = [out if out is None else out[at] for out in outs]
-                store, row = self.rows[i]
-                store.write_states(layer, row, {name: state[at] for name, state in cache.states.items()})
+                for pool, row in self.rows[i]:
+                    pool.write_states(layer, row, {name: state[at] for name, state in cache.states.items()})
         in_order = zip(*(results[i] for i in range(len(contexts))), strict=True)
         return [None if any(x is None for x in of_all) else torch.cat(of_all) for of_all in in_order]
 
 
-class DecodeAttention:
-    """One new token for each of the N leading rows of a store: its key and value are written, then it attends to all
-    positions of its row. lengths int[N]: positions of each row, including the new token.
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Neighbouring pages that one product reads, for up to `readers` rows each. first_pair: of its (page, reader)
+    pairs, which are counted through all extents."""
 
-    Batched matrix products over tiles, the last one as far as the longest row: on CPUs 1.4 (float32) to 6 times
-    (bfloat16, a key head for each query head) as fast as SDPA, which is optimized for many queries per row. The dtypes
-    are those of PyTorch's fused kernels, with which the trainer scores, on each device: scores, softmax and sums over
-    tiles in fp32, and probabilities rounded to the dtype of the model. A device differs only in the dtype of the tiles,
-    which rounds nothing, and in how `wide_product` is computed.
+    first: int
+    num: int
+    readers: int
+    first_pair: int
+
+    @property
+    def pairs(self) -> slice:
+        return slice(self.first_pair, self.first_pair + self.num * self.readers)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadIndex:
+    """Of N rows and H heads, int64. queries: of each pair and key head, the row and key head whose queries it needs.
+    parts: the results for each row and head, of one page each, end to end; they begin at `offsets`. padded [N * H, most
+    pages], with 0 where `is_padding`; `places` of the parts in it."""
+
+    queries: torch.Tensor
+    parts: torch.Tensor
+    offsets: torch.Tensor
+    padded: torch.Tensor
+    is_padding: torch.Tensor
+    places: torch.Tensor
+
+
+class PageReads:
+    """Which pages the rows read, in an order that reads each page once. It changes only with the table: in most steps
+    the lengths of rows alone are new.
+
+    Pages are grouped by `kinds` of readers, and into extents of neighbours. So a prompt that a group shares is read
+    once for the group.
+
+    pairs int64[3, pairs], of each page and reader: the row, and the first and last positions that it reads of the page;
+    pairs without a reader have none.
     """
 
-    def __init__(self, store: KVStore, lengths: np.ndarray, arrays: StepArrays):
-        self.store = store
-        end = -(-int(lengths.max()) // COLUMNS) * COLUMNS  # of the columns that are read
-        self.tiles = [
-            (rows, slice(int(STARTS[t]), min(int(STARTS[t + 1]), end))) for t, rows in enumerate(rows_of_tiles(lengths))
+    def __init__(self, table: PageTable, slots: np.ndarray, device: torch.device):
+        self._counts, self._device = table.counts[slots], device
+        row = np.repeat(np.arange(len(slots)), self._counts)
+        column = np.arange(len(row)) - np.repeat(np.cumsum(self._counts) - self._counts, self._counts)
+        page = table.pages[slots[row], column].astype(np.int64)
+        by_page = np.lexsort((row, page))
+        pages, first, readers = np.unique(page[by_page], return_index=True, return_counts=True)
+        self.extents, extents = _extents(pages, readers)
+        which, rank = np.empty((2, len(row)), np.int64)
+        which[by_page] = np.repeat(extents, readers)
+        rank[by_page] = np.arange(len(row)) - np.repeat(first, readers)
+        firsts = np.array([[e.first, e.readers, e.first_pair] for e in self.extents])[which].T
+        # Of each row and page, in the order of rows: first pair and readers of the extent, the page's number in it, and
+        # the row's number among the readers.
+        self._places = firsts[2], firsts[1], page - firsts[0], rank
+        self._pairs = np.zeros((3, self.extents[-1].pairs.stop), np.int64)
+        pair = firsts[2] + (page - firsts[0]) * firsts[1] + rank
+        self._pairs[0, pair], self._pairs[1, pair] = row, table.starts[slots[row], column]
+        self._pairs[2, pair] = table.starts[slots[row], column + 1]
+        (self.pairs,) = upload([torch.from_numpy(self._pairs)], device)
+        self._of_heads: dict[tuple[int, int], _HeadIndex] = {}
+
+    def of_heads(self, kv_heads: int, group: int) -> _HeadIndex:
+        """For layers with so many key heads, and query heads of each."""
+        if (kv_heads, group) not in self._of_heads:
+            self._of_heads[kv_heads, group] = self._head_index(kv_heads, group)
+        return self._of_heads[kv_heads, group]
+
+    def _head_index(self, kv_heads: int, group: int) -> _HeadIndex:
+        heads, counts = kv_heads * group, self._counts
+        queries = [
+            self._pairs[0, e.pairs].reshape(e.num, 1, e.readers) * kv_heads + np.arange(kv_heads)[:, None]
+            for e in self.extents
         ]
-        self.writes = plan_writes(np.arange(len(lengths)), lengths - 1, arrays)
-        store.reserve([rows for rows, _ in self.tiles])
-        self._lengths = arrays.add(lengths[:, None])
+        sizes = np.repeat(counts, heads)
+        bag = np.repeat(np.arange(len(sizes)), sizes)
+        within = np.arange(len(bag)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        row, head = bag // heads, bag % heads
+        first_pair, readers, page, rank = (x[(np.cumsum(counts) - counts)[row] + within] for x in self._places)
+        parts = first_pair * heads + ((page * kv_heads + head // group) * readers + rank) * group + head % group
+        padded, most = np.zeros((2, len(sizes), counts.max()), np.int64), int(counts.max())
+        padded[1] = 1
+        places = bag * most + within
+        padded[0].flat[places], padded[1].flat[places] = parts, 0
+        arrays = [np.concatenate([x.ravel() for x in queries]), parts, np.cumsum(sizes) - sizes, *padded, places]
+        first, second, third, fourth, is_padding, last = upload([torch.from_numpy(x) for x in arrays], self._device)
+        return _HeadIndex(first, second, third, fourth, is_padding.bool(), last)
+
+
+def _extents(pages: np.ndarray, readers: np.ndarray) -> tuple[list[_Extent], np.ndarray]:
+    """The extents of pages in ascending order; and the extent of each page."""
+    kind = kinds(readers)
+    order = np.lexsort((pages, kind))
+    begins = np.ones(len(pages), bool)
+    begins[1:] = (np.diff(kind[order]) != 0) | (np.diff(pages[order]) > MAX_GAP + 1)
+    starts = np.flatnonzero(begins)
+    first, last = pages[order][starts], pages[order][np.append(starts[1:], len(pages)) - 1]
+    most = np.maximum.reduceat(readers[order], starts)
+    num_pairs = (last - first + 1) * most
+    extents = np.stack([first, last - first + 1, most, np.cumsum(num_pairs) - num_pairs], axis=1).tolist()
+    of_page = np.empty(len(pages), np.int64)
+    of_page[order] = np.cumsum(begins) - 1
+    return [_Extent(*extent) for extent in extents], of_page
+
+
+class DecodeAttention:
+    """One new token for each of N rows: its key and value are written to `places`, then it attends to all positions of
+    its row. lengths: returns int64[N], positions of each row, including the new token.
+
+    Each page is multiplied by the queries of all its readers, and its softmax is a part of theirs; parts are merged by
+    the logarithms of their sums. On CPUs batched matrix products over pages are 1.4 (float32) to 6 times (bfloat16, a
+    key head for each query head) as fast as SDPA, which is optimized for many queries per row. The dtypes are those of
+    PyTorch's fused kernels, with which the trainer scores, on each device: scores, softmax and sums over pages in fp32,
+    and probabilities rounded to the dtype of the model. A device differs only in the dtype of the pages, which rounds
+    nothing, and in how `wide_product` is computed.
+    """
+
+    def __init__(self, pool: KVPool, reads: PageReads, places: Places, lengths: Callable[[], torch.Tensor]):
+        self.pool, self.reads, self.places, self._lengths = pool, reads, places, lengths
         self._biases: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         self.write(layer, k, v)
-        num_rows, heads, size = q.shape
-        kv_heads = k.shape[1]
-        tiles = [self.store.read(layer, t, rows, part.stop - part.start) for t, (rows, part) in enumerate(self.tiles)]
-        dtype = tiles[0][1].dtype
-        q = q.to(dtype).reshape(num_rows * kv_heads, -1, size)  # query heads of one key head share a product
-        scores = self._scores(q, [keys for keys, _ in tiles], kv_heads, spec)
-        probs = probabilities(scores, spec.sinks, kv_heads).to(v.dtype).to(dtype)
-        out = wide_product(probs[:, :, self.tiles[0][1]], tiles[0][1])  # every row has a position in the first tile
-        for (_, values), (rows, columns) in zip(tiles[1:], self.tiles[1:], strict=True):
-            part = slice(rows * kv_heads)
-            out[part] = wide_product(probs[part, :, columns], values, out[part])
+        (num_rows, heads, size), kv_heads = q.shape, k.shape[1]
+        index = self.reads.of_heads(kv_heads, heads // kv_heads)
+        dtype = self.pool.layers[layer][1].dtype
+        queries = q.to(dtype).reshape(num_rows * kv_heads, -1).index_select(0, index.queries)
+        extents = [(e, *self.pool.read(layer, e.first, e.num)) for e in self.reads.extents]
+        sizes = [len(keys) * e.readers * (heads // kv_heads) for e, keys, _ in extents]
+        scores = q.new_empty(sum(sizes), self.pool.page_tokens, dtype=torch.promote_types(dtype, torch.float32))
+        parts = zip(queries.view(-1, size).split(sizes), scores.split(sizes), strict=True)
+        for (_, keys, _), bias, (x, out) in zip(extents, self._bias(heads, kv_heads, spec), parts, strict=True):
+            _write_scores(out.view(len(keys), -1, out.shape[1]), x.view(len(keys), -1, size), keys, bias, spec)
+        probs = torch.softmax(scores, dim=-1)
+        sums = scores.amax(-1) - probs.amax(-1).log_()
+        outs = scores.new_empty(len(scores), v.shape[2])
+        parts = zip(probs.to(v.dtype).to(dtype).split(sizes), outs.split(sizes), strict=True)
+        for (_, _, values), (x, out) in zip(extents, parts, strict=True):
+            _write_product(out.view(len(values), -1, v.shape[2]), x.view(len(values), -1, x.shape[1]), values)
+        shares = sums.take(index.padded).masked_fill_(index.is_padding, -torch.inf)
+        if spec.sinks is not None:
+            shares = torch.cat([shares, spec.sinks.to(shares.dtype).repeat(num_rows)[:, None]], dim=1)
+        shares = torch.softmax(shares, dim=1)[:, : index.padded.shape[1]].take(index.places)
+        # A weighted sum of the parts of each row and head.
+        out = F.embedding_bag(index.parts, outs, index.offsets, mode="sum", per_sample_weights=shares)
         return out.to(v.dtype).view(num_rows, heads, -1)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.store.write(layer, k, v, self.writes)
+        self.pool.write(layer, k, v, self.places)
 
     def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
-        """The states are views of the store, which the layer updates in place."""
-        outs = compute(x[:, None], StateCache(layer, self.store.read_states(layer, len(x))))
+        """The states are views of the pool, which the layer updates in place."""
+        outs = compute(x[:, None], StateCache(layer, self.pool.read_states(layer, len(x))))
         return [out if out is None else out[:, 0] for out in outs]
 
-    def _scores(self, q: torch.Tensor, tiles: list[torch.Tensor], kv_heads: int, spec: AttentionSpec) -> torch.Tensor:
-        """Attention scores [N * K, H / K, C] of each row over the positions of the tiles, in fp32 (fp64 stays), -inf
-        where masked."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        scores = []
-        for keys, bias in zip(tiles, self._bias(spec.window, kv_heads, wide), strict=True):
-            part = q[: keys.shape[0]]
-            if spec.softcap is None:
-                scores.append(wide_product(part, keys, bias, spec.scale))
-            else:
-                capped = torch.tanh(wide_product(part, keys).mul_(spec.scale / spec.softcap))
-                scores.append(capped.mul_(spec.softcap).add_(bias))
-        if spec.slopes is not None:
-            slopes = spec.slopes.to(wide).view(kv_heads, -1, 1)
-            for i, (rows, columns) in enumerate(self.tiles):
-                ahead = torch.arange(columns.start, columns.stop, device=q.device) - self._lengths()[:rows] + 1
-                scores[i] = scores[i] + (slopes * ahead[:, None, None]).flatten(0, 1)
-        if len(scores) == 1:  # every row has a position in the first tile
-            return scores[0]
-        joined = scores[0].new_full((*q.shape[:2], self.tiles[-1][1].stop), -torch.inf)
-        for part, (_, columns) in zip(scores, self.tiles, strict=True):
-            joined[: part.shape[0], :, columns] = part
-        return joined
-
-    def _bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The mask of each tile [its rows * K, 1, W]: 0 where the new token may attend, -inf elsewhere; made once per
-        step and window."""
-        if (window, kv_heads) not in self._biases:
-            lengths = self._lengths()
-            positions = torch.arange(self.tiles[-1][1].stop, device=lengths.device)
-            seen = visible(lengths - 1, positions, window)
-            bias = torch.zeros(seen.shape, dtype=dtype, device=positions.device).masked_fill_(~seen, -torch.inf)
-            bias = bias.expand(-1, kv_heads, -1).reshape(len(bias) * kv_heads, 1, -1)
-            self._biases[window, kv_heads] = [bias[: rows * kv_heads, :, columns] for rows, columns in self.tiles]
-        return self._biases[window, kv_heads]
+    def _bias(self, heads: int, kv_heads: int, spec: AttentionSpec) -> list[torch.Tensor]:
+        """What is added to the scores of each extent, [its pages * K, 1 or R * G, W]: 0 where a row may attend and a
+        large negative number elsewhere, and ALiBi; masks alone are made once per step and window."""
+        if spec.slopes is None and (spec.window, kv_heads) in self._biases:
+            return self._biases[spec.window, kv_heads]
+        rows, starts, ends = self.reads.pairs
+        lengths = self._lengths().index_select(0, rows)
+        positions = starts[:, None] + torch.arange(self.pool.page_tokens, device=rows.device)
+        seen = positions < torch.minimum(ends, lengths)[:, None]
+        if spec.window is not None:
+            seen &= positions >= (lengths - spec.window)[:, None]
+        wide = torch.promote_types(self.pool.layers[next(iter(self.pool.layers))][1].dtype, torch.float32)
+        masks = torch.zeros(seen.shape, dtype=wide, device=rows.device).masked_fill_(~seen, _MASKED)
+        group, biases = heads // kv_heads, []
+        for e in self.reads.extents:
+            bias = masks[e.pairs].view(e.num, 1, e.readers, 1, -1)
+            if spec.slopes is not None:
+                ahead = (positions[e.pairs] - lengths[e.pairs, None] + 1).view(bias.shape)
+                bias = bias + spec.slopes.to(wide).view(kv_heads, 1, group, 1) * ahead
+            each = (1, 1) if bias.shape[3] == e.readers == 1 else (e.readers, group)
+            biases.append(bias.expand(-1, kv_heads, *each, -1).reshape(e.num * kv_heads, each[0] * each[1], -1))
+        if spec.slopes is None:
+            self._biases[spec.window, kv_heads] = biases
+        return biases
 
 
-class TiledAttention(DecodeAttention):
-    """As DecodeAttention, by the kernels of `kernels.py`, for layers that `fit_kernels`. lengths: returns int64[N] on
-    the device."""
+def _write_scores(
+    out: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, spec: AttentionSpec
+) -> None:
+    """Attention scores in fp32 (fp64 stays): q [B, L, D], keys [B, D, W], out [B, L, W]."""
+    if spec.softcap is None:
+        _write_product(out, q, keys, bias, spec.scale)
+    else:
+        _write_product(out, q, keys)
+        out.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap).add_(bias)
 
-    def __init__(self, table: TileTable, lengths: Callable[[], torch.Tensor]):
-        self.store, self._table, self._lengths = table.store, table, lengths
+
+def _write_product(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0
+) -> None:
+    """`wide_product`, into `out`."""
+    if a.dtype.itemsize < 4:
+        out.copy_(wide_product(a, b, bias, scale))
+    elif bias is None:
+        torch.bmm(a, b, out=out)
+    else:
+        torch.baddbmm(bias, a, b, alpha=scale, out=out)
+
+
+class KernelAttention(DecodeAttention):
+    """As DecodeAttention, by the kernels of `kernels.py`, for layers that `fit_kernels`. slots, lengths: return
+    int64[N] on the device."""
+
+    def __init__(self, table: AddressTable, slots: Callable[[], torch.Tensor], lengths: Callable[[], torch.Tensor]):
+        self._table, self._slots, self._lengths = table, slots, lengths
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         from meshrl.rollout.embedded.kernels import attend  # Triton is not installed everywhere
 
-        table = self._table
-        return attend(q, k, v, table.bases(layer), table.widths, self._lengths(), spec.scale, spec.window)
+        table, slots, lengths = self._table, self._slots(), self._lengths()
+        width = table.pool.page_tokens
+        return attend(q, k, v, table.bases(layer), table.rows, slots, lengths, width, spec.scale, spec.window)
 
 
 def fit_kernels(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> bool:

@@ -33,12 +33,12 @@ class StepArrays:
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
-Context = Callable[[Callable[[], torch.Tensor]], AttentionContext]
+Context = Callable[[Callable[[], torch.Tensor], Callable[[], torch.Tensor]], AttentionContext]
 
 
 class DecodeGraphs:
     """A graph for each padded number of rows; rows of length 0 fill it. hidden: CausalModel.hidden, or what replaces
-    it. context: makes the attention from a function that returns the lengths of the rows."""
+    it. context: makes the attention from functions that return the slots and the lengths of the rows."""
 
     def __init__(self, hidden: Forward, context: Context, device: torch.device):
         self._hidden, self._context, self._device = hidden, context, device
@@ -46,8 +46,8 @@ class DecodeGraphs:
         self._memory: Any = None
 
     def run(self, inputs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """inputs int64[2, `padded(N)`]: position and length of each row; tokens int64[N]; on the device -> final hidden
-        states [N, D], which are overwritten by the next call."""
+        """inputs int64[3, `padded(N)`]: position, length and slot of each row; tokens int64[N]; on the device -> final
+        hidden states [N, D], which are overwritten by the next call."""
         size = inputs.shape[1]
         if size not in self._graphs:
             self._graphs[size] = self._record(size)
@@ -65,8 +65,8 @@ class DecodeGraphs:
         """The inputs of a graph, a function that repeats it, and its result."""
         if not self._graphs:  # memory without a graph can't be used again
             self._memory = graph_memory()
-        static = torch.zeros((3, size), dtype=torch.int64, device=self._device)  # rows of length 0 write nothing
-        context = self._context(lambda: static[2])
+        static = torch.zeros((4, size), dtype=torch.int64, device=self._device)  # rows of length 0 write nothing
+        context = self._context(lambda: static[3], lambda: static[2])
 
         def work() -> torch.Tensor:
             return self._hidden(static[0], static[1], context)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -32,9 +32,10 @@ from meshrl.model.verify import require_replay
 from meshrl.rollout.admission import bounds_of, check_admission, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, check_parts
 from meshrl.rollout.embedded.decode_graph import StepArrays
+from meshrl.rollout.embedded.rows import Rows, Sequence
 from meshrl.rollout.embedded.runner import Runner
 from meshrl.rollout.embedded.sampler import RowSampling, draw
-from meshrl.rollout.embedded.scheduler import Scheduler, Sequence
+from meshrl.rollout.embedded.scheduler import Scheduler
 from meshrl.rollout.embedded.weights import EngineWeights
 from meshrl.rollout.stop_strings import StopStrings, stop_strings_of
 from meshrl.sync.delivery import Delivery
@@ -83,6 +84,7 @@ def build_embedded_engine(
         device=device,
         stop_strings=stop_strings_of(model_cfg, rollout_cfg),
         records_routes=rollout_cfg.router_replay,
+        prefix_cache=bool(rollout_cfg.embedded.prefix_cache),
     )
     if synced:
         engine._state.end("invalid")
@@ -111,7 +113,9 @@ class EmbeddedEngine:
         stop_strings: StopStrings | None = None,
         kv_cache_bytes: int | None = None,
         records_routes: bool = False,
+        prefix_cache: bool = False,
     ):
+        """prefix_cache: retain the keys and values of ended requests, for those that continue them."""
         if fast is not None:
             fast.fuse()
         self.capabilities = Capabilities(release=True, in_flight=True)
@@ -120,12 +124,12 @@ class EmbeddedEngine:
         self._stop_strings = stop_strings or StopStrings()
         self._weights = EngineWeights(model.lm, engine_id, fast)
         self._state = self._weights.state
-        self._runner = Runner(
-            model, device, fast, max_context_tokens, kv_cache_bytes, model.routing if records_routes else None
+        routing = model.routing if records_routes else None
+        self._runner = Runner(model, device, fast, max_context_tokens, kv_cache_bytes, routing, prefix_cache)
+        self._scheduler = Scheduler(
+            max_running, prefill_tokens_per_step, self._runner.bound, self._runner.table, model.has_states
         )
-        self._scheduler = Scheduler(max_running, prefill_tokens_per_step, self._runner.bound)
-        self._cached_version = -1  # of the keys and values of running rows
-        self._sampling: RowSampling | None = None  # None when the rows have changed
+        self._cached_version = -1  # of the keys and values in pages
         self._totals = EngineStats()
         self._ids: set[str] = set()
         self._futures: dict[str, asyncio.Future[Turn]] = {}
@@ -159,33 +163,30 @@ class EmbeddedEngine:
         """Admit requests that fit, sample one token for every running request, and return the finished ones."""
         if not self._may_step:
             return []
-        if self._cached_version != self._state.version and (self._scheduler.running or self._scheduler.prompts):
+        if self._cached_version != self._state.version and self._runner.table.num_pages:
             raise SyncError(
                 f"{self.engine_id}: keys and values of weight version {self._cached_version} would be used with "
                 f"version {self._state.version}; a sync must drop them. The cause is an error in meshrl"
             )
-        self._cached_version = self._state.version
-        admission = self._scheduler.admit()
-        rows = self._scheduler.running
-        if self._sampling is None or admission.joined:
-            self._sampling = RowSampling([s.request for s in rows], self._device)
+        self._cached_version = self._scheduler.version = self._state.version
+        runner, scheduler, rows = self._runner, self._scheduler, self._scheduler.rows
+        admission = scheduler.admit(is_ahead=runner.ahead is not None)
+        if not len(rows):
+            return []
         arrays = StepArrays(self._device)
-        positions = np.array([s.first_position + len(s.tokens) for s in rows], np.int64)
-        u = arrays.add(self._sampling.uniforms(positions))
-        logits = self._runner.step(rows, admission, arrays)
-        drawn = draw(logits, self._sampling, u, lambda row: rows[row].ids())
+        sampling = RowSampling(rows, arrays)
+        drawn = draw(runner.step(rows, admission, arrays), sampling, rows.ids)
         read = fetched(torch.stack([drawn.tokens.double(), drawn.logprobs.double()]))
-        self._runner.look_ahead(rows, drawn.tokens)
-        tokens, logprobs = read().tolist()
-        done = self._record(rows, tokens, logprobs, drawn.extras)
-        for sequence, _ in admission.joined:
+        goes_on = rows.sampled[rows.slots] + 1 < rows.limit[rows.slots]
+        if runner.looks_ahead and goes_on.any() and scheduler.reserve_next(goes_on):
+            runner.look_ahead(rows, goes_on, drawn.tokens)
+        tokens, logprobs = read().cpu().numpy()
+        done = self._record(rows, tokens.astype(np.int64), logprobs, drawn.extras)
+        for sequence in admission.joined:
             sequence.times.prefill_s += sequence.lap()
-        finished = [(rows[row].request.id, self._turn(rows[row], reason)) for row, reason in done.items()]
-        if done or admission.joined:
-            self._compact(done.keys())
-        self._totals.prefill_tokens += sum(len(prefill.ids) for prefill in admission.prefills)
+        self._totals.prefill_tokens += sum(len(p.ids) for p in admission.prefills) + len(admission.decoders)
         self._totals.decode_tokens += len(rows)
-        return finished
+        return self._finish(done) if done or admission.joined else []
 
     def drop_caches(self) -> None:
         """Free keys and values, and the copies of weights that multiply faster; they are made again when needed.
@@ -197,49 +198,56 @@ class EmbeddedEngine:
 
     def output_so_far(self, request_id: str) -> list[int]:
         """The tokens that a running request has sampled, for callers of `step`."""
-        return {s.request.id: s.tokens for s in self._scheduler.running}[request_id]
+        rows = self._scheduler.rows
+        slot = next(s.slot for s in rows.sequences if s.request.id == request_id)
+        output: list[int] = rows.tokens[slot, : rows.sampled[slot]].tolist()
+        return output
 
     def _record(
-        self,
-        rows: list[Sequence],
-        tokens: list[float],
-        logprobs: list[float],
-        extras: dict[int, dict[str, np.ndarray]],
+        self, rows: Rows, tokens: np.ndarray, logprobs: np.ndarray, extras: dict[int, dict[str, np.ndarray]]
     ) -> dict[int, StopReason]:
         """Append one token to each row; returns the rows that end with it, and their stop reasons."""
-        version = self._state.version
+        for row in np.flatnonzero(np.isnan(logprobs)).tolist():
+            raise MeshrlError(
+                f"request {rows.sequences[row].request.id}: the logits of token {rows.sampled[rows.slots[row]]} are "
+                f"not numbers (NaN) at weight version {self._state.version}; the weights are damaged, or the dtype has "
+                "too little range"
+            )
+        for row, values in extras.items():
+            rows.sequences[row].extras.append(values)
         done: dict[int, StopReason] = {}
-        for row, (sequence, token, logprob) in enumerate(zip(rows, map(int, tokens), logprobs, strict=True)):
-            if logprob != logprob:
-                raise MeshrlError(
-                    f"request {sequence.request.id}: the logits of token {len(sequence.tokens)} are not numbers (NaN) "
-                    f"at weight version {version}; the weights are damaged, or the dtype has too little range"
-                )
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(version)
+        for row in rows.append(tokens, logprobs).tolist():
+            sequence, token = rows.sequences[row], int(tokens[row])
             search = sequence.stop_search
             if token in sequence.bounds.stop_ids or (search is not None and search.ends_with(token)):
                 done[row] = "stop"
-            elif len(sequence.tokens) >= sequence.bounds.limit:
+            elif rows.sampled[sequence.slot] >= sequence.bounds.limit:
                 done[row] = sequence.bounds.limit_reason
-        for row, values in extras.items():
-            rows[row].extras.append(values)
         return done
 
-    def _turn(self, s: Sequence, reason: StopReason) -> Turn:
+    def _finish(self, done: Mapping[int, StopReason]) -> list[tuple[str, Turn]]:
+        """Remove rows, for these reasons; returns their turns."""
+        rows = self._scheduler.rows
+        ended = [(rows.sequences[row], reason) for row, reason in done.items()]
+        routes = [self._runner.routes_of(s.slot, int(rows.cached[s.slot])) for s, _ in ended]
+        self._runner.move_rows(self._scheduler.compact(done.keys()))
+        turns = [self._turn(s, reason, True, of) for (s, reason), of in zip(ended, routes, strict=True)]
+        return [(turn_of.request.id, turn) for (turn_of, _), turn in zip(ended, turns, strict=True)]
+
+    def _turn(self, s: Sequence, reason: StopReason, has_run: bool, routes: np.ndarray | None) -> Turn:
+        """has_run: it was one of the rows. routes: of the tokens in the cache."""
         self._ids.discard(s.request.id)
-        if s.cached:
+        if has_run:
             s.times.decode_s += s.lap()
         else:
             s.times.queue_s += s.lap()
         return Turn(
             context_ids=s.request.context_ids,
-            output_ids=np.array(s.tokens, np.int32),
-            logprobs=np.array(s.logprobs, np.float32),
-            versions=np.array(s.versions, np.int32),
+            output_ids=s.tokens,
+            logprobs=s.logprobs,
+            versions=np.repeat(*np.array(s.versions, np.int32).reshape(-1, 2).T).astype(np.int32),
             stop_reason=reason,
-            routed_experts=self._routes_of(s),
+            routed_experts=None if routes is None else _routes_of(s, routes),
             extras={name: np.stack([e[name] for e in s.extras]) for name in (s.extras[0] if s.extras else ())},
             sampling=s.request.sampling,
             seed=s.request.seed,
@@ -247,30 +255,11 @@ class EmbeddedEngine:
             times=s.times,
         )
 
-    def _routes_of(self, s: Sequence) -> np.ndarray | None:
-        """int16[C+R, L, K], -1 for the last token, which no forward has computed; without those of prefix_output, which
-        the turn does not have. None for a request without a cache."""
-        routes = self._runner.routes_of(self._scheduler.running.index(s), s.cached) if s.cached else None
-        if routes is None:
-            return None
-        padded = np.full((len(s.ids()), *routes.shape[1:]), -1, np.int16)
-        padded[: s.cached] = routes
-        first = len(s.request.context_ids)
-        return np.delete(padded, slice(first, first + s.first_position), axis=0)
-
-    def _compact(self, gone: Collection[int]) -> None:
-        running, prompts = self._scheduler.compact(gone, sort=not self._runner.kernels_fit)
-        self._runner.move_rows(running, prompts, len(self._scheduler.running))
-        self._sampling = None
-
     def _withdraw(self, ids: Collection[str] | None) -> list[tuple[str, Turn]]:
         """End these requests (None = all) with their tokens so far."""
         left, rows = self._scheduler.withdraw(ids)
-        withdrawn = left + [self._scheduler.running[row] for row in rows]
-        turns = [(s.request.id, self._turn(s, "abort")) for s in withdrawn]
-        if withdrawn:
-            self._compact(set(rows))
-        return turns
+        turns = [(s.request.id, self._turn(s, "abort", False, None)) for s in left]
+        return turns + (self._finish(dict.fromkeys(rows, "abort")) if left or rows else [])
 
     # ---- generation, with an event loop
 
@@ -382,12 +371,12 @@ class EmbeddedEngine:
         return taken
 
     def stats(self) -> EngineStats:
-        running, prompts = self._scheduler.running, self._scheduler.prompts
+        rows = self._scheduler.rows
         return dataclasses.replace(
             self._totals,
-            running=len(running),
+            running=len(rows),
             waiting=len(self._scheduler.waiting),
-            cached_tokens=sum(s.cached for s in running) + sum(p.length for p in prompts),
+            cached_tokens=int(rows.cached[rows.slots].sum()),
             version=self._state.version,
             kv_cache_bytes=self._runner.bound.measured,
         )
@@ -397,3 +386,13 @@ class EmbeddedEngine:
         self._closed = True
         await self.abort()
         self._runner.flush()
+
+
+def _routes_of(s: Sequence, routes: np.ndarray) -> np.ndarray:
+    """int16[C+R, L, K], -1 for the last token, which no forward has computed; without those of prefix_output, which the
+    turn does not have."""
+    padded = np.full((len(s.ids()), *routes.shape[1:]), -1, np.int16)
+    num = min(len(routes), len(padded) - 1)
+    padded[:num] = routes[:num]
+    first = len(s.request.context_ids)
+    return np.delete(padded, slice(first, first + s.first_position), axis=0)

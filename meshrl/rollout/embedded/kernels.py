@@ -1,10 +1,10 @@
-"""Decode attention over the tiles of the KV cache, in Triton: three launches a layer, whatever the rows and their
-lengths. `cached_attention.TiledAttention` imports this file on devices for which `has_triton` holds.
+"""Decode attention over the pages of the KV cache, in Triton: three launches a layer, whatever the rows and their
+lengths. `cached_attention.KernelAttention` imports this file on devices for which `has_triton` holds.
 
 A row is cut into splits, which different programs read at the same time; `merge_kernel` joins their results. Sizes that
 change from step to step are read from the device, so that a recorded launch is valid for later steps.
 
-Letters: N rows, H query heads, K key heads, S head size, C chunks of 128 positions.
+Letters: N rows, H query heads, K key heads, S head size, P pages, W tokens of a page.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-from meshrl.rollout.embedded.kv_cache import CHUNK
 
 HEADS = 16  # rows of the smallest matrix product, to which the query heads of a key head are padded
 PROGRAMS = 1024  # of a launch, if there are enough splits: several for each multiprocessor
@@ -25,27 +23,29 @@ LAUNCH = {"num_warps": 4, "num_stages": 4}  # so many stages, because addresses 
 
 @triton.jit
 def write_kernel(
-    k, v, bases, widths, lengths, k_stride, v_stride, num_chunks, num_heads,
-    CHUNK: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
+    k, v, bases, rows, slots, lengths, k_stride, v_stride, row_size, num_columns, num_heads,
+    W: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Write k and v [N, K, S] to the last position of each row. Rows of length 0 write nothing."""
     row = tl.program_id(0).to(tl.int64)
     last = tl.load(lengths + row) - 1
     if last >= 0:
-        chunk = last // CHUNK
+        pages = rows + tl.load(slots + row) * row_size
+        column = tl.load(pages) - 1
+        page, start = tl.load(pages + 1 + column).to(tl.int64), tl.load(pages + 1 + num_columns + column)
         head, s = tl.arange(0, HEADS)[:, None], tl.arange(0, S)[None, :]
-        place = (row * num_heads + head) * tl.load(widths + chunk) * S + last % CHUNK * S + s
+        place = ((page * num_heads + head) * W + last - start) * S + s
         inside = head < num_heads
-        keys = tl.load(bases + chunk).to(tl.pointer_type(k.dtype.element_ty))
-        values = tl.load(bases + num_chunks + chunk).to(tl.pointer_type(v.dtype.element_ty))
+        keys = tl.load(bases).to(tl.pointer_type(k.dtype.element_ty))
+        values = tl.load(bases + 1).to(tl.pointer_type(v.dtype.element_ty))
         tl.store(keys + place, tl.load(k + row * k_stride + head * S + s, mask=inside), mask=inside)
         tl.store(values + place, tl.load(v + row * v_stride + head * S + s, mask=inside), mask=inside)
 
 
 @triton.jit
 def attend_kernel(
-    q, bases, widths, lengths, out, parts, stats, q_stride, num_chunks, num_heads, scale, window,
-    CHUNK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
+    q, bases, rows, slots, lengths, out, parts, stats, q_stride, row_size, num_columns, num_heads, scale, window,
+    W: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program computes one split of a row for the GROUP query heads of a key head. out [N, H, S]: with one split.
@@ -54,27 +54,31 @@ def attend_kernel(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
     first = tl.maximum(length - window, 0)
-    chunks = tl.cdiv(length, CHUNK) - first // CHUNK
-    begin = first // CHUNK + tl.cdiv(chunks, SPLITS) * split
-    end = tl.minimum(begin + tl.cdiv(chunks, SPLITS), tl.cdiv(length, CHUNK))
+    pages = rows + tl.load(slots + row) * row_size
+    num_pages = tl.where(length > 0, tl.load(pages), 0)
+    # A page has at most W tokens, so none before first // W has a position that is seen.
+    columns = num_pages - first // W
+    begin = first // W + tl.cdiv(columns, SPLITS) * split
+    end = tl.minimum(begin + tl.cdiv(columns, SPLITS), num_pages)
     group, s, place = tl.arange(0, HEADS), tl.arange(0, S), tl.arange(0, BLOCK)
     inside = (group < GROUP)[:, None]
     head = tl.program_id(1) * GROUP + group[:, None]
     query = tl.load(q + row * q_stride + head * S + s[None, :], mask=inside, other=0.0)
+    keys_of = tl.multiple_of(tl.load(bases).to(tl.pointer_type(q.dtype.element_ty)), 16)
+    values_of = tl.multiple_of(tl.load(bases + 1).to(tl.pointer_type(q.dtype.element_ty)), 16)
     m = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, S), tl.float32)
-    for block in range(begin * (CHUNK // BLOCK), end * (CHUNK // BLOCK)):
-        chunk = block // (CHUNK // BLOCK)
-        start = (row * num_heads + tl.program_id(1)) * tl.load(widths + chunk) * S
-        start += block % (CHUNK // BLOCK) * BLOCK * S
-        keys = tl.multiple_of(tl.load(bases + chunk).to(tl.pointer_type(q.dtype.element_ty)), 16) + start
-        values = tl.load(bases + num_chunks + chunk).to(tl.pointer_type(q.dtype.element_ty))
-        values = tl.multiple_of(values, 16) + start
-        position = block * BLOCK + place
-        seen = (position < length) & (position >= first)
-        key = tl.load(keys + place[None, :] * S + s[:, None], mask=seen[None, :], other=0.0)
-        value = tl.load(values + place[:, None] * S + s[None, :], mask=seen[:, None], other=0.0)
+    for block in range(begin * (W // BLOCK), end * (W // BLOCK)):
+        column = block // (W // BLOCK)
+        page, start = tl.load(pages + 1 + column).to(tl.int64), tl.load(pages + 1 + num_columns + column)
+        stop = tl.minimum(tl.load(pages + 2 + num_columns + column), length)
+        from_page = block % (W // BLOCK) * BLOCK
+        address = ((page * num_heads + tl.program_id(1)) * W + from_page) * S
+        position = start + from_page + place
+        seen = (position < stop) & (position >= first)
+        key = tl.load(keys_of + address + place[None, :] * S + s[:, None], mask=seen[None, :], other=0.0)
+        value = tl.load(values_of + address + place[:, None] * S + s[None, :], mask=seen[:, None], other=0.0)
         scores = tl.where(seen[None, :], tl.dot(query, key) * scale, float("-inf"))
         top = tl.maximum(m, tl.max(scores, 1))
         weights = tl.where(seen[None, :], tl.exp(scores - top[:, None]), 0.0)
@@ -129,59 +133,30 @@ def exponentials(z: torch.Tensor, top: torch.Tensor, block: int) -> tuple[torch.
     return weights, sums
 
 
-@triton.jit
-def copy_kernel(
-    sources, targets, widths, copies, num_copies, num_chunks, num_heads,
-    CHUNK: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program copies one chunk of a row's keys or values in one layer. copies int64[3, M]: new row, old row, tokens.
-    sources, targets int64[L, 2, C]."""
-    copy, chunk, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if chunk * CHUNK < tl.load(copies + 2 * num_copies + copy):
-        size = tl.load(widths + chunk) * S
-        here, there = tl.load(copies + num_copies + copy) * num_heads * size, tl.load(copies + copy) * num_heads * size
-        source = tl.load(sources + side * num_chunks + chunk).to(tl.pointer_type(tl.int16))
-        target = tl.load(targets + side * num_chunks + chunk).to(tl.pointer_type(tl.int16))
-        for head in range(num_heads):
-            for first in range(0, CHUNK * S, BLOCK):
-                place = head * size + first + tl.arange(0, BLOCK)
-                taken = tl.load(tl.multiple_of(source, 16) + here + place)
-                tl.store(tl.multiple_of(target, 16) + there + place, taken)
-
-
-def copy_rows(
-    sources: torch.Tensor, targets: torch.Tensor, widths: torch.Tensor, copies: torch.Tensor, longest: int,
-    num_heads: int, size: int,
-) -> None:  # fmt: skip
-    """Copy rows from the tiles of one store to those of a store, in all layers; no new row may be an old one. sources,
-    targets int64[L, 2, C]: addresses of each chunk, of numbers of 16 bits. widths: as for `attend`. copies int64[3, M]:
-    new rows, old rows, their tokens, of which `longest` is the most."""
-    grid = (copies.shape[1], triton.cdiv(longest, CHUNK), sources[..., 0].numel())
-    copy_kernel[grid](
-        *(sources, targets, widths, copies, copies.shape[1], sources.shape[2], num_heads),
-        CHUNK=CHUNK, S=size, BLOCK=min(2048, CHUNK * size), num_warps=4,
-    )  # fmt: skip
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     bases: torch.Tensor,
-    widths: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
     lengths: torch.Tensor,
+    page_tokens: int,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Write k and v [N, K, S] to the tiles, then attend with q [N, H, S] to all positions of each row; returns
-    [N, H, S]. bases int64[2, C]: addresses of each chunk's keys and values, for row 0 and head 0. widths int64[C]: of
-    the tile that has the chunk. lengths int64[N]: with the new token; 0 = no row, whose result is 0."""
+    """Write k and v [N, K, S] to pages, then attend with q [N, H, S] to all positions of each row; returns [N, H, S].
+    bases int64[2]: addresses of the layer's keys and values [P, K, W, S]. rows int32[slots, 2 + 2 * columns]: number of
+    pages, pages, and first position of each page and of the next one. slots, lengths int64[N]: lengths have the new
+    token; 0 = no row, whose result is 0."""
     num_rows, heads, size = q.shape
-    kv_heads, num_chunks = k.shape[1], len(widths)
+    kv_heads, row_size = k.shape[1], rows.shape[1]
     q, k, v = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (q, k, v))
+    table = bases, rows, slots, lengths
+    sizes = row_size, row_size // 2 - 1, kv_heads
     write_kernel[(num_rows,)](
-        *(k, v, bases, widths, lengths, k.stride(0), v.stride(0), num_chunks, kv_heads),
-        CHUNK=CHUNK, S=size, HEADS=triton.next_power_of_2(kv_heads), num_warps=2,
+        *(k, v, *table, k.stride(0), v.stride(0), *sizes),
+        W=page_tokens, S=size, HEADS=triton.next_power_of_2(kv_heads), num_warps=2,
     )  # fmt: skip
     splits = min(MAX_SPLITS, triton.next_power_of_2(-(-PROGRAMS // (num_rows * kv_heads))))
     out = torch.empty((num_rows, heads, size), dtype=q.dtype, device=q.device)
@@ -190,10 +165,10 @@ def attend(
         parts = torch.empty((num_rows, heads, splits, size), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, num_rows, heads, splits), dtype=torch.float32, device=q.device)
     attend_kernel[(num_rows, kv_heads, splits)](
-        *(q, bases, widths, lengths, out, parts, stats, q.stride(0), num_chunks, kv_heads, scale),
+        *(q, *table, out, parts, stats, q.stride(0), *sizes, scale),
         (1 << 31) - 1 if window is None else window,
-        CHUNK=CHUNK, S=size, GROUP=heads // kv_heads, HEADS=max(HEADS, triton.next_power_of_2(heads // kv_heads)),
-        SPLITS=splits, BLOCK=BLOCK if size <= 128 else BLOCK // 2, **LAUNCH,
+        W=page_tokens, S=size, GROUP=heads // kv_heads, HEADS=max(HEADS, triton.next_power_of_2(heads // kv_heads)),
+        SPLITS=splits, BLOCK=min(page_tokens, BLOCK if size <= 128 else BLOCK // 2), **LAUNCH,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(num_rows * heads,)](parts, stats, out, S=size, SPLITS=splits, num_warps=1)

@@ -8,7 +8,7 @@ Letters: N rows, V vocabulary, B tokens of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.core.device import has_triton
-from meshrl.core.types import Request, SamplingParams, mix64
+from meshrl.core.types import SamplingParams, mix64
 from meshrl.rollout.admission import topk_of
+from meshrl.rollout.embedded.decode_graph import StepArrays
+from meshrl.rollout.embedded.rows import Rows, filters
 
 _ALMOST_ONE = 1 - 2.0**-53  # a positive fp64 number times this is the next smaller number
 BLOCK = 128  # tokens; blocks are summed in fp32, so that the fp64 cumulative sum runs over V / 128 numbers only
@@ -36,27 +38,21 @@ class Drawn:
 
 
 class RowSampling:
-    """Sampling parameters of N rows as tensors; made again when the rows change, not for every token."""
+    """Sampling parameters of N rows as tensors; they are sent with the other arrays of a step."""
 
-    def __init__(self, requests: Sequence[Request], device: torch.device):
-        params = [r.sampling for r in requests]
-        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-        greedy = torch.tensor([p.temperature == 0 and not _filters(p) for p in params], dtype=torch.bool)
-        self.seeds = np.array([r.seed & (1 << 64) - 1 for r in requests], dtype=np.uint64)
-        self.all_greedy = bool(greedy.all())
-        self.greedy = greedy.to(device) if greedy.any() else None
-        self.unit_temperature = all(p.temperature in (0, 1) for p in params)
-        self.temperature = torch.where(temperature > 0, temperature, 1.0)[:, None].to(device)
-        self.filtered = [(row, p) for row, p in enumerate(params) if _filters(p)]
-        self.wants = [(row, r.want) for row, r in enumerate(requests) if r.want]
-
-    def uniforms(self, positions: np.ndarray) -> np.ndarray:
-        """u of each row at these output positions; none if all rows are greedy."""
-        return np.zeros(0) if self.all_greedy else uniforms(self.seeds, positions)
-
-
-def _filters(p: SamplingParams) -> bool:
-    return p.top_p < 1 or p.top_k > 0 or p.min_p > 0 or p.repetition_penalty != 1
+    def __init__(self, rows: Rows, arrays: StepArrays):
+        temperature = rows.temperature[rows.slots]
+        special = [(int(row), rows.sequences[row].request) for row in np.flatnonzero(rows.is_special[rows.slots])]
+        self.filtered = [(row, request.sampling) for row, request in special if filters(request.sampling)]
+        self.wants = [(row, request.want) for row, request in special if request.want]
+        is_greedy = temperature == 0
+        is_greedy[[row for row, _ in self.filtered]] = False
+        self.all_greedy = bool(is_greedy.all())
+        self.unit_temperature = bool(((temperature == 0) | (temperature == 1)).all())
+        self.greedy = arrays.add(is_greedy.copy()) if is_greedy.any() else None
+        self.temperature = arrays.add(np.where(temperature > 0, temperature, np.float32(1))[:, None])
+        u = np.zeros(0) if self.all_greedy else uniforms(rows.seed[rows.slots], rows.position[rows.slots])
+        self.u = arrays.add(u)
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -65,14 +61,13 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(logits: torch.Tensor, rows: RowSampling, u: Callable[[], torch.Tensor], history: History) -> Drawn:
-    """Draw one token for each row of logits float[N, V], which are overwritten. u: returns `rows.uniforms`, on their
-    device.
+def draw(logits: torch.Tensor, rows: RowSampling, history: History) -> Drawn:
+    """Draw one token for each row of logits float[N, V], which are overwritten.
 
     Logprobs come from softmax(logits / temperature), with 1 in the place of temperature 0 (greedy), before any filter
     or penalty, as the trainer computes them. A token of probability 0 is never drawn.
     """
-    z = logits if rows.unit_temperature else logits.div_(rows.temperature)
+    z = logits if rows.unit_temperature else logits.div_(rows.temperature())
     top = z.amax(-1, keepdim=True)
     weights, sums = _weights(z, top)
     ends = sums.double().cumsum(-1)
@@ -81,11 +76,11 @@ def draw(logits: torch.Tensor, rows: RowSampling, u: Callable[[], torch.Tensor],
         tokens = z.argmax(-1)
     else:
         for row, params in rows.filtered:
-            weights[row] = _filtered(z[row] * rows.temperature[row], params, history, row)
+            weights[row] = _filtered(z[row] * rows.temperature()[row], params, history, row)
             ends[row] = block_ends(weights[row][None])[0]
-        tokens = inverse_cdf(weights, ends, u())
+        tokens = inverse_cdf(weights, ends, rows.u())
         if rows.greedy is not None:
-            tokens = torch.where(rows.greedy, z.argmax(-1), tokens)
+            tokens = torch.where(rows.greedy(), z.argmax(-1), tokens)
     logprobs = (z.gather(1, tokens[:, None]) - lse)[:, 0].clamp_(max=0)
     extras = {row: _extras(z[row] - lse[row], want) for row, want in rows.wants}
     return Drawn(tokens, logprobs.float(), extras)

@@ -1,178 +1,196 @@
-"""The scheduler: a first-in first-out queue, a bounded set of running sequences, and shared prompts of groups.
+"""The scheduler: a first-in first-out queue, a bounded set of running sequences, and the pages that they read.
 
-Pure Python over ids and lengths, without tensors. Row i of the running store belongs to `running[i]`, and row j of
-the prompt store to `prompts[j]`.
+Over ids and lengths, without tensors. A sequence that joins finds the start of its context in the pages of others: of
+its group, of an earlier turn of its conversation, of itself before it was preempted.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from meshrl.core.types import Request, Times
-from meshrl.rollout.admission import Bounds
-from meshrl.rollout.embedded.kv_cache import CacheBound, RowCopy, arrange
-from meshrl.rollout.stop_strings import StopSearch
+from meshrl.core.types import Request
+from meshrl.rollout.embedded.kv_cache import CacheBound
+from meshrl.rollout.embedded.pages import PageTable, Prefix
+from meshrl.rollout.embedded.rows import Rows, Sequence
 
-
-@dataclass(eq=False, slots=True)
-class SharedPrompt:
-    """The equal context of several waiting sequences: computed once, copied to each, dropped when none of them waits.
-
-    last_hidden: the final hidden state of its last token, from which every sequence samples its first token.
-    """
-
-    key: bytes
-    length: int
-    row: int
-    last_hidden: Any = None
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """One unfinished request. tokens, logprobs, versions, extras: sampled by this engine, without prefix_output."""
-
-    request: Request
-    bounds: Bounds
-    stop_search: StopSearch | None
-    key: bytes = b""  # context, prefix and sampled tokens; sequences with equal keys share a prompt
-    cached: int = 0  # tokens in its row of the KV cache
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    extras: list[dict[str, np.ndarray]] = field(default_factory=list)
-    times: Times = field(default_factory=Times)
-    clock: float = field(default_factory=time.perf_counter)
-
-    @property
-    def first_position(self) -> int:
-        """Output position of the first token sampled here: a continuation starts where its prefix ends."""
-        return len(self.request.prefix_output)
-
-    @property
-    def max_cached(self) -> int:
-        """The length of its row at most: the last token that it samples is not cached."""
-        return len(self.request.context_ids) + self.first_position + self.bounds.limit - 1
-
-    def ids(self) -> np.ndarray:
-        """All tokens so far: int64[context + prefix + sampled]."""
-        parts = self.request.context_ids, self.request.prefix_output, self.tokens
-        return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
-
-    def lap(self) -> float:
-        """Seconds since the last call."""
-        before, self.clock = self.clock, time.perf_counter()
-        return self.clock - before
+SPARE_SHARE = 32  # one in so many pages stays free when a sequence joins others, which will need more
 
 
 @dataclass(slots=True)
 class Prefill:
-    """A context to compute, int64[C] ids, into a row of the running store, or of the prompt store. request: one of
-    those that have this context."""
+    """Tokens to compute: int64[C] ids from position `start` of a row on. request: one of those that have this context.
+    sequences: which continue after it; their rows need its states, and so does a snapshot."""
 
     request: Request
     ids: np.ndarray
-    row: int
-    prompt: SharedPrompt | None
+    start: int
+    slot: int
+    sequences: list[Sequence]
+    snapshot: int | None = None
 
 
 @dataclass(slots=True)
 class Admission:
-    """The sequences that join in this step, in the order of their rows, each with the prompt that it copies (None = its
-    context is computed in its own row); and the contexts to compute."""
+    """What joins in a step. The last rows are new: first `decoders`, whose context is in the cache but for its last
+    token, then as many as are in `sampled`, the prefills from whose last tokens they sample. copies: snapshots to copy
+    to new rows: (sequence, snapshot)."""
 
-    joined: list[tuple[Sequence, SharedPrompt | None]] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
+    joined: list[Sequence] = field(default_factory=list)
+    decoders: list[Sequence] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    copies: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 class Scheduler:
     """max_running: rows decoded together; urgent requests join in any case. prefill_tokens: context tokens computed in
     one step, so that many long prompts do not delay running requests; a single longer context is still admitted, alone.
-    bound: of the KV cache."""
+    has_states: layers pass states from token to token, so a context is shared as far as a snapshot of them, which is
+    made where several waiting sequences have the same context."""
 
-    def __init__(self, max_running: int, prefill_tokens: int, bound: CacheBound):
-        self.max_running, self.prefill_tokens, self.bound = max_running, prefill_tokens, bound
+    def __init__(self, max_running: int, prefill_tokens: int, bound: CacheBound, table: PageTable, has_states: bool):
+        self.max_running, self.prefill_tokens, self.bound, self.table = max_running, prefill_tokens, bound, table
+        self.has_states, table.limit = has_states, self.max_pages
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.prompts: list[SharedPrompt] = []
-        self._prompt_of_key: dict[bytes, SharedPrompt] = {}
+        self.rows = Rows()
+        self.snapshots: dict[bytes, int] = {}  # their rows, by the key of the sequences that need them
+        self.version = -1  # of the weights with which the rows sample
+        self.num_preempted = 0
         self._waiting_of_key: Counter[bytes] = Counter()
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self.rows.sequences
+
+    def max_pages(self) -> int | None:
+        """The limit of the page table."""
+        return self.bound.max_pages(len(self.rows), len(self.snapshots))
 
     def submit(self, sequence: Sequence) -> None:
         self._enqueue(sequence)
         (self.waiting.appendleft if sequence.request.is_urgent else self.waiting.append)(sequence)
 
-    def admit(self) -> Admission:
-        """Admit requests from the head of the queue while there are rows, prefill budget, and memory for all that they
-        can sample. Without running rows the first one is admitted in any case.
-
-        Waiting sequences with equal contexts share a prompt: it is computed for the first one, and the others copy it,
-        now or when they get a row.
-        """
+    def admit(self, is_ahead: bool) -> Admission:
+        """Give each running row a page for its next token, for which the youngest rows are preempted if there is none;
+        then admit requests from the head of the queue while there are rows, prefill budget and pages for their
+        contexts. Without running rows the first one is admitted in any case. is_ahead: the rows have their pages."""
         admission, budget = Admission(), self.prefill_tokens
-        longest = max((s.max_cached for s in self.running), default=0) if self.waiting else 0
-        while self.waiting and (len(self.running) < self.max_running or self.waiting[0].request.is_urgent):
+        if not is_ahead and self._make_room():
+            return admission
+        others: list[tuple[Sequence, int, np.ndarray]] = []  # sequences that sample from a prefill
+        while self.waiting and (len(self.rows) + len(others) < self.max_running or self.waiting[0].request.is_urgent):
             sequence = self.waiting[0]
-            prompt = self._prompt_of_key.get(sequence.key)
             ids = sequence.ids()
-            longest = max(longest, sequence.max_cached)
-            shares = prompt is None and self._waiting_of_key[sequence.key] > 1
-            if not self._fits(longest, len(ids) if shares else 0):
-                shares = False
-                if not self._fits(longest):
-                    if self.running:
+            found = self._found(sequence, ids)
+            shares = self._waiting_of_key[sequence.key] > 1 and len(ids) > 1
+            num_rows = len(self.rows) + len(others)
+            pending = len(admission.decoders)  # pages that they will get
+            if not self._fits(found, len(ids), num_rows, pending, shares and self.has_states):
+                shares = shares and not self.has_states
+                if not self._fits(found, len(ids), num_rows, pending, False):
+                    if num_rows:
                         break
-                    self.prompts, self._prompt_of_key, prompt = [], {}, None
-                    self.bound.clear()
-            if prompt is not None:
-                sequence.times.cached_tokens += len(ids)
-            else:
-                if admission.prefills and len(ids) > budget:
+                    self._clear()
+                    found = []
+            cached = sum(n for _, n in found)
+            end = len(ids) - 1 if shares or cached == len(ids) - 1 > 0 else len(ids)
+            if cached < end:
+                if admission.prefills and len(ids) - cached > budget:
                     break
-                budget -= len(ids)
-                if shares:
-                    prompt = SharedPrompt(sequence.key, len(ids), len(self.prompts))
-                    self.prompts.append(prompt)
-                    self._prompt_of_key[sequence.key] = prompt
-                admission.prefills.append(
-                    Prefill(sequence.request, ids, prompt.row if prompt else len(self.running), prompt)
-                )
+                budget -= len(ids) - cached
             self._dequeue(self.waiting.popleft())
             sequence.times.queue_s += sequence.lap()
-            sequence.cached = len(ids)
-            self.running.append(sequence)
-            admission.joined.append((sequence, prompt))
+            sequence.times.cached_tokens += cached
+            slot = self.table.join(found, ids[:end])
+            if cached < end:
+                prefill = Prefill(sequence.request, ids[cached:end], cached, slot, [sequence])
+                if shares and self.has_states:
+                    prefill.snapshot = self._new_snapshot(sequence.key)
+                admission.prefills.append(prefill)
+            elif self.has_states:
+                self._use_snapshot(admission, sequence)
+            if end == len(ids):
+                others.append((sequence, slot, ids))
+                admission.sampled.append(len(admission.prefills) - 1)
+            else:
+                admission.decoders.append(sequence)
+                self.rows.add(sequence, slot, ids, end)
+            admission.joined.append(sequence)
+        if admission.decoders:  # after all contexts, so that the pages of shared ones are neighbours
+            self.table.extend(self.rows.slots, self.rows.cached[self.rows.slots])
+        for sequence, slot, ids in others:
+            self.rows.add(sequence, slot, ids, len(ids))
         return admission
 
-    def _fits(self, longest: int, new_prompt: int = 0) -> bool:
-        """Whether one more running row fits, and a new shared prompt of this length (0 = none), if no row gets longer
-        than `longest`."""
-        prompts = [p.length for p in self.prompts] + [new_prompt] * (new_prompt > 0)
-        return self.bound.fits(len(self.running) + 1, longest, len(prompts), max(prompts, default=0))
+    def _found(self, sequence: Sequence, ids: np.ndarray) -> Prefix:
+        """Pages with the start of the ids, at least the last of which is computed."""
+        if self.has_states and sequence.key not in self.snapshots:
+            return []
+        found = self.table.find(ids[:-1])
+        columns = len(found) + -(-(sequence.max_cached - sum(n for _, n in found)) // self.table.page_tokens)
+        is_complete = sum(n for _, n in found) == len(ids) - 1
+        return found if columns <= self.table.num_columns and (is_complete or not self.has_states) else []
 
-    def compact(self, gone: Collection[int], sort: bool = True) -> tuple[list[RowCopy], list[RowCopy]]:
-        """Remove the rows in `gone`, drop prompts that no sequence waits for, and close the gaps. sort: see `arrange`.
+    def _fits(self, found: Prefix, length: int, num_rows: int, pending: int, has_snapshot: bool) -> bool:
+        limit = self.bound.max_pages(num_rows + 1, len(self.snapshots) + has_snapshot)
+        if limit is None:
+            return True
+        spare = max(1, limit // SPARE_SHARE) if num_rows else 0
+        idle = sum(self.table.readers[page] == 0 for page, _ in found)
+        return bool(self.table.num_needed(found, length) + spare + pending <= limit - self.table.num_used - idle)
 
-        Returns the moves of running rows and of prompt rows; the caller must move the rows of the KV cache before the
-        next step.
-        """
-        order = arrange([s.cached for s in self.running], gone, sort)
-        running = [(row, old, self.running[old].cached) for row, old in enumerate(order) if row != old]
-        self.running = [self.running[row] for row in order]
-        unused = {p.row for p in self.prompts if not self._waiting_of_key[p.key]}
-        for row in unused:
-            del self._prompt_of_key[self.prompts[row].key]
-        order = arrange([p.length for p in self.prompts], unused, sort)
-        self.prompts = [self.prompts[row] for row in order]
-        prompts = [(row, p.row, p.length) for row, p in enumerate(self.prompts) if row != p.row]
-        for row, prompt in enumerate(self.prompts):
-            prompt.row = row
-        return running, prompts
+    def _make_room(self) -> bool:
+        """Whether a row was preempted."""
+        before = self.num_preempted
+        rows, table = self.rows, self.table
+        while len(rows) and len(table.extend(rows.slots, rows.cached[rows.slots])):
+            self._preempt(len(rows) - 1)
+            self.num_preempted += 1
+            if not len(rows):
+                table.clear()  # one row fits, if no page that it shared is partly empty
+                self.snapshots.clear()
+        return self.num_preempted > before
+
+    def reserve_next(self, goes_on: np.ndarray) -> bool:
+        """A page for the token after the next one, of the rows that go on; False if there is none."""
+        slots = self.rows.slots[goes_on]
+        return not len(self.table.extend(slots, self.rows.length[slots]))
+
+    def _preempt(self, row: int) -> None:
+        """The sequence waits at the head of the queue with its tokens, and finds its pages again if they are left."""
+        sequence = self.rows.sequences[row]
+        sequence.times.decode_s += sequence.lap()
+        self._leave(sequence, comes_back=True)
+        self.rows.reorder([i for i in range(len(self.rows)) if i != row])
+        self._enqueue(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence, comes_back: bool) -> None:
+        """comes_back: its pages can be found by all its tokens that are in the cache."""
+        slot = sequence.slot
+        self.rows.take(sequence, self.version)
+        if comes_back:
+            ids = sequence.ids()
+            self.table.register(slot, ids[: min(len(ids) - 1, int(self.rows.cached[slot]))], 0)
+        self.table.leave(slot)
+        sequence.slot = -1
+
+    def compact(self, gone: Collection[int]) -> list[int]:
+        """Remove the rows in `gone`, whose sequences get their tokens; returns the old row of each that is left."""
+        for row in gone:
+            self._leave(self.rows.sequences[row], self.table.keeps_idle)
+        order = [row for row in range(len(self.rows)) if row not in gone]
+        if self.has_states:  # rows from the end fill the gaps, which moves the states of the fewest
+            movers = iter([row for row in order if row >= len(order)])
+            order = [next(movers) if row in gone else row for row in range(len(order))]
+        self.rows.reorder(order)
+        for key in [key for key in self.snapshots if not self._waiting_of_key[key]]:
+            del self.snapshots[key]
+        return order
 
     def withdraw(self, ids: Collection[str] | None) -> tuple[list[Sequence], list[int]]:
         """Remove these requests (None = all) from the queue; returns them, and the rows of those that run, for
@@ -184,13 +202,30 @@ class Scheduler:
         return left, [row for row, s in enumerate(self.running) if ids is None or s.request.id in ids]
 
     def preempt_all(self) -> None:
-        """Preempt all running sequences: they return to the head of the queue with their tokens, without a cache."""
-        for sequence in reversed(self.running):
-            sequence.cached = 0
-            sequence.times.decode_s += sequence.lap()
-            self._enqueue(sequence)
-            self.waiting.appendleft(sequence)
-        self.running, self.prompts, self._prompt_of_key = [], [], {}
+        """All running sequences return to the head of the queue with their tokens, without a cache."""
+        for row in reversed(range(len(self.rows))):
+            self._preempt(row)
+        self.table.clear()
+        self.snapshots.clear()
+
+    def _clear(self) -> None:
+        self.table.clear()
+        self.snapshots.clear()
+        self.bound.clear()
+
+    def _new_snapshot(self, key: bytes) -> int:
+        rows = set(self.snapshots.values())
+        self.snapshots[key] = next(row for row in range(len(rows) + 1) if row not in rows)
+        return self.snapshots[key]
+
+    def _use_snapshot(self, admission: Admission, sequence: Sequence) -> None:
+        """The states of its context, from a prefill of this step or of an earlier one."""
+        row = self.snapshots[sequence.key]
+        for prefill in admission.prefills:
+            if prefill.snapshot == row:
+                prefill.sequences.append(sequence)
+                return
+        admission.copies.append((sequence, row))
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.key = sequence.ids().tobytes()

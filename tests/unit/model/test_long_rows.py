@@ -10,6 +10,7 @@ import torch
 from meshrl.model.attention import KERNELS, LONG_ROW, AttentionSpec, PackedAttention
 from meshrl.model.attention_kernels import sdpa_attention
 from meshrl.rollout.embedded.cached_attention import PrefillAttention
+from meshrl.rollout.embedded.kv_cache import KVPool, Places
 
 CPU = torch.device("cpu")
 
@@ -81,7 +82,8 @@ def test_long_rows_are_those_of_cudnn(kernels_called, lengths, parents, spec, si
 
 @pytest.mark.parametrize(("length", "kernel"), [(LONG_ROW, "cudnn"), (5, "flash")])
 def test_a_sampler_computes_prompts_by_the_same_kernels(kernels_called, length, kernel):
-    pack = PrefillAttention([0, length], CPU, [], [])
+    pool, places = KVPool(length, lambda: 1), torch.stack([torch.zeros(length), torch.arange(length)]).long()
+    pack = PrefillAttention([length], CPU, pool, Places(lambda: places))
     pack.use_varlen = pack.use_cudnn = True
     q = torch.empty(1, 2, 64, dtype=torch.bfloat16)
     pack.attend(0, q, q, q, AttentionSpec(0.3))

@@ -114,7 +114,7 @@ def test_the_comments_of_the_7b_configs_hold(model: Path, engine: str):
         assert 0.5 * 80 - gb["sampler's weights"] - 22.5 == pytest.approx(2.3)
         assert "what its weights leave of 50% of the device; 57,344 bytes" in lines["sampler's cache"]
     else:
-        assert "at most 22.5 GB (256 rows x 1,536 tokens x 57,344 bytes)" in lines["sampler's cache"]
+        assert "at most 22.5 GB (256 rows, together 393,216 tokens x 57,344 bytes)" in lines["sampler's cache"]
         assert f"{128 * 1536 * 57344 / 1e9:.1f} for the 128 rows" in others.replace(" #   ", " ")
         assert sampling == round(state + gb["sampler's weights"] + gb["sampler's cache"])
 
@@ -189,10 +189,12 @@ def test_separate_samplers_and_servers_have_lines_of_their_own(model: Path):
 def test_the_limit_of_the_embedded_engines_cache_has_its_bytes_and_its_rows(model: Path):
     name, key = "qwen2-7b_gsm8k_fsdp.yaml", "rollout.embedded.kv_cache_bytes"
     lines = lines_of(name, model, f"{key}=11274289152")
-    size = "at most 11.3 GB, 128 of 256 rows x 1,536 tokens x 57,344 bytes; the other rows wait"
+    size = "at most 11.3 GB, 50% of 256 rows, together 393,216 tokens x 57,344 bytes; rows wait when it is full"
     assert lines["sampler's cache"] == f"{size}, freed while the trainer works"
     lines = lines_of(name, model, f"{key}=99999999999")
-    assert lines["sampler's cache"].startswith("at most 22.5 GB (256 rows x 1,536 tokens x 57,344 bytes), freed")
+    assert lines["sampler's cache"].startswith(
+        "at most 22.5 GB (256 rows, together 393,216 tokens x 57,344 bytes), freed"
+    )
     lines = lines_of(name, model)
     assert "57,344 bytes), or 80% of the free memory of an accelerator, freed" in lines["sampler's cache"]
 
@@ -200,18 +202,18 @@ def test_the_limit_of_the_embedded_engines_cache_has_its_bytes_and_its_rows(mode
 def test_a_step_has_no_more_rows_than_answers(model: Path):
     """An evaluation may have more, or fewer; in an asynchronous run the answers of several steps run at a time."""
     name, small = "qwen2-7b_gsm8k_fsdp.yaml", ("loop.prompts_per_step=8", "loop.samples_per_prompt=8")
-    size = "1,536 tokens x 57,344 bytes), or 80% of the free memory of an accelerator"
-    more_rows = f"at most 5.6 GB (64 rows x {size}; in evaluations at most"
+    size = "tokens x 57,344 bytes), or 80% of the free memory of an accelerator"
+    few_rows = f"at most 5.6 GB (64 rows, together 98,304 {size}"
     for more, text in (
-        (("data.eval_limit=16", "loop.eval_samples=2"), f"at most 5.6 GB (64 rows x {size}, freed"),
-        (("data.eval_limit=32", "loop.eval_samples=4"), f"{more_rows} 11.3 GB (128 rows), freed"),
-        ((), f"{more_rows} 22.5 GB (256 rows), freed"),
-        (("data.eval_path=null",), f"at most 5.6 GB (64 rows x {size}, freed"),
+        (("data.eval_limit=16", "loop.eval_samples=2"), f"{few_rows}, freed"),
+        (("data.eval_limit=32", "loop.eval_samples=4"), f"{few_rows}; in evaluations at most 11.3 GB, freed"),
+        ((), f"{few_rows}; in evaluations at most 22.5 GB, freed"),
+        (("data.eval_path=null",), f"{few_rows}, freed"),
     ):
         assert text in lines_of(name, model, *small, *more)["sampler's cache"]
     ranks = ("cluster.num_train_ranks=4", "cluster.num_rollout_ranks=4")
     lines = lines_of(name, model, *small, *ranks, "loop.kind=fully_async")
-    assert f"at most 22.5 GB (256 rows x {size}" in lines["sampler's cache"]
+    assert f"at most 22.5 GB (256 rows, together 393,216 {size}" in lines["sampler's cache"]
 
 
 def test_what_a_run_does_not_have_or_release_has_no_line(model: Path, tmp_path: Path):
@@ -242,7 +244,7 @@ def test_an_evaluation_has_no_more_rows_than_its_file(model: Path, tmp_path: Pat
     rows.write_text('{"question": "1+1", "answer": "2"}\n' * 80)
     small = ("loop.prompts_per_step=8", "loop.samples_per_prompt=8", f"data.eval_path={rows}")
     lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, *small, "loop.eval_samples=1")
-    assert "in evaluations at most 7.0 GB (80 rows)" in lines["sampler's cache"]
+    assert "in evaluations at most 7.5 GB" in lines["sampler's cache"]
     bound = f"rollout.embedded.kv_cache_bytes={72 * 1536 * 57344}"
     lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, *small, "loop.eval_samples=1", bound)
-    assert "in evaluations at most 6.3 GB (72 rows)" in lines["sampler's cache"]
+    assert "in evaluations at most 6.3 GB" in lines["sampler's cache"]

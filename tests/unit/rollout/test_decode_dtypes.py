@@ -35,7 +35,7 @@ def _answers(lm: torch.nn.Module, prompt_tokens: int) -> tuple[EmbeddedEngine, d
 
 
 def _store_as_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "tile_format", lambda device, dtype: (dtype, False))
+    monkeypatch.setattr(kv_cache, "cache_format", lambda device, dtype: (dtype, False))
 
 
 @pytest.mark.parametrize("prompt_tokens", [100, 600], ids=["short rows", "rows for the fused kernel"])
@@ -61,7 +61,7 @@ def test_the_cache_of_an_accelerator_gives_the_numbers_of_the_cpus(monkeypatch, 
     _, here = _answers(lm, 140)
     _store_as_accelerators(monkeypatch)
     engine, there = _answers(lm, 140)
-    assert engine._runner.running.layers[0][0][0].dtype == torch.bfloat16
+    assert engine._runner.pool.layers[0][0].dtype == torch.bfloat16
     for name, turn in here.items():
         assert np.array_equal(turn.output_ids, there[name].output_ids)
     off = np.concatenate([np.abs(turn.logprobs - there[name].logprobs) for name, turn in here.items()])

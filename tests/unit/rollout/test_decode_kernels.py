@@ -1,4 +1,4 @@
-"""Decode attention over tiles, and the operations of the fast decoder, in Triton's interpreter, against torch's."""
+"""Decode attention over pages, and the operations of the fast decoder, in Triton's interpreter, against torch's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from meshrl.model import kernels as decoder_kernels
 from meshrl.model.attention import AttentionSpec
 from meshrl.model.causal import CausalModel
 from meshrl.rollout.embedded import decode_graph, kernels, kv_cache, runner
-from meshrl.rollout.embedded.cached_attention import DecodeAttention, TiledAttention
-from meshrl.rollout.embedded.decode_graph import StepArrays
-from meshrl.rollout.embedded.kv_cache import KVStore, TileTable, plan_writes, rows_of_tiles
+from meshrl.rollout.embedded.cached_attention import DecodeAttention, KernelAttention, PageReads
+from meshrl.rollout.embedded.kv_cache import AddressTable, KVPool, Places
+from meshrl.rollout.embedded.pages import PageTable, places_of, places_of_last
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 6, 2, 16
@@ -26,85 +26,69 @@ HEADS, KV_HEADS, SIZE = 6, 2, 16
 @pytest.fixture(autouse=True)
 def as_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_interpreter.bf16_as_on_devices(monkeypatch)
-    monkeypatch.setattr(kv_cache, "tile_format", lambda device, dtype: (dtype, False))
+    monkeypatch.setattr(kv_cache, "cache_format", lambda device, dtype: (dtype, False))
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def _filled(lengths: np.ndarray, layers: int) -> KVStore:
-    """A store whose rows have this many tokens in each layer."""
-    store, arrays = KVStore(), StepArrays(CPU)
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    writes = plan_writes(rows, positions, arrays)
+def _filled(lengths: np.ndarray, prefix: int, layers: int) -> tuple[PageTable, KVPool, np.ndarray]:
+    """A table and its pages, whose rows have this many tokens in each layer and share the first ones if they are so
+    long; and the slots of the rows."""
+    table = PageTable(128, 4096)
+    pool = KVPool(128, lambda: table.num_pages)
+    ids = [np.concatenate([np.arange(prefix), 1000 * row + np.arange(4096)])[:n] for row, n in enumerate(lengths, 1)]
+    slots = np.array([table.join(table.find(row), row) for row in ids])
+    assert not len(table.extend(slots, lengths))
+    placed = [places_of(table, slot, np.arange(n)) for slot, n in zip(slots, lengths, strict=True)]
+    places = torch.from_numpy(np.concatenate(placed, axis=1))
     for layer in range(layers):
-        k, v = (_random(len(rows), KV_HEADS, SIZE, seed=10 * layer + i) for i in range(2))
-        store.write(layer, k, v, writes)
-    return store
+        k, v = (_random(int(lengths.sum()), KV_HEADS, SIZE, seed=10 * layer + i) for i in range(2))
+        pool.write(layer, k, v, Places(lambda: places))
+    return table, pool, slots
 
 
 @pytest.mark.parametrize("window", [None, 40, 128])
-@pytest.mark.parametrize("programs", [1, 8, 64], ids=["one split", "two splits", "more splits than chunks"])
-def test_each_row_attends_to_its_positions_in_all_tiles(programs, window, monkeypatch):
-    """Rows of one and of many tiles, of wider tiles, and empty ones; results and written keys are those of torch."""
+@pytest.mark.parametrize("programs", [1, 8, 64], ids=["one split", "two splits", "more splits than pages"])
+def test_each_row_attends_to_its_positions_in_all_pages(programs, window, monkeypatch):
+    """Rows of one and of many pages, which share a prefix that ends within a page, and empty ones; results and written
+    keys are those of torch."""
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
     lengths = np.array([1400, 1, 127, 128, 129, 300])
-    stores = [_filled(lengths - 1, 2) for _ in range(2)]
-    table = TileTable(stores[1], 4096, CPU)
-    for store in stores:
-        store.reserve(rows_of_tiles(lengths))
-    table.update()
+    tables, pools, slots = zip(*(_filled(lengths - 1, 150, 2) for _ in range(2)), strict=True)
+    assert tables[0].readers.max() == 5
+    addresses = AddressTable(pools[1], tables[1], CPU)
+    addresses.update([])
     spec = AttentionSpec(20.0 if programs == 8 else 0.3, window=window)  # scores whose exp overflows, too
     padded = torch.from_numpy(np.append(lengths, [0, 0]))
+    slots_of = torch.from_numpy(np.append(slots[1], [0, 0]))
+    places, n = torch.from_numpy(places_of_last(tables[0], slots[0], lengths - 1)), len(lengths)
     for layer in (1, 0):
         qkv = _random(len(padded), HEADS + 2 * KV_HEADS, SIZE, seed=7 + layer)
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)  # views with the strides of the fused product
-        n = len(lengths)
-        want = DecodeAttention(stores[0], lengths, StepArrays(CPU)).attend(layer, q[:n], k[:n], v[:n], spec)
-        got = TiledAttention(table, lambda: padded).attend(layer, q, k, v, spec)
+        reads = PageReads(tables[0], slots[0], CPU)
+        decode = DecodeAttention(pools[0], reads, Places(lambda: places), lambda: padded[: len(lengths)])
+        want = decode.attend(layer, q[:n], k[:n], v[:n], spec)
+        got = KernelAttention(addresses, lambda: slots_of, lambda: padded).attend(layer, q, k, v, spec)
         torch.testing.assert_close(got[:n], want, rtol=2e-2, atol=4e-3)
         assert not got[n:].any()
-        for ours, theirs in zip(stores[1].layers[layer], stores[0].layers[layer], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(pools[1].layers[layer], pools[0].layers[layer], strict=True))
 
 
-def test_rows_are_copied_in_all_layers_by_one_launch():
-    """From another store, and within one; rows of one and of many tiles, into a store without tiles."""
-    lengths = np.array([1, 128, 129, 700])
-    prompts = _filled(lengths, 2)
-    stores = [KVStore(), KVStore()]
-    tables = TileTable(stores[1], 4096, CPU), TileTable(prompts, 4096, CPU)
-    for copies in ([(3, 2, 129), (0, 3, 700), (1, 0, 1)], [(2, 0, 700), (4, 3, 129)]):
-        source = prompts if copies[0][0] == 3 else stores[1]
-        stores[0].copy_rows(prompts if copies[0][0] == 3 else stores[0], copies, CPU)
-        needed = np.zeros(5, np.int64)
-        needed[[new for new, _, _ in copies]] = [length for _, _, length in copies]
-        stores[1].reserve(rows_of_tiles(needed), source)
-        for table in tables:
-            table.update()
-        sources = tables[1].tables if source is prompts else tables[0].tables
-        moves = torch.tensor(copies).T.contiguous()
-        kernels.copy_rows(sources, tables[0].tables, tables[0].widths, moves, int(moves[2].max()), KV_HEADS, SIZE)
-        for layer in range(2):
-            for ours, theirs in zip(stores[1].layers[layer], stores[0].layers[layer], strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_the_table_follows_tiles_that_grow_and_keeps_its_address():
-    lengths = np.array([100, 90])
-    store = _filled(lengths, 1)
-    table = TileTable(store, 4096, CPU)
-    table.update()
-    tensor, before = table.bases(0), table.bases(0).clone()
-    table.update()
-    store.reserve([40, 40])
-    table.update()
-    (keys, values), (later, _) = store.layers[0]
-    assert table.bases(0).data_ptr() == tensor.data_ptr() and not torch.equal(tensor, before)
-    assert tensor[:, 0].tolist() == [keys.data_ptr(), values.data_ptr()] and tensor[0, 1] == later.data_ptr()
-    assert table.widths[[0, 7, 8, 9, 10]].tolist() == [128, 128, 256, 256, 256]
+def test_the_table_follows_pages_that_move_and_rows_that_change_and_keeps_its_addresses():
+    table, pool, slots = _filled(np.array([100, 90]), 0, 1)
+    addresses = AddressTable(pool, table, CPU)
+    addresses.update([])
+    tensor, before, pointers = addresses.bases(0), addresses.bases(0).clone(), addresses.pointers
+    addresses.update([])
+    table.join([], np.arange(3000))
+    pool.reserve()
+    addresses.update([])
+    assert addresses.pointers == pointers and not torch.equal(tensor, before)
+    assert tensor.tolist() == [x.data_ptr() for x in pool.layers[0]]
+    row = addresses.rows[slots[1]].tolist()
+    assert row[:2] == [1, table.pages[slots[1], 0]] and row[1 + table.num_columns] == 0
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"], ids=["plain", "norms of heads"])

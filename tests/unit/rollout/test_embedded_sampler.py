@@ -6,6 +6,9 @@ import torch
 from tiny_engines import ask
 
 from meshrl.core.types import mix64
+from meshrl.rollout.admission import Bounds
+from meshrl.rollout.embedded.decode_graph import StepArrays
+from meshrl.rollout.embedded.rows import Rows, Sequence
 from meshrl.rollout.embedded.sampler import RowSampling, block_ends, draw, inverse_cdf, uniforms
 
 CPU = torch.device("cpu")
@@ -20,9 +23,11 @@ def logits_of(rows=1, vocab=200, seed=0):
 
 
 def draw_many(requests, logits, position=0, history=None):
-    rows = RowSampling(requests, CPU)
-    u = torch.from_numpy(rows.uniforms(np.full(len(requests), position)))
-    return draw(logits.clone(), rows, lambda: u, history or (lambda row: np.array([0])))
+    rows, bounds = Rows(), Bounds(stop_ids=frozenset(), limit=1, limit_reason="length")
+    for slot, request in zip(reversed(range(len(requests))), requests):
+        rows.add(Sequence(request, bounds, None), slot, request.context_ids, 1)
+    rows.position[:] = position
+    return draw(logits.clone(), RowSampling(rows, StepArrays(CPU)), history or (lambda row: np.array([0])))
 
 
 def frequencies(params, logits, count=4000, history=None):

@@ -129,7 +129,7 @@ def test_a_step_that_raises_ends_its_requests_with_its_error_and_the_next_one_is
             requests = [engine.generate(ask("a", GROUP)), engine.generate(ask("b", [33]))]
             errors = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 30)
         assert [str(error) for error in errors] == ["out of memory"] * 2
-        assert engine._runner.running.num_bytes == 0
+        assert engine._runner.pool.num_bytes == 0
         return await asyncio.wait_for(engine.generate(ask("c", GROUP, seed=4)), 30)
 
     turn = asyncio.run(serve())

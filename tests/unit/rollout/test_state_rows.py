@@ -61,8 +61,8 @@ def test_the_memory_of_states_is_counted_and_freed():
 def test_the_limit_of_the_cache_counts_states():
     engine = tiny_engine(tiny_lm("mamba2"))
     run(engine, [greedy("first", 5, 2)])
-    row = engine._runner.running.row_bytes
-    assert row == engine._runner.num_bytes // len(engine._runner.running.states[0]["conv_states"])
+    row = engine._runner.pool.row_bytes
+    assert row == engine._runner.num_bytes // len(engine._runner.pool.states[0]["conv_states"])
     engine = tiny_engine(tiny_lm("mamba2"), kv_cache_bytes=3 * row)
     engine.submit(greedy("first", 5, 9))
     engine.step()
@@ -71,7 +71,7 @@ def test_the_limit_of_the_cache_counts_states():
     most = 0
     while engine.has_work:
         engine.step()
-        most = max(most, engine.stats().running, len(engine._runner.running.states[0]["conv_states"]))
+        most = max(most, engine.stats().running, len(engine._runner.pool.states[0]["conv_states"]))
     assert most == 3
 
 
