@@ -177,9 +177,10 @@ class EmbeddedEngine:
         sampling = RowSampling(rows, arrays)
         drawn = draw(runner.step(rows, admission, arrays), sampling, rows.ids)
         read = fetched(torch.stack([drawn.tokens.double(), drawn.logprobs.double()]))
-        goes_on = rows.sampled[rows.slots] + 1 < rows.limit[rows.slots]
-        if runner.looks_ahead and goes_on.any() and scheduler.reserve_next(goes_on):
-            runner.look_ahead(rows, goes_on, drawn.tokens)
+        if runner.looks_ahead:
+            goes_on = rows.sampled[rows.slots] + 1 < rows.limit[rows.slots]
+            if goes_on.any() and scheduler.reserve_next(goes_on):
+                runner.look_ahead(rows, goes_on, drawn.tokens)
         tokens, logprobs = read().cpu().numpy()
         done = self._record(rows, tokens.astype(np.int64), logprobs, drawn.extras)
         for sequence in admission.joined:
@@ -245,7 +246,7 @@ class EmbeddedEngine:
             context_ids=s.request.context_ids,
             output_ids=s.tokens,
             logprobs=s.logprobs,
-            versions=np.repeat(*np.array(s.versions, np.int32).reshape(-1, 2).T).astype(np.int32),
+            versions=np.concatenate([np.full(n, version, np.int32) for version, n in s.versions or [(0, 0)]]),
             stop_reason=reason,
             routed_experts=None if routes is None else _routes_of(s, routes),
             extras={name: np.stack([e[name] for e in s.extras]) for name in (s.extras[0] if s.extras else ())},

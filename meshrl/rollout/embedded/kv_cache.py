@@ -212,21 +212,21 @@ class AddressTable:
 
     def update(self, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
         """To be called before a step; sends these arrays, too."""
-        table, bases = self._table, torch.zeros((0, 2), dtype=torch.int64)
-        if self._seen != self.pool.num_changes:
+        table, moved = self._table, self._seen != self.pool.num_changes
+        if not (arrays or moved or table.changed):
+            return []
+        addresses = [[x.data_ptr() for x in pair] for pair in self.pool.layers.values()] if moved else []
+        if moved:
             self._seen = self.pool.num_changes
-            bases = torch.tensor([[x.data_ptr() for x in pair] for pair in self.pool.layers.values()]).view(-1, 2)
             self._index = {layer: i for i, layer in enumerate(self.pool.layers)}
         if (missing := len(table.counts) - len(self.rows)) > 0:
             more = torch.zeros((missing, 2 * table.num_columns + 2), dtype=torch.int32, device=self._device)
             self.rows = more if not len(self.rows) else torch.cat([self.rows, more])
         changed = np.array(sorted(table.changed), np.int64)
         table.changed.clear()
-        if not arrays and not len(bases) and not len(changed):
-            return []
         of_rows = [table.counts[changed, None].astype(np.int32), table.pages[changed], table.starts[changed]]
-        own = bases, torch.from_numpy(changed), torch.from_numpy(np.concatenate(of_rows, axis=1))
-        *sent, bases, slots, rows = upload([*arrays, *own], self._device)
+        own = [np.array(addresses, np.int64).reshape(-1, 2), changed, np.concatenate(of_rows, axis=1)]
+        *sent, bases, slots, rows = upload([*arrays, *map(torch.from_numpy, own)], self._device)
         if len(bases):
             self._bases = self._bases if self._bases.shape == bases.shape else torch.empty_like(bases)
             self._bases.copy_(bases)

@@ -6,8 +6,10 @@ A sequence has a slot while it runs, the same as in the page table; `slots` is t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from meshrl.core.types import Request, SamplingParams, Times
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.stop_strings import StopSearch
 
+T = TypeVar("T")
 _MORE_TOKENS = 512  # columns by which the arrays of sampled tokens grow
 
 
@@ -92,7 +95,14 @@ class Rows:
         self.tokens: np.ndarray = np.zeros((0, _MORE_TOKENS), np.int32)
         self.logprobs: np.ndarray = np.zeros((0, _MORE_TOKENS), np.float32)
         self._stops, self._stop_array = set[int](), np.zeros(0, np.int64)  # of all rows, and of some that have ended
+        self._fixed: Any = None
         self._set_fields(np.zeros(0, _FIELDS))
+
+    def fixed(self, make: Callable[[Rows], T]) -> T:
+        """What `make` returns for these rows; made again when rows join or leave."""
+        if self._fixed is None:
+            self._fixed = make(self)
+        return self._fixed  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -112,7 +122,7 @@ class Rows:
         self._fit(sampled)
         self.tokens[slot, :sampled], self.logprobs[slot, :sampled] = sequence.tokens, sequence.logprobs
         self.sequences.append(sequence)
-        self.slots = np.append(self.slots, slot)
+        self.slots, self._fixed = np.append(self.slots, slot), None
         if not sequence.bounds.stop_ids <= self._stops:
             self._stops |= sequence.bounds.stop_ids
             self._stop_array = np.array(sorted(self._stops), np.int64)
@@ -127,7 +137,7 @@ class Rows:
     def reorder(self, order: Seq[int]) -> None:
         """order: the old place of each row that is left."""
         self.sequences = [self.sequences[row] for row in order]
-        self.slots = self.slots[np.array(order, np.int64)]
+        self.slots, self._fixed = self.slots[np.array(order, np.int64)], None
         if not order:
             self._stops.clear()
 
@@ -141,9 +151,8 @@ class Rows:
     def append(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """One token of each row; returns the rows that may end with it: at their limit, or with a token that is a stop
         id of any row."""
-        slots = self.slots
-        self._fit(int(self.sampled[slots].max()) + 1)
-        at = self.sampled[slots]
+        slots, at = self.slots, self.sampled[self.slots]
+        self._fit(int(at.max()) + 1)
         self.tokens[slots, at], self.logprobs[slots, at] = tokens, logprobs
         self.last[slots] = tokens
         for count in (self.length, self.position, self.sampled):

@@ -14,7 +14,7 @@ from meshrl.core.device import has_triton, upload
 from meshrl.model.causal import CausalModel
 from meshrl.model.costs import token_bytes
 from meshrl.model.fast_decoder import FastDecoder
-from meshrl.model.inputs import model_kwargs, positions
+from meshrl.model.inputs import model_kwargs
 from meshrl.model.logprob import Head
 from meshrl.model.routing import Routing
 from meshrl.plan.sizes import page_tokens
@@ -104,9 +104,9 @@ class Runner:
             weight = self.model.head().weight
             return weight.new_empty(0, weight.shape[1])
         self.pool.reserve()
-        starts, lengths = (np.array(x, np.int64) for x in ([p.start for p in prefills], [len(p.ids) for p in prefills]))
-        ids = arrays.add(np.concatenate([*(p.ids for p in prefills), rows.last[slots]]))
-        places = arrays.add(np.concatenate([positions(starts, lengths), rows.cached[slots]]))
+        tokens, at = [p.ids for p in prefills], [np.arange(p.start, p.start + len(p.ids)) for p in prefills]
+        ids = arrays.add(np.concatenate([*tokens, rows.last[slots]]))
+        places = arrays.add(np.concatenate([*at, rows.cached[slots]]))
         kwargs = model_kwargs((p.request, p.start, p.start + len(p.ids)) for p in prefills)
         sent = {name: arrays.add(array) for name, array in kwargs.items()}
         context = self._context(rows, slots, admission, arrays)

@@ -41,18 +41,28 @@ class RowSampling:
     """Sampling parameters of N rows as tensors; they are sent with the other arrays of a step."""
 
     def __init__(self, rows: Rows, arrays: StepArrays):
-        temperature = rows.temperature[rows.slots]
-        special = [(int(row), rows.sequences[row].request) for row in np.flatnonzero(rows.is_special[rows.slots])]
-        self.filtered = [(row, request.sampling) for row, request in special if filters(request.sampling)]
-        self.wants = [(row, request.want) for row, request in special if request.want]
-        is_greedy = temperature == 0
-        is_greedy[[row for row, _ in self.filtered]] = False
-        self.all_greedy = bool(is_greedy.all())
+        fixed = rows.fixed(_FixedSampling)
+        self.filtered, self.wants, self.all_greedy = fixed.filtered, fixed.wants, fixed.all_greedy
+        self.unit_temperature = fixed.unit_temperature
+        self.greedy = arrays.add(fixed.is_greedy) if fixed.is_greedy.any() else None
+        self.temperature = arrays.add(fixed.temperature)
+        self.u = arrays.add(np.zeros(0) if self.all_greedy else uniforms(fixed.seeds, rows.position[rows.slots]))
+
+
+class _FixedSampling:
+    """What is the same in all steps of these rows. A row with filters is not greedy: they may select its tokens."""
+
+    def __init__(self, rows: Rows):
+        temperature, special = rows.temperature[rows.slots], np.flatnonzero(rows.is_special[rows.slots]).tolist()
+        requests = [(row, rows.sequences[row].request) for row in special]
+        self.filtered = [(row, request.sampling) for row, request in requests if filters(request.sampling)]
+        self.wants = [(row, request.want) for row, request in requests if request.want]
+        self.is_greedy = temperature == 0
+        self.is_greedy[[row for row, _ in self.filtered]] = False
+        self.all_greedy = bool(self.is_greedy.all())
         self.unit_temperature = bool(((temperature == 0) | (temperature == 1)).all())
-        self.greedy = arrays.add(is_greedy.copy()) if is_greedy.any() else None
-        self.temperature = arrays.add(np.where(temperature > 0, temperature, np.float32(1))[:, None])
-        u = np.zeros(0) if self.all_greedy else uniforms(rows.seed[rows.slots], rows.position[rows.slots])
-        self.u = arrays.add(u)
+        self.temperature = np.where(temperature > 0, temperature, np.float32(1))[:, None]
+        self.seeds = rows.seed[rows.slots]
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
