@@ -248,11 +248,12 @@ async def probe_result(job: Job) -> list[Metric]:
 
 
 def contexts_to_probe(samples: Sequence[Sample]) -> list[np.ndarray] | None:
-    """What precedes the sampled tokens in the two shortest rows of different groups: contexts of real requests, cut to
-    _CONTEXT_TOKENS. None if no row has a sampled token."""
+    """What precedes the sampled tokens in the two shortest rows of different groups: contexts of real requests, of long
+    ones the first and last parts, together _CONTEXT_TOKENS. None if no row has a sampled token."""
     contexts: dict[str, np.ndarray] = {}
     for sample in samples:
         context = sample.tokens[: sample.mask.argmax()]
         if sample.mask.any() and len(context) < len(contexts.get(sample.group_id, sample.tokens)):
             contexts[sample.group_id] = context
-    return [context[:_CONTEXT_TOKENS] for context in sorted(contexts.values(), key=len)[: NUM_PROBES // 2]] or None
+    shortest, part = sorted(contexts.values(), key=len)[: NUM_PROBES // 2], _CONTEXT_TOKENS // 2
+    return [x if len(x) <= 2 * part else np.concatenate([x[:part], x[-part:]]) for x in shortest] or None

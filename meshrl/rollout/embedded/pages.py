@@ -78,21 +78,13 @@ class PageTable:
             at, parent = at + found[-1][1], (int(self._serial[pages[best]]), found[-1][1])
         return found
 
-    def num_available(self, found: Prefix = ()) -> int | None:  # type: ignore[assignment]
-        """Pages that a row which reads these could get; None = no limit."""
-        limit = self.limit()
-        if limit is None:
-            return None
-        idle = sum(self.readers[page] == 0 for page, _ in found)
-        return limit - self.num_used - idle
-
     def num_needed(self, found: Prefix, length: int) -> int:
         """New pages for a row of this length which reads the found ones."""
         return -(-(length - sum(n for _, n in found)) // self.page_tokens)
 
     def join(self, found: Prefix, ids: np.ndarray) -> int:
         """A new row that reads the found pages, and gets new ones for the rest of ids int64[T], which can be found from
-        now on; returns its slot. The caller has asked for `num_available`."""
+        now on; returns its slot. The caller has compared `num_needed` with the limit."""
         slot = self._free_slots.pop() if self._free_slots else self._new_slot()
         pages = [page for page, _ in found]
         continues = bool(found) and self.readers[pages[-1]] == 0 and self._known[pages[-1]] == found[-1][1]
