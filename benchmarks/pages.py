@@ -9,6 +9,7 @@ with lognormal lengths (mean 1,236), when all rows are at half of their lengths 
 
 admitted_rows: rows that run on average in a cache of 268,000 tokens, with prompts of 200 tokens, max_new_tokens 32,768
 and answers of 8,192 tokens on average (lognormal), over as many as fit when each reserves what it may sample.
+tokens_computed_again: of preempted rows, over all sampled tokens.
 
 prompt_reads: pages with the prompts' keys and values that a decode step reads for a group of 8, over what 8 rows read
 that each have their own.
@@ -109,9 +110,10 @@ def count_rows(report: Report, args: argparse.Namespace) -> None:
     for row in range(num):
         request = Request(id=f"{row}", context_ids=np.full(PROMPT, row, np.int32), max_new_tokens=LONGEST)
         scheduler.submit(Sequence(request, Bounds(stop_ids=frozenset(), limit=LONGEST, limit_reason="length"), None))
-    running, rows = [], scheduler.rows
+    running, rows, computed = [], scheduler.rows, 0
     while scheduler.waiting or len(rows):
         admission = scheduler.admit(is_ahead=False)
+        computed += sum(len(prefill.ids) for prefill in admission.prefills)
         decoding = slice(0, len(rows) - len(admission.sampled))
         rows.cached[rows.slots[decoding]] += 1
         rows.append(np.zeros(len(rows), np.int64), np.zeros(len(rows), np.float32))
@@ -123,6 +125,7 @@ def count_rows(report: Report, args: argparse.Namespace) -> None:
     reserving = max(1, CACHE_TOKENS // (PROMPT + LONGEST))
     report.figure("rows_admitted", float(np.mean(running)))
     report.figure("rows_preempted", scheduler.num_preempted)
+    report.figure("tokens_computed_again", (computed - num * PROMPT) / lengths.sum())
     report.bar("admitted_rows", np.mean(running) / min(reserving, 6), at_least=5)
 
 

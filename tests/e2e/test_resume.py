@@ -305,7 +305,7 @@ def test_convert_makes_the_same_model_folder_as_the_run(undisturbed, tmp_path, c
         for (name, p), (_, q) in zip(*(model.named_parameters() for model in models), strict=True):
             assert torch.equal(p, q), name
         assert AutoTokenizer.from_pretrained(out).chat_template
-    assert main(["convert", str(undisturbed / "checkpoints" / "step_000003"), str(tmp_path / "3")]) == 1
+    assert main(["convert", str(undisturbed / "checkpoints" / "step_000003"), str(tmp_path / "3")]) == 2
     assert "already exists" in capsys.readouterr().err
 
 

@@ -59,7 +59,8 @@ class Runner:
         self.model, self.device = model, device
         self._fast, self._hidden = fast, model.hidden if fast is None else fast.hidden
         self._head: Head | None = None  # prepared for these weights, like the fast decoder
-        self.table = PageTable(page_tokens(device.type), max_context_tokens, keeps_idle)
+        # Without the states at their end, the pages of a context are of no use.
+        self.table = PageTable(page_tokens(device.type), max_context_tokens, keeps_idle and not model.has_states)
         self.pool, self.snapshots = (KVPool(self.table.page_tokens, lambda: self.table.num_pages) for _ in range(2))
         self.kernels_fit = routing is None and has_triton(device)  # all layers; prefill may show that one does not
         self._addresses = AddressTable(self.pool, self.table, device)

@@ -17,7 +17,9 @@ from meshrl.rollout.embedded.kv_cache import CacheBound
 from meshrl.rollout.embedded.pages import PageTable, Prefix
 from meshrl.rollout.embedded.rows import Rows, Sequence
 
-SPARE_SHARE = 32  # one in so many pages stays free when a sequence joins others, which will need more
+SPARE_SHARE = (
+    8  # one in so many pages stays free when a sequence joins others, which will need more; fewer cost preemptions
+)
 
 
 @dataclass(slots=True)

@@ -211,7 +211,7 @@ def test_all_wrong_keys_of_a_usual_config_of_another_framework_are_named(write: 
         ("num_generation=8", "num_generations of TRL is loop.samples_per_prompt here."),
         ("train.optimizer.beta=1", "Nearest: train.optimizer.betas."),
         ("train.lr=1", "Nearest: train.optimizer.lr."),
-        ("rollout.temprature=1", "Nearest: rollout.sampling.temperature, rollout.eval_sampling.temperature."),
+        ("rollout.temprature=1", "Nearest: rollout.sampling.temperature, rollout.eval_sampling.temperature, "),
         ("train.name=1", "Nearest: run.name."),
         ("loop.num_train_steps=1", "no known key is similar"),
         ("some.enable=1", "no known key is similar"),
