@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from meshrl.model import kernels as head
+from meshrl.model.attention import Rotation
 from meshrl.model.logprob import CHUNK_LOGITS
 from meshrl.rollout.embedded import kernels as decode
 from meshrl.sync import kernels as sync
@@ -101,31 +102,37 @@ def delta() -> None:
     sync.compact_kernel[(1,)](source, base, bits, sums, indices, bits, len(base), **constants)
 
 
-def decode_attention(rows: int, heads: int, kv_heads: int, size: int) -> None:
-    """Of a layer."""
+def decode_attention(rows: int, heads: int, kv_heads: int, size: int, rotates: bool, norms: bool = False) -> None:
+    """Of a layer, over pages of 128 tokens, of which a row has up to 64. rotates: as for the fast decoder; norms: whose
+    heads have norms."""
     qkv = torch.empty(rows, heads + 2 * kv_heads, size, dtype=torch.bfloat16, device="meta")
-    integers = torch.empty(2, rows, dtype=torch.int64, device="meta")
-    decode.attend(*qkv.split([heads, kv_heads, kv_heads], dim=1), integers, integers[0], integers[0], 0.1, None)
+    integers = torch.empty(3, rows, dtype=torch.int64, device="meta")
+    table = integers[0, :2], torch.empty(rows, 130, dtype=torch.int32, device="meta"), *integers[1:]
+    rotation = Rotation(qkv[:, :1], qkv[:, :1], (qkv[0, 0], qkv[0, 0], 1e-6) if norms else None)
+    parts = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    decode.attend(*parts, *table, 128, 0.1, None, rotation if rotates else None)
 
 
 def between_products() -> None:
     """What the fast decoder computes there, for 256 rows."""
     qkv, x = (torch.empty(256, *shape, dtype=torch.bfloat16, device="meta") for shape in ((36, 128), (2 * DIM,)))
-    head.rotate(qkv, qkv[:, :1], qkv[:, :1], (28, 4), (qkv[0, 0], qkv[0, 0], 1e-6))
+    head.rotate(qkv, (28, 4), Rotation(qkv[:, :1], qkv[:, :1], (qkv[0, 0], qkv[0, 0], 1e-6)))
     head.gate(x)
-    head.norm(x, x[0], 1e-6)
+    head.norm(x, x[0], 1e-6, x)
 
 
 HEAD = ("forward_kernel", "backward_kernel")
-ATTEND = ("write_kernel", "attend_kernel", "merge_kernel")
+ATTEND = ("attend_kernel", "merge_kernel")
 DECODER = ("norm_kernel", "rotate_kernel", "gate_kernel")
 CASES: dict[str, tuple[Any, tuple[str, ...], Callable[[], None]]] = {
     "logprob, entropy": (head, HEAD, score),
     "with bias, softcap": (head, HEAD, lambda: score(True, 30.0)),
     "a part of the vocabulary": (head, HEAD, lambda: score(vocab=VOCAB // 4, with_lse=True)),  # of one of 4 tp ranks
     "one token, 129 columns": (head, HEAD, lambda: score(tokens=1, vocab=129)),  # the last slice has one column
-    "decode, 256 rows": (decode, ATTEND, lambda: decode_attention(256, 28, 4, 128)),
-    "decode, one row": (decode, ATTEND, lambda: decode_attention(1, 14, 2, 64)),
+    "decode, 256 rows": (decode, ATTEND, lambda: decode_attention(256, 28, 4, 128, rotates=True)),
+    "with norms of heads": (decode, ATTEND, lambda: decode_attention(256, 28, 4, 128, rotates=True, norms=True)),
+    "own forward": (decode, ATTEND, lambda: decode_attention(256, 28, 4, 128, rotates=False)),
+    "decode, one row": (decode, ATTEND, lambda: decode_attention(1, 14, 2, 64, rotates=True)),
     "fast decoder": (head, DECODER, between_products),
     "digest of a transfer": (sync, ("sum64_kernel",), digest),
     "changes, fp32 to bf16": (sync, ("count_kernel", "compact_kernel"), delta),

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,27 @@ class AttentionContext(Protocol):
     def mix(self, layer: int, x: torch.Tensor, compute: StateCompute) -> Outs:
         """The outputs [T, ...] of a layer with a state for its input x [T, ...]. compute: (rows [B, L, ...], the cache
         of their states, None = without a past that is kept) -> outputs [B, L, ...]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """cos, sin [T, 1, D], the first half of sin negated. norms: of query and key heads, which come before: the weights
+    of both RMSNorms, and their eps."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
+
+
+@runtime_checkable
+class RotatingContext(AttentionContext, Protocol):
+    """Rotates queries and keys itself."""
+
+    def attend_rotated(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, rotation: Rotation
+    ) -> torch.Tensor:
+        """As `attend`, of q and k before the rotation."""
         ...
 
 

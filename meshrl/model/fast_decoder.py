@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from meshrl.config.model import num_positions
 from meshrl.core.device import has_triton
-from meshrl.model.attention import AttentionContext, AttentionSpec, PackedAttention
+from meshrl.model.attention import AttentionContext, AttentionSpec, PackedAttention, RotatingContext, Rotation
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import Adapter, adapter_of, base_layer_of
 from meshrl.model.prepack import Product, prepacked
@@ -54,9 +54,10 @@ class FastDecoder:
         """As CausalModel.hidden: tokens int64[T], position_ids int64[T] -> final hidden states [T, D]."""
         x = F.embedding(tokens, self.embedding)
         cos, sin = self._rotation(x, position_ids)
+        added = None
         for layer in self.layers:
-            x = layer(x, cos, sin, context)
-        return self.norm(x)
+            added = layer(x, added, cos, sin, context)
+        return self.norm(x, added)
 
     def _rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, 1, S], from a table of all positions: its size must not depend on position_ids, which
@@ -205,10 +206,13 @@ class _Norm:
     def __init__(self, module: Any):
         self.weight, self.eps = module.weight, module.variance_epsilon
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+        """added: is added to x before, in its memory."""
         kernels = _kernels(x)
         if kernels is not None and x.dim() == 2:
-            return kernels.norm(x, self.weight, self.eps)  # type: ignore[no-any-return]
+            return kernels.norm(x, self.weight, self.eps, added)  # type: ignore[no-any-return]
+        if added is not None:
+            x += added
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(_scalar(self.eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
@@ -231,32 +235,41 @@ class _Layer:
         self.fused = [self.qkv, self.out, self.gate_up, self.down]
 
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        context: AttentionContext,
     ) -> torch.Tensor:
-        """Overwrites and returns x [T, D]; cos and sin [T, 1, S], the first half of sin negated."""
-        h, k = self.heads
-        qkv = self.qkv(self.before_attention(x)).view(x.shape[0], h + 2 * k, -1)
-        qk = self._rotated(qkv, cos, sin)
-        attended = context.attend(self.index, qk[:, :h], qk[:, h:], qkv[:, h + k :], self.spec)
-        x += self.out(attended.reshape(x.shape[0], -1))
-        gate_up, kernels = self.gate_up(self.before_mlp(x)), _kernels(x)
-        if kernels is not None:
-            x += self.down(kernels.gate(gate_up))
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)
-            x += self.down(F.silu(gate).mul_(up))
-        return x
+        """The result of the MLP, which the next norm adds to x [T, D]. x: gets `added`, the result of the layer before,
+        and that of the attention. cos and sin [T, 1, S], the first half of sin negated."""
+        qkv = self.qkv(self.before_attention(x, added)).view(x.shape[0], sum(self.heads) + self.heads[1], -1)
+        attended = self._attended(qkv, cos, sin, context)
+        gate_up = self.gate_up(self.before_mlp(x, self.out(attended.reshape(x.shape[0], -1))))
+        if (kernels := _kernels(x)) is not None:
+            return self.down(kernels.gate(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))
 
-    def _rotated(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Queries and keys [T, H + K, S]."""
+    def _attended(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        """qkv [T, H + 2 K, S] -> [T, H, S]"""
         (h, k), norms, kernels = self.heads, self.head_norms, _kernels(qkv)
+        q, keys, values = qkv.split([h, k, k], dim=1)
         if kernels is not None:
             weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
-            return kernels.rotate(qkv, cos, sin, self.heads, weights)  # type: ignore[no-any-return]
-        qk = qkv[:, : h + k]
-        if norms is not None:
-            qk = torch.cat([norms[0](qk[:, :h]), norms[1](qk[:, h:])], dim=1)
-        return (qk * cos).addcmul_(qk.roll(qk.shape[-1] // 2, -1), sin)
+            rotation = Rotation(cos, sin, weights)
+            if isinstance(context, RotatingContext):
+                return context.attend_rotated(self.index, q, keys, values, self.spec, rotation)
+            qk = kernels.rotate(qkv, self.heads, rotation)
+        else:
+            qk = qkv[:, : h + k]
+            if norms is not None:
+                qk = torch.cat([norms[0](q), norms[1](keys)], dim=1)
+            qk = (qk * cos).addcmul_(qk.roll(qk.shape[-1] // 2, -1), sin)
+        return context.attend(self.index, qk[:, :h], qk[:, h:], values, self.spec)
 
 
 def _kernels(x: torch.Tensor) -> Any:

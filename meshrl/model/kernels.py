@@ -11,8 +11,9 @@ at a time as the caller allows; the two products with it are matrix products of 
 
 Letters: N tokens, D hidden size, V vocabulary, S splits of the vocabulary.
 
-Then what the fast decoder computes between its matrix products: one launch each for norm, rotation and gate. Each
-result is rounded where Transformers' modules round it, so sampler and trainer differ by the order of sums alone.
+Then what the fast decoder computes between its matrix products: one launch each for sum and norm, rotation (decode
+attention has its own) and gate. Each result is rounded where Transformers' modules round it, so sampler and trainer
+differ by the order of sums alone.
 
 Letters: T tokens, D hidden size, H query heads, K key heads, S head size, F inner size of the MLP.
 """
@@ -23,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from meshrl.model.attention import Rotation
 from meshrl.model.logprob import Head
 
 BLOCK_N, BLOCK_V, BLOCK_D = 128, 128, 64
@@ -194,45 +196,50 @@ def _rounded(x, like):
 
 
 @triton.jit
-def norm_kernel(x, weight, out, D, eps, SIZE: tl.constexpr):
-    """RMSNorm of a token."""
+def norm_kernel(x, added, weight, out, D, eps, SIZE: tl.constexpr):
+    """RMSNorm of a token, to which `added` is added before, if it is not None."""
     d = tl.arange(0, SIZE)
     place = tl.program_id(0).to(tl.int64) * D + d
     row = tl.load(x + place, mask=d < D, other=0.0).to(tl.float32)
+    if added is not None:
+        row = _rounded(row + tl.load(added + place, mask=d < D, other=0.0).to(tl.float32), x)
+        tl.store(x + place, row, mask=d < D)
     row = _rounded(row * tl.rsqrt(tl.sum(row * row, 0) / D + eps), x)
     tl.store(out + place, row * tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32), mask=d < D)
 
 
 @triton.jit
-def _of_heads(q_weight, k_weight, places, of_q, of_k):
-    """The weights of the norms of query heads and of key heads, in one tensor."""
-    of_queries = tl.load(q_weight + places, mask=of_q, other=0.0).to(tl.float32)
-    return of_queries + tl.load(k_weight + places, mask=of_k, other=0.0).to(tl.float32)
+def load_rotated(x, cos, sin, weight, eps, head, s, inside, S: tl.constexpr):
+    """Rotated heads of a token in fp32, of pointers to its first head, cosines and sines; head [N, 1] and s [1, SIZE]
+    are the places, `inside` those that exist. weight: of the heads' RMSNorm; None = they have none."""
+    other = tl.where(s < S // 2, s + S // 2, s - S // 2)
+    a = tl.load(x + head * S + s, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + head * S + other, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        scale = tl.rsqrt(tl.sum(a * a, 1, keep_dims=True) / S + eps)
+        of_a = tl.load(weight + s, mask=s < S, other=0.0).to(tl.float32)
+        of_b = tl.load(weight + other, mask=s < S, other=0.0).to(tl.float32)
+        a, b = _rounded(_rounded(a * scale, x) * of_a, x), _rounded(_rounded(b * scale, x) * of_b, x)
+    c = tl.load(cos + s, mask=s < S, other=0.0).to(tl.float32)
+    d = tl.load(sin + s, mask=s < S, other=0.0).to(tl.float32)
+    return _rounded(a * c, x) + _rounded(b * d, x)
 
 
 @triton.jit
 def rotate_kernel(
     qkv, cos, sin, q_weight, k_weight, out, stride, num_heads, num_query_heads, eps,
-    HEADS: tl.constexpr, S: tl.constexpr, SIZE: tl.constexpr,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, S: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """A program rotates all heads of a token. cos and sin [T, S], the first half of sin negated."""
     token = tl.program_id(0).to(tl.int64)
-    head, s = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
-    other = tl.where(s < S // 2, s + S // 2, s - S // 2)
+    x, out = qkv + token * stride, out + token * num_heads * S
+    cos, sin, s = cos + token * S, sin + token * S, tl.arange(0, SIZE)[None, :]
+    head = tl.arange(0, HEADS)[:, None]
+    inside = (head < num_query_heads) & (s < S)
+    tl.store(out + head * S + s, load_rotated(x, cos, sin, q_weight, eps, head, s, inside, S), mask=inside)
+    head = num_query_heads + tl.arange(0, KEY_HEADS)[:, None]
     inside = (head < num_heads) & (s < S)
-    x = tl.load(qkv + token * stride + head * S + s, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(qkv + token * stride + head * S + other, mask=inside, other=0.0).to(tl.float32)
-    if q_weight is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / S + eps)
-        of_q, of_k = inside & (head < num_query_heads), inside & (head >= num_query_heads)
-        places = s + tl.zeros((HEADS, 1), tl.int32), other + tl.zeros((HEADS, 1), tl.int32)
-        of_x = _of_heads(q_weight, k_weight, places[0], of_q, of_k)
-        of_y = _of_heads(q_weight, k_weight, places[1], of_q, of_k)
-        x = _rounded(_rounded(x * scale, qkv) * of_x, qkv)
-        y = _rounded(_rounded(y * scale, qkv) * of_y, qkv)
-    c = tl.load(cos + token * S + s, mask=s < S, other=0.0).to(tl.float32)
-    d = tl.load(sin + token * S + s, mask=s < S, other=0.0).to(tl.float32)
-    tl.store(out + (token * num_heads + head) * S + s, _rounded(x * c, qkv) + _rounded(y * d, qkv), mask=inside)
+    tl.store(out + head * S + s, load_rotated(x, cos, sin, k_weight, eps, head, s, inside, S), mask=inside)
 
 
 @triton.jit
@@ -245,31 +252,25 @@ def gate_kernel(gate_up, out, F, BLOCK: tl.constexpr):
     tl.store(out + token * F + f, _rounded(gate / (1 + tl.exp(-gate)), gate_up) * up, mask=f < F)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of x [T, D]."""
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None) -> torch.Tensor:
+    """RMSNorm of x [T, D]. added [T, D]: is added to x before, in its memory."""
     out = torch.empty_like(x)
     if len(x):
         size = triton.next_power_of_2(x.shape[1])
-        norm_kernel[(len(x),)](x, weight, out, x.shape[1], eps, SIZE=size, num_warps=max(1, min(8, size // 512)))
+        norm_kernel[(len(x),)](x, added, weight, out, x.shape[1], eps, SIZE=size, num_warps=max(1, min(8, size // 512)))
     return out
 
 
-def rotate(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    heads: tuple[int, int],
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-) -> torch.Tensor:
-    """Rotated queries and keys [T, H + K, S] of qkv [T, H + 2 K, S]. heads: H and K. norms: weights of the RMSNorms of
-    query heads and of key heads, and their eps."""
+def rotate(qkv: torch.Tensor, heads: tuple[int, int], rotation: Rotation) -> torch.Tensor:
+    """Rotated queries and keys [T, H + K, S] of qkv [T, H + 2 K, S]. heads: H and K."""
     num_tokens, num_heads, size = len(qkv), sum(heads), qkv.shape[2]
     out = torch.empty((num_tokens, num_heads, size), dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    q_weight, k_weight, eps = rotation.norms or (None, None, 0.0)
     if num_tokens:
         rotate_kernel[(num_tokens,)](
-            *(qkv, cos, sin, q_weight, k_weight, out, qkv.stride(0), num_heads, heads[0], eps),
-            HEADS=triton.next_power_of_2(num_heads), S=size, SIZE=triton.next_power_of_2(size),
+            *(qkv, rotation.cos, rotation.sin, q_weight, k_weight, out, qkv.stride(0), num_heads, heads[0], eps),
+            HEADS=triton.next_power_of_2(heads[0]), KEY_HEADS=triton.next_power_of_2(heads[1]),
+            S=size, SIZE=triton.next_power_of_2(size),
         )  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.core.device import upload
-from meshrl.model.attention import AttentionSpec, Outs, PackedAttention, StateCompute
+from meshrl.model.attention import AttentionSpec, Outs, PackedAttention, Rotation, StateCompute
 from meshrl.model.attention_kernels import wide_product
 from meshrl.model.state_layers import StateCache
 from meshrl.rollout.embedded.kv_cache import AddressTable, KVPool, Places
@@ -299,11 +299,23 @@ class KernelAttention(DecodeAttention):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
+        return self.attend_rotated(layer, q, k, v, spec, None)
+
+    def attend_rotated(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """As for `RotatingContext`; None = q and k are rotated."""
         from meshrl.rollout.embedded.kernels import attend  # Triton is not installed everywhere
 
         table, slots, lengths = self._table, self._slots(), self._lengths()
-        width = table.pool.page_tokens
-        return attend(q, k, v, table.bases(layer), table.rows, slots, lengths, width, spec.scale, spec.window)
+        width, window = table.pool.page_tokens, spec.window
+        return attend(q, k, v, table.bases(layer), table.rows, slots, lengths, width, spec.scale, window, rotation)
 
 
 def fit_kernels(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> bool:

@@ -1,8 +1,9 @@
-"""Decode attention over the pages of the KV cache, in Triton: three launches a layer, whatever the rows and their
+"""Decode attention over the pages of the KV cache, in Triton: two launches a layer, whatever the rows and their
 lengths. `cached_attention.KernelAttention` imports this file on devices for which `has_triton` holds.
 
-A row is cut into splits, which different programs read at the same time; `merge_kernel` joins their results. Sizes that
-change from step to step are read from the device, so that a recorded launch is valid for later steps.
+A row is cut into splits, which different programs read at the same time; `merge_kernel` joins their results. The new
+token of a row is the first of split 0, whose program writes its key and value to the page. Sizes that change from step
+to step are read from the device, so that a recorded launch is valid for later steps.
 
 Letters: N rows, H query heads, K key heads, S head size, P pages, W tokens of a page.
 """
@@ -13,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from meshrl.model.attention import Rotation
+from meshrl.model.kernels import load_rotated
+
 HEADS = 16  # rows of the smallest matrix product, to which the query heads of a key head are padded
 PROGRAMS = 1024  # of a launch, if there are enough splits: several for each multiprocessor
 MAX_SPLITS = 64
@@ -22,33 +26,14 @@ LAUNCH = {"num_warps": 4, "num_stages": 4}  # so many stages, because addresses 
 
 
 @triton.jit
-def write_kernel(
-    k, v, bases, rows, slots, lengths, k_stride, v_stride, row_size, num_columns, num_heads,
-    W: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """Write k and v [N, K, S] to the last position of each row. Rows of length 0 write nothing."""
-    row = tl.program_id(0).to(tl.int64)
-    last = tl.load(lengths + row) - 1
-    if last >= 0:
-        pages = rows + tl.load(slots + row) * row_size
-        column = tl.load(pages) - 1
-        page, start = tl.load(pages + 1 + column).to(tl.int64), tl.load(pages + 1 + num_columns + column)
-        head, s = tl.arange(0, HEADS)[:, None], tl.arange(0, S)[None, :]
-        place = ((page * num_heads + head) * W + last - start) * S + s
-        inside = head < num_heads
-        keys = tl.load(bases).to(tl.pointer_type(k.dtype.element_ty))
-        values = tl.load(bases + 1).to(tl.pointer_type(v.dtype.element_ty))
-        tl.store(keys + place, tl.load(k + row * k_stride + head * S + s, mask=inside), mask=inside)
-        tl.store(values + place, tl.load(v + row * v_stride + head * S + s, mask=inside), mask=inside)
-
-
-@triton.jit
 def attend_kernel(
-    q, bases, rows, slots, lengths, out, parts, stats, q_stride, row_size, num_columns, num_heads, scale, window,
+    q, k, v, cos, sin, q_weight, k_weight, bases, rows, slots, lengths, out, parts, stats,
+    q_stride, k_stride, v_stride, row_size, num_columns, num_heads, eps, scale, window,
     W: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes one split of a row for the GROUP query heads of a key head. out [N, H, S]: with one split.
+    """A program computes one split of a row for the GROUP query heads of a key head. cos: None = q and k are rotated
+    already, otherwise as for `load_rotated`. out [N, H, S]: with one split.
     parts fp32[N, H, SPLITS, S] and stats fp32[2, N, H, SPLITS] otherwise: what softmax weights of this split sum up to,
     their largest score, and their sum."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -63,16 +48,36 @@ def attend_kernel(
     group, s, place = tl.arange(0, HEADS), tl.arange(0, S), tl.arange(0, BLOCK)
     inside = (group < GROUP)[:, None]
     head = tl.program_id(1) * GROUP + group[:, None]
-    query = tl.load(q + row * q_stride + head * S + s[None, :], mask=inside, other=0.0)
+    kv_head = tl.zeros((1, 1), tl.int32) + tl.program_id(1)
+    q, k, s_of_head = q + row * q_stride, k + row * k_stride, s[None, :]
+    if cos is not None:
+        cos, sin = cos + row * S, sin + row * S
+        query = load_rotated(q, cos, sin, q_weight, eps, head, s_of_head, inside, S).to(q.dtype.element_ty)
+    else:
+        query = tl.load(q + head * S + s_of_head, mask=inside, other=0.0)
     keys_of = tl.multiple_of(tl.load(bases).to(tl.pointer_type(q.dtype.element_ty)), 16)
     values_of = tl.multiple_of(tl.load(bases + 1).to(tl.pointer_type(q.dtype.element_ty)), 16)
     m = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, S), tl.float32)
+    if (split == 0) & (length > 0):
+        if cos is not None:
+            key = load_rotated(k, cos, sin, k_weight, eps, kv_head, s_of_head, kv_head >= 0, S).to(q.dtype.element_ty)
+        else:
+            key = tl.load(k + kv_head * S + s_of_head)
+            query = tl.load(q + head * S + s_of_head, mask=inside, other=0.0)  # again: else it takes 50 registers more
+        value = tl.load(v + row * v_stride + kv_head * S + s_of_head)
+        page, start = tl.load(pages + num_pages).to(tl.int64), tl.load(pages + num_pages + num_columns)
+        place_of_token = ((page * num_heads + kv_head) * W + length - 1 - start) * S + s_of_head
+        tl.store(keys_of + place_of_token, key)
+        tl.store(values_of + place_of_token, value)
+        m = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+        total = tl.full((HEADS,), 1.0, tl.float32)
+        acc += value.to(tl.float32)
     for block in range(begin * (W // BLOCK), end * (W // BLOCK)):
         column = block // (W // BLOCK)
         page, start = tl.load(pages + 1 + column).to(tl.int64), tl.load(pages + 1 + num_columns + column)
-        stop = tl.minimum(tl.load(pages + 2 + num_columns + column), length)
+        stop = tl.minimum(tl.load(pages + 2 + num_columns + column), length - 1)
         from_page = block % (W // BLOCK) * BLOCK
         address = ((page * num_heads + tl.program_id(1)) * W + from_page) * S
         position = start + from_page + place
@@ -144,8 +149,10 @@ def attend(
     page_tokens: int,
     scale: float,
     window: int | None,
+    rotation: Rotation | None = None,
 ) -> torch.Tensor:
-    """Write k and v [N, K, S] to pages, then attend with q [N, H, S] to all positions of each row; returns [N, H, S].
+    """Rotate q [N, H, S] and k [N, K, S], unless they are so already (None), write k and v [N, K, S] to pages, and
+    attend with q to all positions of each row; returns [N, H, S].
     bases int64[2]: addresses of the layer's keys and values [P, K, W, S]. rows int32[slots, 2 + 2 * columns]: number of
     pages, pages, and first position of each page and of the next one. slots, lengths int64[N]: lengths have the new
     token; 0 = no row, whose result is 0."""
@@ -154,18 +161,17 @@ def attend(
     q, k, v = (x if x.stride()[1:] == (size, 1) else x.contiguous() for x in (q, k, v))
     table = bases, rows, slots, lengths
     sizes = row_size, row_size // 2 - 1, kv_heads
-    write_kernel[(num_rows,)](
-        *(k, v, *table, k.stride(0), v.stride(0), *sizes),
-        W=page_tokens, S=size, HEADS=triton.next_power_of_2(kv_heads), num_warps=2,
-    )  # fmt: skip
     splits = min(MAX_SPLITS, triton.next_power_of_2(-(-PROGRAMS // (num_rows * kv_heads))))
     out = torch.empty((num_rows, heads, size), dtype=q.dtype, device=q.device)
     parts = stats = out
     if splits > 1:
         parts = torch.empty((num_rows, heads, splits, size), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, num_rows, heads, splits), dtype=torch.float32, device=q.device)
+    cos, sin, norms = (None, None, None) if rotation is None else (rotation.cos, rotation.sin, rotation.norms)
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
     attend_kernel[(num_rows, kv_heads, splits)](
-        *(q, *table, out, parts, stats, q.stride(0), *sizes, scale),
+        *(q, k, v, cos, sin, q_weight, k_weight, *table, out, parts, stats),
+        *(q.stride(0), k.stride(0), v.stride(0), *sizes, eps, scale),
         (1 << 31) - 1 if window is None else window,
         W=page_tokens, S=size, GROUP=heads // kv_heads, HEADS=max(HEADS, triton.next_power_of_2(heads // kv_heads)),
         SPLITS=splits, BLOCK=min(page_tokens, BLOCK if size <= 128 else BLOCK // 2), **LAUNCH,

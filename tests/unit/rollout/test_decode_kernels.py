@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tiny_engines
 import torch
 import triton_interpreter  # skips this file where the interpreter can't run
+from meta_device import META, DeviceCalls
 from tiny_engines import ask, run, scores, tiny_engine
 from tiny_models import tiny_lm
 
 from meshrl.model import fast_decoder
 from meshrl.model import kernels as decoder_kernels
-from meshrl.model.attention import AttentionSpec
+from meshrl.model.attention import AttentionSpec, Rotation
 from meshrl.model.causal import CausalModel
+from meshrl.model.recipe import cast_parameters
 from meshrl.rollout.embedded import decode_graph, kernels, kv_cache, runner
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, KernelAttention, PageReads
 from meshrl.rollout.embedded.kv_cache import AddressTable, KVPool, Places
@@ -109,19 +114,76 @@ def test_the_fast_decoder_computes_the_same_with_kernels(name, monkeypatch):
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
 
 
+def _num_launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Kernels and torch's operators that a decode step launches on an accelerator, without sampling."""
+    model = CausalModel(tiny_lm("qwen3", num_hidden_layers=num_layers, hidden_size=64).eval().requires_grad_(False))
+    specs = [layer.spec for layer in fast_decoder.fast_decoder(model).layers]
+    cast_parameters(model, torch.bfloat16).to(META)
+    fast = fast_decoder.FastDecoder(model.lm.base_model, specs)
+    fast.fuse()
+    numbers, calls = torch.zeros(4, dtype=torch.int64, device=META), DeviceCalls()
+    rows = torch.zeros(4, 130, dtype=torch.int32, device=META)
+    table = SimpleNamespace(bases=lambda layer: numbers[:2], rows=rows, pool=SimpleNamespace(page_tokens=128))
+    launched: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_decoder, "_kernels_of", lambda device: decoder_kernels)
+        for module in (kernels, decoder_kernels):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                patch.setattr(module, name, defaultdict(lambda: lambda *args, **options: launched.append(1)))
+        context = KernelAttention(table, lambda: numbers, lambda: numbers)
+        with torch.inference_mode(), calls:
+            fast.hidden(numbers, numbers, context)
+    return len(launched) + calls.num_launches
+
+
+@pytest.mark.parametrize(("programs", "budget"), [(1, 8), (1024, 9)], ids=["one split", "several splits"])
+def test_a_layer_of_a_decode_step_stays_within_its_budget_of_launches(programs, budget, monkeypatch):
+    """Four matrix products, two norms, attention, gate, and the merge of splits."""
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    of_one, of_two = (_num_launches(num_layers, monkeypatch) for num_layers in (1, 2))
+    assert of_two - of_one == budget
+
+
+@pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "norms of heads"])
+@pytest.mark.parametrize("programs", [1, 64], ids=["one split", "several splits"])
+def test_attention_that_rotates_equals_a_rotation_before_it(programs, has_norms, monkeypatch):
+    """To the bit, in its results and in the pages; rows of length 0 write nothing."""
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    lengths = np.array([300, 1, 129])
+    padded = torch.from_numpy(np.append(lengths, 0))
+    qkv, cos, sin = (_random(4, n, SIZE, seed=n) for n in (HEADS + 2 * KV_HEADS, 1, 2))
+    norms = (_random(SIZE, seed=3), _random(SIZE, seed=4), 1e-6) if has_norms else None
+    rotation, parts = Rotation(cos, sin[:, :1].contiguous(), norms), [HEADS, KV_HEADS, KV_HEADS]
+    rotated = torch.cat([decoder_kernels.rotate(qkv, (HEADS, KV_HEADS), rotation), qkv[:, -KV_HEADS:]], 1)
+    outs, pools = [], []
+    for x, given in ((rotated, None), (qkv, rotation)):
+        table, pool, slots = _filled(lengths - 1, 100, 1)
+        addresses = AddressTable(pool, table, CPU)
+        addresses.update([])
+        attention = KernelAttention(addresses, lambda at=slots: torch.from_numpy(np.append(at, 0)), lambda: padded)
+        outs.append(attention.attend_rotated(0, *x.split(parts, dim=1), AttentionSpec(0.3), given))
+        pools.append(pool.layers[0])
+    assert torch.equal(*outs)
+    assert all(torch.equal(*pair) for pair in zip(*pools, strict=True))
+
+
 def test_each_operation_is_that_of_transformers():
     """To the bit: the same operations in fp32, rounded at the same places."""
     x, weight = _random(9, 40), _random(40, seed=1)
     wide = x.float()
     normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16() * weight
     torch.testing.assert_close(decoder_kernels.norm(x, weight, 1e-6), normed, rtol=8e-3, atol=0)
+    added = _random(9, 40, seed=6)
+    before, total = x.clone(), x + added
+    assert torch.equal(decoder_kernels.norm(x, weight, 1e-6, added), decoder_kernels.norm(total, weight, 1e-6))
+    assert torch.equal(x, total) and not torch.equal(x, before)
     gate, up = _random(9, 2 * 1100, seed=2).chunk(2, dim=-1)
     want = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(decoder_kernels.gate(torch.cat([gate, up], -1)), want, rtol=8e-3, atol=0)
     qkv, cos, sin = _random(9, 7, 24, seed=3), _random(9, 1, 24, seed=4), _random(9, 1, 24, seed=5)
     qk = qkv[:, :5]
     want = qk * cos + qk.roll(12, -1) * sin
-    assert torch.equal(decoder_kernels.rotate(qkv, cos, sin, (3, 2), None), want)
+    assert torch.equal(decoder_kernels.rotate(qkv, (3, 2), Rotation(cos, sin)), want)
 
 
 def test_weights_of_sampling_and_their_sums_are_those_of_torch():
