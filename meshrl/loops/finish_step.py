@@ -45,8 +45,10 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
 
 
 def request_times(trajectories: Sequence[Trajectory]) -> list[Metric]:
-    """How long turns waited in their engine's queue, and until their first token; each is absent if it is not known."""
-    times = [turn.times for trajectory in trajectories for turn in trajectory.turns]
+    """How long turns waited in their engine's queue, and until their first token; and the share of their contexts that
+    engines had in their caches. Each is absent if it is not known."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    times, contexts = [turn.times for turn in turns], sum(len(turn.context_ids) for turn in turns)
     queue = np.array([t.queue_s for t in times])
     first_token = queue + np.array([t.prefill_s for t in times])
     metrics = []
@@ -59,6 +61,8 @@ def request_times(trajectories: Sequence[Trajectory]) -> list[Metric]:
                 histogram(name, seconds, "s"),
                 Metric(name=longest, sum=float(seconds.max()), reduce="max", unit="s"),
             ]
+    if cached := sum(t.cached_tokens for t in times):
+        metrics.append(Metric(name="rollout/cached_fraction", sum=cached, weight=contexts, unit="fraction"))
     return metrics
 
 
