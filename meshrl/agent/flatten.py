@@ -45,6 +45,11 @@ def path_ids(turns: Sequence[Turn], index: int) -> np.ndarray:
     return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
 
 
+def context_lengths(turns: Sequence[Turn]) -> list[int]:
+    """The tokens of the full context of each turn."""
+    return [len(path_ids(turns, turn.parent)) + len(turn.context_ids) for turn in turns]
+
+
 def attach(turns: Sequence[Turn], context_ids: np.ndarray) -> int:
     """The turn that a full context continues: the one whose path is the longest prefix of the context; -1 = none.
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.agent.attempt import crash_note
+from meshrl.agent.flatten import context_lengths
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.kinds import compares_groups
 from meshrl.core.errors import MeshrlError
@@ -47,8 +48,7 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
 def request_times(trajectories: Sequence[Trajectory]) -> list[Metric]:
     """How long turns waited in their engine's queue, and until their first token; and the share of their contexts that
     engines had in their caches. Each is absent if it is not known."""
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    times, contexts = [turn.times for turn in turns], sum(len(turn.context_ids) for turn in turns)
+    times = [turn.times for trajectory in trajectories for turn in trajectory.turns]
     queue = np.array([t.queue_s for t in times])
     first_token = queue + np.array([t.prefill_s for t in times])
     metrics = []
@@ -62,6 +62,7 @@ def request_times(trajectories: Sequence[Trajectory]) -> list[Metric]:
                 Metric(name=longest, sum=float(seconds.max()), reduce="max", unit="s"),
             ]
     if cached := sum(t.cached_tokens for t in times):
+        contexts = sum(sum(context_lengths(trajectory.turns)) for trajectory in trajectories)
         metrics.append(Metric(name="rollout/cached_fraction", sum=cached, weight=contexts, unit="fraction"))
     return metrics
 

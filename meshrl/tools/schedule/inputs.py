@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshrl.agent.flatten import path_ids
+from meshrl.agent.flatten import context_lengths
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Trajectory
@@ -132,15 +132,10 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
     return costs, notes
 
 
-def _contexts(trajectory: Trajectory) -> list[int]:
-    """The tokens of the full context of each turn."""
-    return [len(path_ids(trajectory.turns, turn.parent)) + len(turn.context_ids) for turn in trajectory.turns]
-
-
 def _groups(trajectories: Sequence[Trajectory]) -> list[list[Answer]]:
     groups: dict[str, list[Answer]] = {}
     for trajectory in (t for t in trajectories if t.turns):
-        turns, contexts = trajectory.turns, _contexts(trajectory)
+        turns, contexts = trajectory.turns, context_lengths(trajectory.turns)
         lengths = tuple(
             (max(0, c - turn.times.cached_tokens), len(turn.output_ids)) for turn, c in zip(turns, contexts)
         )
@@ -155,7 +150,7 @@ def _decodings(trajectories: Sequence[Trajectory]) -> list[list[_Decoding]]:
     by_engine: dict[str, list[_Decoding]] = defaultdict(list)
     for trajectory in trajectories:
         now = 0.0
-        for turn, context in zip(trajectory.turns, _contexts(trajectory)):
+        for turn, context in zip(trajectory.turns, context_lengths(trajectory.turns)):
             times, steps = turn.times, len(turn.output_ids) - 1
             start = now + times.queue_s + times.prefill_s
             now = start + times.decode_s

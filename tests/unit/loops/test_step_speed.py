@@ -39,8 +39,9 @@ def test_times_that_an_engine_does_not_report_are_absent():
     assert request_times([answered(Times())]) == [] == request_times([])
     names = {metric.name for metric in request_times([answered(Times(prefill_s=0.5))])}
     assert names == {"rollout/first_token_s", "rollout/first_token_max_s"}
-    cached = divide(merge(request_times([answered(Times(cached_tokens=1), Times())])))
-    assert cached == {"rollout/cached_fraction": 0.5}
+    second = answered(Times(), Times(cached_tokens=2))
+    second.turns[1].parent = 0  # a context of three tokens, with those of the first turn
+    assert divide(merge(request_times([second]))) == {"rollout/cached_fraction": 0.5}
 
 
 def test_throughput_divides_by_all_devices_also_those_that_only_sample():
