@@ -12,7 +12,8 @@ step of a run is a warm-up and not counted. Without --model and --data, stand_in
 
 length_difference: of the tokens of a sample, which must be equal for samples/s to be comparable.
 first_step_difference: of the share of weights that the first step changed by lr: both must train fp32 weights.
-ratio_samples_per_s: meshrl over TRL. ratio_peak_memory: meshrl over TRL, PSS of the process tree.
+ratio_samples_per_s: meshrl over TRL; all_scored: of further runs of meshrl, in which each answer without a gradient is
+scored, too; no_forward_fraction: the answers that are not. ratio_peak_memory: meshrl over TRL, PSS of the process tree.
 reward_gap: distance of the two reward curves, mean over the second half of the steps (see `gap`).
 """
 
@@ -77,10 +78,18 @@ def compare(report: Report, args: Any, folder: Path) -> None:
     compare_first_step(report, args, folder / "first_step")
     task = make_task(args, folder, args.steps)
     pairs: list[tuple[TrainingRun, TrainingRun]] = []
+    all_scored: list[tuple[TrainingRun, TrainingRun]] = []
     for i in range(args.rounds):
         pairs.append(pair(replace(task, seed=i), args, folder / str(i), first_trl=i % 2 == 1))
         record(report, f"pair_{i}", pairs[-1], task)
+        ours, _ = best_settings(args)
+        everything = run_meshrl(replace(task, seed=i), folder / str(i) / "all_scored", **ours, scores_all=True)
+        all_scored.append((everything, pairs[-1][1]))
+        report.raw[f"pair_{i}_all_scored"] = {**asdict(everything), "cpu": None}
     speed = report.figure("ratio_samples_per_s", ratio_of(pairs, lambda r: r.samples_per_s(samples(task))))
+    report.figure("ratio_samples_per_s_all_scored", ratio_of(all_scored, lambda r: r.samples_per_s(samples(task))))
+    steps = [step for ours, _ in pairs for step in ours.steps[1:]]
+    report.figure("no_forward_fraction", median([s.metrics.get("train/no_forward_fraction", 0.0) for s in steps]))
     report.figure("ratio_tokens_per_s", ratio_of(pairs, TrainingRun.tokens_per_s))
     memory = report.figure("ratio_peak_memory", ratio_of(pairs, lambda r: r.peak_pss_bytes))
     for name, side in (("meshrl", 0), ("trl", 1)):
@@ -146,13 +155,18 @@ def samples(task: TrainingTask) -> int:
 
 def pair(task: TrainingTask, args: Any, folder: Path, first_trl: bool) -> tuple[TrainingRun, TrainingRun]:
     """(meshrl's run, TRL's run), in either order."""
-    is_large = sum(file.stat().st_size for file in args.model.glob("*.safetensors")) > LARGE_MODEL_BYTES
-    ours, theirs = (MESHRL_LARGE, TRL_LARGE) if is_large else (MESHRL_BEST, TRL_BEST)
+    ours, theirs = best_settings(args)
     theirs = fitting(theirs, task)
     if first_trl:
         trl = run_trl(task, folder / "trl", args.trl_python, theirs)
         return run_meshrl(task, folder / "meshrl", **ours), trl
     return run_meshrl(task, folder / "meshrl", **ours), run_trl(task, folder / "trl", args.trl_python, theirs)
+
+
+def best_settings(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fastest settings of meshrl and of TRL for this model."""
+    is_large = sum(file.stat().st_size for file in args.model.glob("*.safetensors")) > LARGE_MODEL_BYTES
+    return (MESHRL_LARGE, TRL_LARGE) if is_large else (MESHRL_BEST, TRL_BEST)
 
 
 def fitting(settings: dict[str, Any], task: TrainingTask) -> dict[str, Any]:

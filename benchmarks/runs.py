@@ -33,6 +33,9 @@ from meshrl.monitor.sinks import read_metrics
 HERE = Path(__file__).resolve().parent
 SAMPLE_EVERY_S = 0.5
 LARGER = 1.01  # the proportional size is read when the resident size exceeds that of the last reading by this factor
+SCORES_ALL = (
+    "from meshrl.loops import sync_and_probe as p; p.SCORED_ONE_IN = 1; from meshrl.cli import main; exit(main())"
+)
 OPTIMIZER: dict[str, Any] = dict(lr=3e-5, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, clip=1.0)
 
 
@@ -115,8 +118,9 @@ def rows_for(model: Path, data: Path, num_rows: int, path: Path, max_prompt_toke
     return path
 
 
-def run_meshrl(task: TrainingTask, folder: Path, num_ranks: int = 2) -> TrainingRun:
-    """Run `meshrl train` with num_ranks processes that train and sample."""
+def run_meshrl(task: TrainingTask, folder: Path, num_ranks: int = 2, scores_all: bool = False) -> TrainingRun:
+    """Run `meshrl train` with num_ranks processes that train and sample. scores_all: also the rows without a gradient
+    that a run leaves out."""
     config = {
         "model": {"path": task.model, "dtype": task.dtype},
         "data": {"path": task.data, "shuffle": False, "max_prompt_tokens": task.max_prompt_tokens},
@@ -135,14 +139,15 @@ def run_meshrl(task: TrainingTask, folder: Path, num_ranks: int = 2) -> Training
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
-    found = _run([sys.executable, "-m", "meshrl", "train", str(path)], folder, task.threads)
+    command = ["-c", SCORES_ALL] if scores_all else ["-m", "meshrl"]
+    found = _run([sys.executable, *command, "train", str(path)], folder, task.threads)
     lines, _ = read_metrics(folder / "run" / "metrics.jsonl")
     found.steps = [
         Step(
             time=line.time,
             reward=line.metrics.get("reward/mean", float("nan")),
             tokens=line.metrics["rollout/num_tokens"],
-            metrics={n: v for n, v in line.metrics.items() if n.startswith("time/")},
+            metrics={n: v for n, v in line.metrics.items() if n.startswith(("time/", "train/no_"))},
         )
         for line in lines
         if "rollout/num_tokens" in line.metrics

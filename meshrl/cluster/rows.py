@@ -60,10 +60,10 @@ class PlannedRows:
     samples: list[Sample]
     batch_plan: BatchPlan
 
-    def num_scored_rows(self) -> int:
-        """The number of rows without a gradient."""
+    def num_without_gradient(self) -> int:
+        """The number of rows without a gradient, scored or not."""
         scored = (of_rank[: self.batch_plan.num_scored] for of_rank in self.batch_plan.micro_batches)
-        return sum(len(micro) for of_rank in scored for micro in of_rank)
+        return len(self.batch_plan.unscored) + sum(len(micro) for of_rank in scored for micro in of_rank)
 
     def message(self, data_index: int) -> RowsMessage:
         """The message to the ranks with this data index."""

@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-
 from meshrl.cluster.actors import RankWorker, UpdateReport
 from meshrl.cluster.executor import Executor, ignored
 from meshrl.cluster.rows import PlannedRows, RowsMessage
@@ -25,7 +23,7 @@ from meshrl.plan.ranks import coordinates
 from meshrl.sync.layout import Layout, SyncMode, make_layout
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint_files import FileFact
-from meshrl.train.engine import StepReport
+from meshrl.train.engine import RowArrays, StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,23 +63,26 @@ class TrainGroup:
         adapters = lora.enabled and spec.rollout is not None and spec.rollout.takes_adapters(lora)
         return "adapter" if adapters else "delta"
 
-    def plan_rows(self, samples: Sequence[Sample], scored: Collection[int] = ()) -> PlannedRows:
-        """Make the batch plan of these samples, once for all ranks and all commands. scored: the rows without a
-        gradient."""
+    def plan_rows(
+        self, samples: Sequence[Sample], scored: Collection[int] = (), unscored: Collection[int] = ()
+    ) -> PlannedRows:
+        """Make the batch plan of these samples, once for all ranks and all commands. scored, unscored: see
+        `make_batch_plan`."""
         lengths = [len(s) for s in samples]
         groups = prefixes = None
         if self.cfg.share_prompts:
             numbers: dict[str, int] = {}
             groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
             prefixes = [s.prefix_len if len(s) > s.prefix_len and s.routed_experts is None else 0 for s in samples]
-        batch_plan = make_batch_plan(lengths, self.num_data_ranks, self._budget, groups, prefixes, scored)
+        batch_plan = make_batch_plan(lengths, self.num_data_ranks, self._budget, groups, prefixes, scored, unscored)
         return PlannedRows(samples=[*samples], batch_plan=batch_plan)
 
-    async def forward(self, rows: PlannedRows, role: str) -> list[np.ndarray]:
-        """Logprobs of all samples under the engine of this role, in their order; float32[T] each."""
+    async def forward(self, rows: PlannedRows, role: str) -> RowArrays:
+        """Logprobs of the samples under the engine of this role, by index in their order, without those that are not
+        scored; float32[T] each."""
         parts = await self._rows(RankWorker.forward, rows, role)
         by_row = {i: array for part in parts for i, array in part.items()}
-        return [by_row[i] for i in range(len(rows.samples))]
+        return {i: by_row[i] for i in sorted(by_row)}
 
     async def forward_backward(self, rows: PlannedRows, role: str, loss: LossFn, values: bool = False) -> UpdateReport:
         """Add the gradient of these rows; returns the metrics of all ranks. values: whether the report has the

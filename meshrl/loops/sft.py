@@ -66,7 +66,7 @@ async def held_out_loss(job: SftJob) -> None:
         for first in range(0, len(rows), most):
             job.run.progress(f"{first} of {num_rows}")
             part = job.trainer.plan_rows(rows[first : first + most])
-            total -= sum(float(logprobs.sum()) for logprobs in await job.trainer.forward(part, "policy"))
+            total -= sum(float(logprobs.sum()) for logprobs in (await job.trainer.forward(part, "policy")).values())
     job.held_out_losses[step] = total / count
     after = f"after {counted(job.step, 'step')}" if job.step else "before training"
     job.run.note(f"held-out loss {after}: {total / count:.4f} nats a token, {num_rows}")

@@ -8,14 +8,14 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from meshrl.agent.flatten import flatten
-from meshrl.algo.mismatch import mismatch_metrics, row_means, row_mismatch
+from meshrl.algo.mismatch import SHORT_ROW_TOKENS, mismatch_metrics, row_means, row_mismatch
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Metric, Prompt, Request, Sample, SamplingParams, Trajectory, turn_seed
@@ -29,6 +29,7 @@ MARGIN = 10.0  # a later step may differ this many times more than the first, wh
 ROW_MARGIN = 5.0  # the limit of the worst row, as a multiple of the limit of an engine's mean
 FLOOR_NATS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # no limit is below this
 CEILING_NATS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}  # a larger difference is never rounding
+SCORED_ONE_IN = 8  # of each sampler's rows without a gradient, one in so many is scored
 PERSISTENT = 3  # so many weight versions in succession with a difference above the limit end the run
 
 
@@ -47,6 +48,23 @@ class SamplerProof:
     threshold: float | None = None
     last_above: int = -1
     num_above: int = 0
+
+    def rows_to_score(self, samples: Sequence[Sample], rows: Collection[int], version: int, seed: int) -> set[int]:
+        """Those of `rows`, of samples without a gradient, whose logprobs are compared: of each sampler one in
+        SCORED_ONE_IN, and so many that the mean is one of SHORT_ROW_TOKENS if its rows have them; all until the
+        threshold is calibrated. Drawn by seed and version, from rows with a token of this version if there are any."""
+        if self.threshold is None:
+            return {*rows}
+        num_checked = {i: int((samples[i].mask & (samples[i].versions == version)).sum()) for i in rows}
+        of_engines: dict[str, list[int]] = {}
+        for i in sorted(rows, key=lambda i: (not num_checked[i], turn_seed(seed, version, i, 0))):
+            of_engines.setdefault(samples[i].engine_id, []).append(i)
+        drawn = set[int]()
+        for own in of_engines.values():
+            tokens = np.cumsum([num_checked[i] for i in own])
+            enough = 1 + int(tokens.searchsorted(min(SHORT_ROW_TOKENS, tokens[-1])))
+            drawn.update(own[: max(enough, -(-len(own) // SCORED_ONE_IN))])
+        return drawn
 
     def check(
         self,
@@ -225,9 +243,7 @@ async def _probe(job: Job, contexts: Sequence[np.ndarray]) -> list[Metric]:
         ]
     )
     logprobs = await trainer.forward(trainer.plan_rows(samples), "policy")
-    mismatch = {
-        i: row_mismatch(sample, row, version) for i, (sample, row) in enumerate(zip(samples, logprobs, strict=True))
-    }
+    mismatch = {i: row_mismatch(samples[i], row, version) for i, row in logprobs.items()}
     num_compared = sum(row[1] > 0 for row in mismatch.values())
     if not turns or num_compared < len(turns):
         raise SamplerMismatchError(

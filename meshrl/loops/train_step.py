@@ -15,6 +15,7 @@ from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.rows import PlannedRows
 from meshrl.cluster.train_group import TrainGroup
+from meshrl.config.algo import AlgoConfig
 from meshrl.core.errors import MeshrlError, RewardError
 from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.collect import check_failures
@@ -54,7 +55,7 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory], replaced: Seq
             "function lack a return? Let one of them return a number for each row"
         )
     algo = job.cfg.algo
-    needs_logprobs = algo.kl.coef > 0 and algo.kl.place == "reward"
+    needs_logprobs = _needs_logprobs(algo)
     with job.run.spans("flatten"):
         samples, metrics = flatten(trajectories)
         if samples and not needs_logprobs:
@@ -95,9 +96,9 @@ def _staleness(samples: Sequence[Sample], version: int) -> Metric:
 
 def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list[PlannedRows]:
     """Divide the samples into num_updates optimizer steps with equally many groups; groups are not split. The loss
-    weights are assigned, and the rows without a gradient, as far as this is known by now, have micro-batches of their
-    own. Old logprobs and gradient share this plan: in bf16 a row's logprobs depend on the rows packed with it, by more
-    than GSPO's clip range."""
+    weights are assigned. Rows without a gradient, as far as this is known by now, have micro-batches of their own, or
+    none: then no logprob of theirs is computed. Old logprobs and gradient share this plan: in bf16 a row's logprobs
+    depend on the rows packed with it, by more than GSPO's clip range."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -111,7 +112,15 @@ def _planned(job: Job, samples: list[Sample]) -> PlannedRows:
     cfg = job.cfg
     assign_loss_weights(samples, cfg.algo, cfg.rollout.sampling.max_new_tokens)
     balances = cfg.train.router_aux_loss_coef > 0  # a loss of all tokens
-    return job.trainer.plan_rows(samples, set() if balances else rows_without_gradient(cfg.algo, samples))
+    scored = without = set() if balances else rows_without_gradient(cfg.algo, samples)
+    if not _needs_logprobs(cfg.algo):
+        scored = job.proof.rows_to_score(samples, without, job.trainer.version, cfg.run.seed)
+    return job.trainer.plan_rows(samples, scored, without - scored)
+
+
+def _needs_logprobs(cfg: AlgoConfig) -> bool:
+    """Whether the advantages of a group depend on the logprobs of all of its rows."""
+    return cfg.kl.coef > 0 and cfg.kl.place == "reward"
 
 
 async def annotate(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
@@ -120,11 +129,11 @@ async def annotate(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
     metrics: list[Metric] = []
     for update in updates:
         if job.cfg.algo.kl.coef > 0:
-            for s, row in zip(update.samples, await job.trainer.forward(update, "reference"), strict=True):
-                s.ref_logprobs = row
+            for i, row in (await job.trainer.forward(update, "reference")).items():
+                update.samples[i].ref_logprobs = row
         if len(updates) > 1:
             version, mismatch = job.trainer.version, dict[int, np.ndarray]()
-            for i, row in enumerate(await job.trainer.forward(update, "policy")):
+            for i, row in (await job.trainer.forward(update, "policy")).items():
                 update.samples[i].old_logprobs = row
                 mismatch[i] = row_mismatch(update.samples[i], row, version)
             metrics += job.proof.check(mismatch, update.samples, job.cfg.model.dtype, version, job.run.note)
@@ -151,8 +160,12 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
             job.run.note(f"step {job.step + 1}: {reason}; this optimizer step is skipped")
             continue
         report = await job.trainer.forward_backward(part, "policy", loss, job.token_values is not None)
-        scored, num_rows = part.num_scored_rows(), len(part.samples)
-        metrics.append(Metric(name="train/no_gradient_fraction", sum=scored, weight=num_rows, unit="fraction"))
+        unscored, num_rows = [part.samples[i] for i in part.batch_plan.unscored], len(part.samples)
+        for name, count in (("no_gradient", part.num_without_gradient()), ("no_forward", len(unscored))):
+            metrics.append(Metric(name=f"train/{name}_fraction", sum=count, weight=num_rows, unit="fraction"))
+        if unscored:  # their loss is 0
+            weight = math.fsum(float(s.loss_weight.sum()) for s in unscored if s.loss_weight is not None)
+            metrics.append(Metric(name="loss/policy", sum=0.0, weight=weight))
         if job.token_values is not None:
             job.token_values.add(part.samples, report.values)
         metrics += report.metrics

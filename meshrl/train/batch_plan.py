@@ -29,13 +29,15 @@ MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """micro_batches[rank][m] = indices of the rows in that micro-batch; [] is a dummy. All ranks have the same number.
-    The first num_scored of each rank have rows without a gradient: their logprobs are computed, nothing else.
+    The first num_scored of each rank have rows without a gradient: their logprobs are computed, nothing else. unscored:
+    rows in no micro-batch.
 
     Example, 3 rows on 2 ranks: micro_batches = (((0,),), ((1, 2),)).
     """
 
     micro_batches: MicroBatches
     num_scored: int = 0
+    unscored: frozenset[int] = frozenset()
 
     def rows(self, rank: int) -> list[int]:
         """All row indices of one rank, in order."""
@@ -102,24 +104,25 @@ def make_batch_plan(
     groups: Sequence[int] | None = None,
     prefixes: Sequence[int] | None = None,
     scored: Collection[int] = (),
+    unscored: Collection[int] = (),
 ) -> BatchPlan:
     """Spread rows over ranks by cost, then over micro-batches of at most max_tokens (a longer row gets its own).
 
     groups, prefixes: for each row, its group and the length of the prompt that the group shares; without them no row
-    shares a prompt. scored: rows without a gradient, which get micro-batches of their own. A pure function: the same
-    arguments give the same plan on any machine.
+    shares a prompt. scored: rows without a gradient, which get micro-batches of their own. unscored: those that get
+    none. A pure function: the same arguments give the same plan on any machine.
     """
     if groups is None or prefixes is None:
         rows = [Row(n, i) for i, n in enumerate(lengths)]
     else:
         rows = [Row(n, g, min(p, n - 1)) for n, g, p in zip(lengths, groups, prefixes, strict=True)]
-    trained = set(range(len(rows))).difference(scored)
+    trained = set(range(len(rows))).difference(scored, unscored)
     filled = _micro_batches(rows, _spread(rows, sorted(trained), num_ranks), max_tokens)
     num_scored = 0
     if scored:
         first = _micro_batches(rows, _spread(rows, sorted(scored), num_ranks), max_tokens)
         filled, num_scored = tuple(a + b for a, b in zip(first, filled, strict=True)), len(first[0])
-    return BatchPlan(filled, num_scored)
+    return BatchPlan(filled, num_scored, frozenset(unscored))
 
 
 def _micro_batches(rows: Sequence[Row], bins: Sequence[_Bin], max_tokens: int) -> MicroBatches:

@@ -70,6 +70,22 @@ def test_they_are_scored_only_and_nothing_else_changes(pool, strategy: str, with
                 assert distance < 1e-10, f"{name} is {distance:.2e} of its norm off on {world} ranks"
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_that_are_not_scored_change_no_bit_of_the_gradient(pool, world: int):
+    samples, without = _samples({0, 1, 2, 3, 6, 11}), {0, 1, 2, 3, 6, 11}
+    groups, prefixes = [i // 4 for i in range(12)], [s.prefix_len for s in samples]
+    of_plans = []
+    for scored in (without, {2}):
+        plan = make_batch_plan([len(s) for s in samples], world, 60, groups, prefixes, scored, without - scored)
+        partition = [[list(micro) for micro in micros] for micros in plan.micro_batches]
+        args = (tiny_qwen2, {"dtype": torch.float32}, samples, partition, LOSS, {}, plan.num_scored)
+        of_plans.append(pool.run(partitioned, world, *args))
+    for rank_of_all, rank in zip(*of_plans, strict=True):
+        for name, grad in rank["grads"].items():
+            np.testing.assert_array_equal(grad, rank_of_all["grads"][name])
+    assert sorted(i for rank in of_plans[1] for i in rank["logprobs"]) == [2, 4, 5, 7, 8, 9, 10]
+
+
 @pytest.mark.parametrize(
     ("cfg", "is_trained"),
     [
@@ -94,5 +110,9 @@ def test_scored_rows_lead_each_rank_in_equally_many_micro_batches():
     leading = [i for micros in plan.micro_batches for micro in micros[: plan.num_scored] for i in micro]
     assert sorted(leading) == sorted(scored)
     assert sorted(i for rank in (0, 1) for i in plan.rows(rank)) == list(range(7))
+    few = make_batch_plan(lengths, 2, 64, scored={3}, unscored={1, 5})
+    assert sorted(i for rank in (0, 1) for i in few.rows(rank)) == [0, 2, 3, 4, 6] and few.unscored == {1, 5}
+    of_trained = [[micros[p.num_scored :] for micros in p.micro_batches] for p in (few, plan)]
+    assert of_trained[0] == of_trained[1]
     everything = make_batch_plan(lengths, 2, 64, scored=range(7))
     assert [micros[everything.num_scored :] for micros in everything.micro_batches] == [((),), ((),)]  # dummies

@@ -72,9 +72,9 @@ def answer(request: Request, rank: int, nats: float = 0.0, num_tokens: int = PRO
 def job_of(answers: Callable[[list[Request]], list[Turn]], temperature: float = 1.0) -> Job:
     """A job with trainer weights of VERSION. answers: of all samplers."""
 
-    async def forward(samples: Any, role: str) -> list[np.ndarray]:
+    async def forward(samples: Any, role: str) -> dict[int, np.ndarray]:
         assert all(sample.temperature == temperature for sample in samples)
-        return [logprobs_of(sample.tokens) for sample in samples]
+        return {i: logprobs_of(sample.tokens) for i, sample in enumerate(samples)}
 
     async def probe(requests: list[Request]) -> list[Turn]:
         return answers(requests)
