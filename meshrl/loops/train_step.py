@@ -161,8 +161,11 @@ async def update(job: Job, updates: Sequence[PlannedRows]) -> list[Metric]:
             continue
         report = await job.trainer.forward_backward(part, "policy", loss, job.token_values is not None)
         unscored, num_rows = [part.samples[i] for i in part.batch_plan.unscored], len(part.samples)
-        for name, count in (("no_gradient", part.num_without_gradient()), ("no_forward", len(unscored))):
-            metrics.append(Metric(name=f"train/{name}_fraction", sum=count, weight=num_rows, unit="fraction"))
+        without = part.num_without_gradient()
+        metrics += [
+            Metric(name="train/no_gradient_fraction", sum=without, weight=num_rows, unit="fraction"),
+            Metric(name="train/no_forward_fraction", sum=len(unscored), weight=num_rows, unit="fraction"),
+        ]
         if unscored:  # their loss is 0
             weight = math.fsum(float(s.loss_weight.sum()) for s in unscored if s.loss_weight is not None)
             metrics.append(Metric(name="loss/policy", sum=0.0, weight=weight))
