@@ -187,6 +187,15 @@ CELLS = {f"smoke_float32_16_{kind}" for kind in ("mixed", "equal")}
 
 
 @pytest.mark.slow
+def test_pages(tmp_path: Path) -> None:
+    """Against this checkout itself."""
+    line = smoke("pages", tmp_path, "--base", str(BENCHMARKS.parent))
+    counted = {"allocated_over_needed", "admitted_rows", "prompt_reads", "cached_of_context"}
+    assert bars(line) == counted | {"host"}
+    assert all(bar["holds"] for bar in line["bars"] if bar["name"] in counted - {"admitted_rows"})
+
+
+@pytest.mark.slow
 def test_rollout(tmp_path: Path) -> None:
     line = smoke("rollout", tmp_path, "--no-generate-batch")
     assert bars(line) == {f"{cell}_over_generate" for cell in CELLS}

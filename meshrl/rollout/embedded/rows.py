@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -134,11 +133,11 @@ class Rows:
         sequence.tokens = self.tokens[slot, :sampled].copy()
         sequence.logprobs = self.logprobs[slot, :sampled].copy()
 
-    def reorder(self, order: Seq[int]) -> None:
+    def reorder(self, order: np.ndarray) -> None:
         """order: the old place of each row that is left."""
-        self.sequences = [self.sequences[row] for row in order]
-        self.slots, self._fixed = self.slots[np.array(order, np.int64)], None
-        if not order:
+        self.sequences = [self.sequences[row] for row in order.tolist()]
+        self.slots, self._fixed = self.slots[order], None
+        if not len(order):
             self._stops.clear()
 
     def ids(self, row: int) -> np.ndarray:

@@ -192,13 +192,13 @@ class Runner:
         return next(row for row, s in enumerate(rows.sequences) if s is sequence)
 
     @torch.inference_mode()
-    def move_rows(self, order: list[int]) -> None:
+    def move_rows(self, order: np.ndarray) -> None:
         """Move states, and what is computed ahead, as `Scheduler.compact` decided."""
         if self.ahead is not None:
-            (sent,) = upload([torch.tensor(order, dtype=torch.int64)], self.device)
+            (sent,) = upload([torch.from_numpy(order)], self.device)
             self.ahead = self.ahead.index_select(0, sent)
         if self.model.has_states:
-            self.pool.copy_states(self.pool, [(row, old) for row, old in enumerate(order) if row != old])
+            self.pool.copy_states(self.pool, [(row, old) for row, old in enumerate(order.tolist()) if row != old])
 
     @property
     def num_bytes(self) -> int:

@@ -167,7 +167,7 @@ class Scheduler:
         sequence = self.rows.sequences[row]
         sequence.times.decode_s += sequence.lap()
         self._leave(sequence, comes_back=True)
-        self.rows.reorder([i for i in range(len(self.rows)) if i != row])
+        self.rows.reorder(np.delete(np.arange(len(self.rows)), row))
         self._enqueue(sequence)
         self.waiting.appendleft(sequence)
 
@@ -181,15 +181,19 @@ class Scheduler:
         self.table.leave(slot)
         sequence.slot = -1
 
-    def compact(self, gone: Collection[int]) -> list[int]:
+    def compact(self, gone: Collection[int]) -> np.ndarray:
         """Remove the rows in `gone`, whose sequences get their tokens; returns the old row of each that is left."""
         for row in gone:
             self._leave(self.rows.sequences[row], self.table.keeps_idle)
-        order = [row for row in range(len(self.rows)) if row not in gone]
+        is_left = np.ones(len(self.rows), bool)
+        is_left[list(gone)] = False
+        order = np.flatnonzero(is_left)
         if self.has_states:  # rows from the end fill the gaps, which moves the states of the fewest
-            movers = iter([row for row in order if row >= len(order)])
-            order = [next(movers) if row in gone else row for row in range(len(order))]
-        self.rows.reorder(order)
+            num_left, rows = len(order), np.arange(len(order))
+            rows[~is_left[:num_left]] = order[order >= num_left]
+            order = rows
+        if len(gone):
+            self.rows.reorder(order)
         for key in [key for key in self.snapshots if not self._waiting_of_key[key]]:
             del self.snapshots[key]
         return order
