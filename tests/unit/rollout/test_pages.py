@@ -122,6 +122,16 @@ def test_idle_pages_go_by_least_recent_use_and_the_ends_of_rows_first() -> None:
     assert left == [WIDTH, 3 * WIDTH]
 
 
+def test_what_an_evicted_page_had_is_not_found_behind_the_tokens_of_a_new_row() -> None:
+    table = _Table(1, False)
+    slot = table.add(list(range(WIDTH)))
+    assert slot is not None
+    table.end(slot, True)
+    assert table.add([99, *range(1, 8)]) is not None
+    assert sum(n for _, n in table.find(np.array([99, *range(1, WIDTH)]))) == 0
+    assert sum(n for _, n in table.find(np.array([99, *range(1, 8)]))) == 8
+
+
 def test_a_page_that_a_group_shares_is_read_once_for_the_group() -> None:
     """Keys and values of its prompt that are read for a token of each member: a page for the group, not for a row."""
     table = PageTable(WIDTH, 400)
