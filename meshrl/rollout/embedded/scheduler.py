@@ -81,8 +81,8 @@ class Scheduler:
         then admit requests from the head of the queue while there are rows, prefill budget and pages for their
         contexts. Without running rows the first one is admitted in any case. is_ahead: the rows have their pages."""
         admission, budget = Admission(), self.prefill_tokens
-        if not is_ahead and self._make_room():
-            return admission
+        if not is_ahead:
+            self._make_room()
         others: list[tuple[Sequence, int, np.ndarray]] = []  # sequences that sample from a prefill
         while self.waiting and (len(self.rows) + len(others) < self.max_running or self.waiting[0].request.is_urgent):
             sequence = self.waiting[0]
@@ -145,9 +145,7 @@ class Scheduler:
         idle = sum(self.table.readers[page] == 0 for page, _ in found)
         return bool(self.table.num_needed(found, length) + spare + pending <= limit - self.table.num_used - idle)
 
-    def _make_room(self) -> bool:
-        """Whether a row was preempted."""
-        before = self.num_preempted
+    def _make_room(self) -> None:
         rows, table = self.rows, self.table
         while len(rows) and len(table.extend(rows.slots, rows.cached[rows.slots])):
             self._preempt(len(rows) - 1)
@@ -155,7 +153,6 @@ class Scheduler:
             if not len(rows):
                 table.clear()  # one row fits, if no page that it shared is partly empty
                 self.snapshots.clear()
-        return self.num_preempted > before
 
     def reserve_next(self, goes_on: np.ndarray) -> bool:
         """A page for the token after the next one, of the rows that go on; False if there is none."""

@@ -75,6 +75,22 @@ def test_the_limit_of_the_cache_counts_states():
     assert most == 3
 
 
+def test_the_limit_of_the_cache_counts_the_states_that_a_group_shares():
+    """Some members wait for a row, so the states after their context are retained."""
+    engine = tiny_engine(tiny_lm("mamba2"))
+    run(engine, [greedy("first", 5, 2)])
+    limit = 4 * engine._runner.pool.row_bytes
+    engine = tiny_engine(tiny_lm("mamba2"), kv_cache_bytes=limit)
+    run(engine, [greedy("first", 5, 1)])
+    for i in range(9):
+        engine.submit(greedy(str(i), 6, 9))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine._runner.num_bytes)
+    assert engine._runner.snapshots.num_state_rows == 1 and most <= limit
+
+
 def test_tables_of_decays_are_used_in_the_dtype_of_tokens_and_stay_in_fp32():
     """MiniMax's layers have them as buffers, which no cast of parameters reaches."""
     lm = tiny_lm("minimax").to(torch.bfloat16)
