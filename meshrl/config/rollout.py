@@ -74,8 +74,9 @@ class EmbeddedConfig(Slice):
     memory of an accelerator, no limit on a CPU"""
     prefix_cache: bool | None = None
     """retain keys and values of ended requests until the next sync, so that a request which continues one, such as the
-    next turn of a conversation, computes only what is new; it takes memory, at most kv_cache_bytes. Requests that run
-    or wait at the same time share the start of their contexts in any case. null = if an agent takes several turns"""
+    next turn of a conversation, computes only what is new; it takes memory, within kv_cache_bytes up to four times that
+    of running requests. Requests that run or wait at the same time share the start of their contexts in any case. null
+    = if an agent takes several turns"""
 
 
 _BY_SHARE = OnlyWith("rollout.vllm.kv_cache_bytes", None, "rollout.vllm.kv_cache_bytes sets the size of the KV cache")

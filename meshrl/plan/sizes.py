@@ -12,7 +12,7 @@ from typing import Any
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.plan.decisions import CHUNK_LOGITS, ModelNumbers, stored_numbers
 
-PAGE_TOKENS = {"cpu": 64}  # of a page of the embedded engine's KV cache; of 32, 64 and 128 the fastest on a CPU
+PAGE_TOKENS = {"cpu": 64}  # of a page of the embedded engine's KV cache: narrower ones make more and smaller products
 DEVICE_PAGE_TOKENS = 128  # the kernels of a device read as many positions at a time
 
 
