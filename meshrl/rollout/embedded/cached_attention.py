@@ -168,8 +168,8 @@ class PageReads:
         places = bag * most + within
         padded[0].flat[places], padded[1].flat[places] = parts, 0
         arrays = [np.concatenate([x.ravel() for x in queries]), parts, np.cumsum(sizes) - sizes, *padded, places]
-        first, second, third, fourth, is_padding, last = upload([torch.from_numpy(x) for x in arrays], self._device)
-        return _HeadIndex(first, second, third, fourth, is_padding.bool(), last)
+        sent = upload([torch.from_numpy(array) for array in arrays], self._device)
+        return _HeadIndex(sent[0], sent[1], sent[2], sent[3], sent[4].bool(), sent[5])
 
 
 def _extents(pages: np.ndarray, readers: np.ndarray) -> tuple[list[_Extent], np.ndarray]:
@@ -193,11 +193,10 @@ class DecodeAttention:
     its row. lengths: returns int64[N], positions of each row, including the new token.
 
     Each page is multiplied by the queries of all its readers, and its softmax is a part of theirs; parts are merged by
-    the logarithms of their sums. On CPUs batched matrix products over pages are 1.4 (float32) to 6 times (bfloat16, a
-    key head for each query head) as fast as SDPA, which is optimized for many queries per row. The dtypes are those of
-    PyTorch's fused kernels, with which the trainer scores, on each device: scores, softmax and sums over pages in fp32,
-    and probabilities rounded to the dtype of the model. A device differs only in the dtype of the pages, which rounds
-    nothing, and in how `wide_product` is computed.
+    the logarithms of their sums. PyTorch's SDPA is optimized for many queries per row, not for one. The dtypes are
+    those of PyTorch's fused kernels, with which the trainer scores, on each device: scores, softmax and sums over pages
+    in fp32, and probabilities rounded to the dtype of the model. A device differs only in the dtype of the pages, which
+    rounds nothing, and in how `wide_product` is computed.
     """
 
     def __init__(self, pool: KVPool, reads: PageReads, places: Places, lengths: Callable[[], torch.Tensor]):

@@ -129,7 +129,6 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(
             max_running, prefill_tokens_per_step, self._runner.bound, self._runner.table, model.has_states
         )
-        self._cached_version = -1  # of the keys and values in pages
         self._totals = EngineStats()
         self._ids: set[str] = set()
         self._futures: dict[str, asyncio.Future[Turn]] = {}
@@ -163,14 +162,13 @@ class EmbeddedEngine:
         """Admit requests that fit, sample one token for every running request, and return the finished ones."""
         if not self._may_step:
             return []
-        if self._cached_version != self._state.version and self._runner.table.num_pages:
+        runner, scheduler, rows = self._runner, self._scheduler, self._scheduler.rows
+        if scheduler.version != self._state.version and runner.table.num_pages:
             raise SyncError(
-                f"{self.engine_id}: keys and values of weight version {self._cached_version} would be used with "
+                f"{self.engine_id}: keys and values of weight version {scheduler.version} would be used with "
                 f"version {self._state.version}; a sync must drop them. The cause is an error in meshrl"
             )
-        self._cached_version = self._scheduler.version = self._state.version
-        runner, scheduler, rows = self._runner, self._scheduler, self._scheduler.rows
-        admission = scheduler.admit(is_ahead=runner.ahead is not None)
+        admission = scheduler.admit(self._state.version, is_ahead=runner.ahead is not None)
         if not len(rows):
             return []
         arrays = StepArrays(self._device)
@@ -232,8 +230,7 @@ class EmbeddedEngine:
         ended = [(rows.sequences[row], reason) for row, reason in done.items()]
         routes = [self._runner.routes_of(s.slot, int(rows.cached[s.slot])) for s, _ in ended]
         self._runner.move_rows(self._scheduler.compact(done.keys()))
-        turns = [self._turn(s, reason, True, of) for (s, reason), of in zip(ended, routes, strict=True)]
-        return [(turn_of.request.id, turn) for (turn_of, _), turn in zip(ended, turns, strict=True)]
+        return [(s.request.id, self._turn(s, why, True, of)) for (s, why), of in zip(ended, routes, strict=True)]
 
     def _turn(self, s: Sequence, reason: StopReason, has_run: bool, routes: np.ndarray | None) -> Turn:
         """has_run: it was one of the rows. routes: of the tokens in the cache."""

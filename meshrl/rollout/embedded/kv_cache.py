@@ -84,9 +84,7 @@ class KVPool:
                 self._flat.pop(layer, None)
                 self._reads.clear()
                 self.num_changes += 1
-                for side in (0, 1):
-                    grown = _grown(self.layers[layer][side], self._num_pages())
-                    self.layers[layer] = (grown, pair[1]) if side == 0 else (self.layers[layer][0], grown)
+                self.layers[layer] = _grown(pair[0], self._num_pages()), _grown(pair[1], self._num_pages())
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: Places) -> None:
         """k [N, heads, D] and v [N, heads, Dv]."""
@@ -204,6 +202,7 @@ class AddressTable:
 
     @property
     def pointers(self) -> tuple[int, int]:
+        """Addresses of the tensors, which a recorded graph reads."""
         return self._bases.data_ptr(), self.rows.data_ptr()
 
     def bases(self, layer: int) -> torch.Tensor:
@@ -260,11 +259,12 @@ class CacheBound:
     def max_pages(self, num_rows: int = 0, num_snapshots: int = 0) -> int | None:
         """Pages that may exist while there are states of so many rows; None = no limit."""
         limit, (token, row) = self.num_bytes, self._sizes()
-        if limit is None or token == 0:
-            return None if limit is None or self._room(limit, row, num_rows, num_snapshots) >= 0 else 0
-        if token is None:
-            return 1 << 30 if num_rows <= 1 else 0
-        return max(0, self._room(limit, row, num_rows, num_snapshots)) // (token * self._pool.page_tokens)
+        if limit is None:
+            return None
+        room = self._room(limit, row, num_rows, num_snapshots)
+        if not token:  # unknown, or the model has states alone
+            return None if (num_rows <= 1 if token is None else room >= 0) else 0
+        return max(0, room) // (token * self._pool.page_tokens)
 
     def _room(self, limit: int, row: int, num_rows: int, num_snapshots: int) -> int:
         """Bytes for pages. The memory that states have counts, too: it does not get smaller."""

@@ -12,7 +12,7 @@ recently used page goes first. Weights of another version need `clear`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -48,8 +48,8 @@ class PageTable:
         self._serial, self._known, self.readers, self._used, self._start = np.zeros((5, 0), np.int64)
         self._parents: dict[int, Parent] = {}
         self._children: dict[Parent, list[int]] = {}
-        # Of each row, by its slot: pages, starts, their number, the position at which it needs another page, and
-        # whether it writes its last page.
+        # Of each row, by its slot: pages, starts, their number, and the position at which it needs another page: the
+        # end of its last page if it writes that one.
         self.pages = np.zeros((0, self.num_columns), np.int32)
         self.starts = np.zeros((0, self.num_columns + 1), np.int32)
         self.counts, self.rooms = np.zeros((2, 0), np.int64)
@@ -247,7 +247,7 @@ def places_of(table: PageTable, slot: int, positions: np.ndarray) -> tuple[np.nd
     return table.pages[slot, column].astype(np.int64), positions - starts[column]
 
 
-def places_of_last(table: PageTable, slots: Sequence[int] | np.ndarray, positions: np.ndarray) -> np.ndarray:
+def places_of_last(table: PageTable, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """int64[2, N]: page and place in it of one position in the last page of each row."""
     columns = table.counts[slots] - 1
     return np.stack([table.pages[slots, columns], positions - table.starts[slots, columns]]).astype(np.int64)

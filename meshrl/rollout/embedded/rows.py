@@ -47,19 +47,15 @@ class Sequence:
         """The length of its row at most: the last token that it samples is not cached."""
         return len(self.request.context_ids) + self.first_position + self.bounds.limit - 1
 
-    def ids(self) -> np.ndarray:
-        """All tokens when it last joined: int64[context + prefix + sampled]."""
-        parts = self.request.context_ids, self.request.prefix_output, self.tokens
+    def ids(self, sampled: np.ndarray | None = None) -> np.ndarray:
+        """All its tokens: int64[context + prefix + sampled]. sampled: while it runs."""
+        parts = self.request.context_ids, self.request.prefix_output, self.tokens if sampled is None else sampled
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
     def lap(self) -> float:
         """Seconds since the last call."""
         before, self.clock = self.clock, time.perf_counter()
         return self.clock - before
-
-    def add_version(self, version: int, num_tokens: int) -> None:
-        if num_tokens:
-            self.versions.append((version, num_tokens))
 
 
 def filters(p: SamplingParams) -> bool:
@@ -129,7 +125,8 @@ class Rows:
     def take(self, sequence: Sequence, version: int) -> None:
         """The sequence gets what it has sampled. version: of the tokens since it joined."""
         slot, sampled = sequence.slot, int(self.sampled[sequence.slot])
-        sequence.add_version(version, sampled - len(sequence.tokens))
+        if sampled > len(sequence.tokens):
+            sequence.versions.append((version, sampled - len(sequence.tokens)))
         sequence.tokens = self.tokens[slot, :sampled].copy()
         sequence.logprobs = self.logprobs[slot, :sampled].copy()
 
@@ -138,14 +135,12 @@ class Rows:
         self.sequences = [self.sequences[row] for row in order.tolist()]
         self.slots, self._fixed = self.slots[order], None
         if not len(order):
-            self._stops.clear()
+            self._stops, self._stop_array = set(), self._stop_array[:0]
 
     def ids(self, row: int) -> np.ndarray:
         """All tokens of a running sequence so far."""
-        sequence, slot = self.sequences[row], int(self.slots[row])
-        request = sequence.request
-        sampled = self.tokens[slot, : self.sampled[slot]]
-        return np.concatenate([np.asarray(x, np.int64) for x in (request.context_ids, request.prefix_output, sampled)])
+        slot = self.slots[row]
+        return self.sequences[row].ids(self.tokens[slot, : self.sampled[slot]])
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """One token of each row; returns the rows that may end with it: at their limit, or with a token that is a stop

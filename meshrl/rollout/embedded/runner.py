@@ -32,7 +32,7 @@ from meshrl.rollout.embedded.pages import PageTable, places_of, places_of_last
 from meshrl.rollout.embedded.rows import Rows
 from meshrl.rollout.embedded.scheduler import Admission
 
-_FEW_EXTENTS = 4  # one more costs a decode step on a CPU as much time as to move two pages
+_FEW_EXTENTS = 4  # with more, pages are moved: products of a few pages each don't use all cores
 _ROUTES = -1  # the layer of the KV cache whose keys are the experts that the routers selected
 
 

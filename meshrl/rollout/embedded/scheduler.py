@@ -17,9 +17,8 @@ from meshrl.rollout.embedded.kv_cache import CacheBound
 from meshrl.rollout.embedded.pages import PageTable, Prefix
 from meshrl.rollout.embedded.rows import Rows, Sequence
 
-SPARE_SHARE = (
-    8  # one in so many pages stays free when a sequence joins others, which will need more; fewer cost preemptions
-)
+# One in so many pages stays free when a sequence joins others, which will need more; fewer cost preemptions.
+SPARE_SHARE = 8
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.rows = Rows()
         self.snapshots: dict[bytes, int] = {}  # their rows, by the key of the sequences that need them
-        self.version = -1  # of the weights with which the rows sample
+        self.version = -1  # of the weights with which the rows sample, and of keys and values
         self.num_preempted = 0
         self._waiting_of_key: Counter[bytes] = Counter()
 
@@ -76,11 +75,12 @@ class Scheduler:
         self._enqueue(sequence)
         (self.waiting.appendleft if sequence.request.is_urgent else self.waiting.append)(sequence)
 
-    def admit(self, is_ahead: bool) -> Admission:
+    def admit(self, version: int, is_ahead: bool) -> Admission:
         """Give each running row a page for its next token, for which the youngest rows are preempted if there is none;
         then admit requests from the head of the queue while there are rows, prefill budget and pages for their
-        contexts. Without running rows the first one is admitted in any case. is_ahead: the rows have their pages."""
-        admission, budget = Admission(), self.prefill_tokens
+        contexts. Without running rows the first one is admitted in any case. version: of the weights. is_ahead: the
+        rows have their pages."""
+        self.version, admission, budget = version, Admission(), self.prefill_tokens
         if not is_ahead:
             self._make_room()
         others: list[tuple[Sequence, int, np.ndarray]] = []  # sequences that sample from a prefill
@@ -123,7 +123,8 @@ class Scheduler:
                 self.rows.add(sequence, slot, ids, end)
             admission.joined.append(sequence)
         if admission.decoders:  # after all contexts, so that the pages of shared ones are neighbours
-            self.table.extend(self.rows.slots, self.rows.cached[self.rows.slots])
+            slots = np.array([sequence.slot for sequence in admission.decoders])
+            self.table.extend(slots, self.rows.cached[slots])
         for sequence, slot, ids in others:
             self.rows.add(sequence, slot, ids, len(ids))
         return admission

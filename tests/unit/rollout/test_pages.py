@@ -11,8 +11,12 @@ from tiny_engines import ask, run, scores, tiny_engine
 from tiny_models import tiny_lm
 
 from meshrl.core.types import Request, Turn
+from meshrl.rollout.admission import Bounds
 from meshrl.rollout.embedded.cached_attention import PageReads
+from meshrl.rollout.embedded.kv_cache import CacheBound, KVPool
 from meshrl.rollout.embedded.pages import PageTable, places_of, places_of_last
+from meshrl.rollout.embedded.rows import Sequence
+from meshrl.rollout.embedded.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -250,6 +254,21 @@ def test_long_rows_are_sampled_and_scored() -> None:
     for turn in (turns["long"], turns["0"], turns["63"]):
         want = scores(lm, np.concatenate([turn.context_ids, turn.output_ids]))[len(turn.context_ids) :]
         np.testing.assert_allclose(turn.logprobs, want, atol=1e-4)
+
+
+def test_a_sequence_that_joins_gets_its_page_before_rows_that_are_computed_ahead() -> None:
+    """They have a page for their token already, and their next one is not due."""
+    table = PageTable(WIDTH, 400)
+    pool = KVPool(WIDTH, lambda: table.num_pages)
+    scheduler = Scheduler(8, 4096, CacheBound(8 * WIDTH, 1, CPU, pool, pool), table, False)  # a byte for a token
+    bounds = Bounds(stop_ids=frozenset(), limit=99, limit_reason="length")
+    for i in range(3):
+        scheduler.submit(Sequence(ask(f"ahead {i}", [i] * WIDTH), bounds, None))
+    scheduler.admit(0, is_ahead=False)
+    for i in range(2):
+        scheduler.submit(Sequence(ask(f"group {i}", [9] * (2 * WIDTH + 1)), bounds, None))
+    decoders = scheduler.admit(0, is_ahead=True).decoders
+    assert len(decoders) == 2 and (table.rooms[[s.slot for s in decoders]] > 2 * WIDTH).all()
 
 
 def test_the_last_places_are_those_of_the_last_tokens() -> None:
