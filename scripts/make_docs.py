@@ -41,7 +41,8 @@ number of optimizer steps. A default there that differs from the one here is wri
 
 Settings without a counterpart stand at the end as comments, with the reason. There is no critic, so `gae` and the
 keys of `critic` are among them, and so is each value that the checks of meshrl refuse. What the file does not have is
-marked PLACEHOLDER: prime-rl names an environment in place of rows, and TRL's reward functions get lists. Epochs of one
+marked PLACEHOLDER: prime-rl names an environment in place of rows, and TRL's reward functions get lists. Rows that a
+TRL script makes by `dataset.map` need [`data.map`](data.md#from-a-function) or names of other columns. Epochs of one
 file become `loop.num_epochs`; those of a mixture or of a data set on the hub become steps, if `--rows` gives the number
 of rows. The reward is `math_answer`, unless you name another one.
 
@@ -51,10 +52,12 @@ A translated recipe has the ranks and the engine of its GPUs. These overrides tr
 with a small model; settings that have no effect then are left out, each with a note:
 
 ```bash
-meshrl train my.yaml model.path=SMALL_MODEL rollout.engine=embedded cluster.num_train_ranks=1 monitor.sinks=[] \\
-    loop.num_steps=3 rollout.sampling.max_new_tokens=256 run.name=try
+meshrl train my.yaml model.path=SMALL_MODEL rollout.engine=embedded cluster.num_train_ranks=1 'monitor.sinks=[]' \\
+    loop.num_steps=3 loop.prompts_per_step=16 rollout.sampling.max_new_tokens=256 run.name=try
 ```
 
+The learning rate of a large model hardly changes a small one: to see it learn, add `train.optimizer.lr=1e-4` and more
+steps. Rows of another form need `data.path`, `data.eval_path`, `data.prompt` and `data.answer`.
 A recipe for several machines or with GPUs that only sample also needs `cluster.executor=processes cluster.nodes=1
 cluster.num_rollout_ranks=0 loop.kind=colocated`, and one with Ulysses `train.mesh.ulysses=1`. Then look at the answers
 by `meshrl view runs/try --step 1`, at `runs/try/report.html`, and talk to the model by `meshrl chat runs/try`.

@@ -47,13 +47,15 @@ PLACEHOLDERS = {  # required key -> the same
 @dataclass(kw_only=True)
 class Translation:
     """there: the settings of the file. here: values by keys of meshrl. names: key of meshrl -> settings that set it;
-    those that are not in the file are defaults of their framework. reasons: of settings that have no key here."""
+    those that are not in the file are defaults of their framework. reasons: of settings that have no key here.
+    rounded: what a comment adds to the value of a key that was no integer."""
 
     framework: str
     there: Settings
     here: Settings = field(default_factory=dict)
     names: dict[str, list[str]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    rounded: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{len(self.there) - len(self.reasons)} of {len(self.there)} settings are keys here, the others comments"
@@ -92,8 +94,11 @@ def translate_settings(framework: str, there: Settings, numbers: Settings) -> Tr
     for setting, rest, name in sorted(rows, key=lambda row: places[id(row[0])]):
         result = translated(setting, name, rest, given, made.here)
         if isinstance(result, dict):
-            made.here |= {key: _fitting(key, value) for key, value in result.items()}
-            for key in result:
+            for key, value in result.items():
+                made.here[key] = fitting = _fitting(key, value)
+                is_rounded = isinstance(value, float) and abs(fitting - value) > 1e-6
+                devices = ": check --devices" if framework == "TRL" and key == "loop.prompts_per_step" else ""
+                made.rounded[key] = f", rounded up from {value:g}{devices}" if is_rounded else ""
                 made.names.setdefault(key, []).append(name)
         elif name in there:
             made.reasons[name] = result
@@ -146,7 +151,8 @@ def render(made: Translation, name: str) -> str:
     for key, names in made.names.items():
         there = [n for n in names if n in made.there]
         texts = [n if made.there[n] == made.here[key] else f"{n} = {_short(made.there[n])}" for n in there]
-        origins[key] = _in_a_line("; ".join(texts) or f"default of {made.framework}: {names[0]}")
+        origin = "; ".join(texts) or f"default of {made.framework}: {names[0]}"
+        origins[key] = _in_a_line(origin + made.rounded[key])
     lines = [f"# Translated from {_in_a_line(name)} ({made.framework}) by `meshrl translate`:", f"# {made}.", ""]
     lines += section_lines(nested(made.here), "", origins, {})
     by_reason = defaultdict(list)

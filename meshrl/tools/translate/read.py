@@ -127,8 +127,10 @@ _HELD_OUT = {"dataset_name": "eval_dataset", "dataset_train_split": "dataset_tes
 
 
 def _in_python(text: str) -> Settings:
-    """The arguments of GRPOConfig, GRPOTrainer, LoraConfig and load_dataset, with the names of TRL's command line."""
+    """The arguments of GRPOConfig, GRPOTrainer, LoraConfig and load_dataset, with the names of TRL's command line, and
+    the last function of a `.map` as dataset.map."""
     names, settings, rows, first = _Names(), dict[str, Any](), dict[str, Settings](), dict[str, Any]()
+    maps: Settings = {}
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Assign, ast.Call))]
     for node in sorted(nodes, key=lambda node: node.lineno):
         if isinstance(node, ast.Assign):
@@ -138,6 +140,8 @@ def _in_python(text: str) -> Settings:
             continue
         if (call := ast.unparse(node.func).rpartition(".")[2]) == "load_dataset":
             first = first or _dataset(_rows(node, names, rows))  # in place of rows of the trainer that can't be read
+        elif call == "map" and isinstance(node.func, ast.Attribute) and node.args:
+            maps = {"dataset.map": Code(ast.unparse(node.args[0]))}
         elif call == "LoraConfig":
             settings |= {f"lora_{name.removeprefix('lora_')}": v for name, v in _arguments(node, (), names).items()}
         elif call in _CALLS:
@@ -147,6 +151,7 @@ def _in_python(text: str) -> Settings:
             settings |= of.get("train_dataset", {})
             if (held_out := of.get("eval_dataset", {})) != of.get("train_dataset"):  # not two parts of one file
                 settings |= {name: held_out[other] for other, name in _HELD_OUT.items() if other in held_out}
+    settings |= maps if settings else {}  # `.map` of other programs is no setting
     settings = settings if "dataset_name" in settings else first | settings
     return leaves({name: value for name, value in settings.items() if name not in ("args", "train_dataset")})
 

@@ -51,7 +51,10 @@ def translated(setting: Setting, name: str, rest: str, there: Settings, here: Se
     result = _with_values(result, _names(value, there, here))
     result = result if isinstance(result, dict) else dict(zip(keys, result if isinstance(result, list) else [result]))
     found = {key: each for key, each in result.items() if not isinstance(each, Code)}
-    return found or (setting.note if "nothing" in str(result) else f"can't be computed: {', '.join(result.values())}")
+    if found or "nothing" in str(result):
+        return found or setting.note
+    unknown = ", ".join(result.values())
+    return f"can't be computed: {unknown}{'; --rows gives the number of rows' if 'num_steps' in unknown else ''}"
 
 
 def _missing(needed: str, there: Settings, here: Settings) -> str:

@@ -131,6 +131,25 @@ def test_a_python_script_is_read_as_text_and_counted_in_prompts(tmp_path: Path):
     assert {key: made.here.get(key) for key in expected} == expected
     assert "biases every ratio" in made.reasons["top_p"] and "rollout.sampling.top_p" not in made.here
     assert {"callbacks", "run_name", "reward_funcs", "model_init_kwargs"} <= made.reasons.keys()
+    assert "data.map" in made.reasons["dataset.map"] and made.there["dataset.map"] == "lambda row: row"
+    path.write_text("rows = load().map(lambda row: row)")
+    with pytest.raises(ConfigError, match="has no setting of verl, TRL"):
+        read_settings(path)
+
+
+def test_what_needs_the_devices_or_the_rows_names_the_option():
+    there = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_generations": 16}
+    there |= {"dataset_name": "org/rows", "warmup_ratio": 0.1}
+
+    def of(devices: int, rows: int | None):
+        made = translate_settings("TRL", there, {"rows": rows, "num_processes": devices})
+        return render(made, "train.py"), made
+
+    text, made = of(1, None)
+    assert "prompts_per_step: 1 " in text and "rounded up from 0.25: check --devices" in text
+    assert "--rows" in made.reasons["warmup_ratio"]
+    text, made = of(8, 200)  # 300 steps
+    assert made.here["train.scheduler.warmup_steps"] == 30 and "rounded" not in text
 
 
 @pytest.mark.parametrize(
