@@ -319,7 +319,7 @@ def _limits(prompts: np.ndarray, answers: np.ndarray, least: int, context: int, 
     if of_prompt < np.median(prompts):
         raise ConfigError(
             f"{model} reads {context} tokens (max_position_embeddings); the prompts have {_spread(prompts)}, "
-            f"the answers {_spread(answers)}. Give shorter rows, or another model"
+            f"the answers {_spread(answers)}. Give shorter rows, or another model: docs/data.md shows how to make one"
         )
     return of_prompt, new
 
