@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshrl.agent.flatten import TurnError, attach, path_ids
-from meshrl.agent.tools import TOOLS, Tool, ToolError, as_tool, call_tool, name_and_arguments, tool_calls
+from meshrl.agent.tools import ERROR, TOOLS, Tool, ToolError, as_tool, call_tool, name_and_arguments, tool_calls
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import (
@@ -30,8 +30,9 @@ from meshrl.core.types import (
     freeze,
     turn_seed,
 )
-from meshrl.data.chat import Message, continuation_ids, render, render_text
+from meshrl.data.chat import Message, continuation_ids, image_literal, render, render_text
 from meshrl.data.decode import answer_text, text_of
+from meshrl.data.media import find_spans
 from meshrl.data.order import PromptFeed
 
 # Aborted turns are continued below the agent: an abort that is returned here means that the engine failed.
@@ -107,16 +108,12 @@ def start_trajectory(prompt: Prompt, index: int, ctx: AgentContext) -> Trajector
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any, tools: list[dict[str, Any]]) -> np.ndarray:
-    """The prompt's ids as data rendered them, else rendered now. int32[C]."""
-    if prompt.media:
-        raise DataError(
-            f"prompt {prompt.id!r} has media ({', '.join(prompt.media)}), which a text agent does not support"
-        )
+    """The prompt's ids as data rendered them, with all placeholders of its images, else rendered now. int32[C]."""
     if prompt.ids is not None:
         return prompt.ids
     if not prompt.messages:
         raise DataError(f"prompt {prompt.id!r} has neither ids nor messages")
-    return render(tokenizer, prompt.messages, tools=tools)
+    return render(tokenizer, prompt.messages, tools=tools, media=prompt.media)
 
 
 async def take_turn(
@@ -125,17 +122,20 @@ async def take_turn(
     generate: Generate,
     ctx: AgentContext,
     new_messages: Sequence[Message] = (),
-    media_spans: Sequence[tuple[str, int, int]] = (),
+    media_spans: Sequence[tuple[str, int, int]] | None = None,
 ) -> Turn | None:
     """Sample one turn on this full context, add it to the trajectory's tree, and set the trajectory's status.
 
     The turn's parent is found by ids, and its context is cut to the tokens after the parent. Its text, without the
     special tokens that end it, is decoded into `messages`, after new_messages (the new context for people and rewards).
-    media_spans: places of the prompt's media in context_ids. The seed depends only on run, ordinal, index and number of
-    the turn. Returns None when no turn could be sampled. The status is then `truncated` if an earlier turn filled the
-    context, `failed` if the prompt alone filled it or the engine refused the request.
+    media_spans: places of the prompt's images in context_ids; None = they are found by their placeholders. The seed
+    depends only on run, ordinal, index and number of the turn. Returns None when no turn could be sampled. The status
+    is then `truncated` if an earlier turn filled the context, `failed` if the prompt alone filled it or the engine
+    refused the request.
     """
     number, prompt = len(trajectory.turns), trajectory.prompt
+    if media_spans is None and prompt.media_spans and prompt.ids is not None:
+        media_spans = find_spans(context_ids, prompt.media, int(prompt.ids[prompt.media_spans[0][1]]))
     room = ctx.max_context_tokens - len(context_ids)
     if room < 1:
         trajectory.status = "truncated" if number else "failed"
@@ -149,7 +149,7 @@ async def take_turn(
         id=f"{trajectory.id}/{number}",
         context_ids=context_ids,
         media=prompt.media,
-        media_spans=list(media_spans),
+        media_spans=list(media_spans or ()),
         sampling=ctx.sampling,
         seed=turn_seed(ctx.run_seed, prompt.ordinal, trajectory.index, number),
         max_new_tokens=min(ctx.max_new_tokens, room),
@@ -166,7 +166,7 @@ async def take_turn(
             f"trajectory {trajectory.id!r}, turn {number}: the engine returned a context of {len(turn.context_ids)} "
             f"tokens, which differs from the {len(context_ids)} tokens that were sent; ids must stay unchanged"
         )
-    _insert(trajectory, turn, media_spans)
+    _insert(trajectory, turn, media_spans or ())
     text = answer_text(ctx.tokenizer, turn.output_ids, ctx.sampling.stop_token_ids)
     turn.messages = [*new_messages, {"role": "assistant", "content": text}]
     trajectory.status = _STATUS[turn.stop_reason]
@@ -192,19 +192,19 @@ def next_context(
     after = render_text(ctx.tokenizer, [*history, answer, *new], tools=tools)
     is_prefix = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
     if not is_prefix:
-        return render(ctx.tokenizer, [*history, answer, *new], tools=tools)
+        return render(ctx.tokenizer, [*history, answer, *new], tools=tools, media=trajectory.prompt.media)
     so_far, stops = path_ids(trajectory.turns, len(trajectory.turns) - 1), ctx.sampling.stop_token_ids
     last = int(so_far[-1])
     added = continuation_ids(ctx.tokenizer, new, stops, tools, ended_by=last if last in stops else None)
     return np.concatenate([so_far, added])
 
 
-def _insert(trajectory: Trajectory, turn: Turn, media_spans: Sequence[tuple[str, int, int]]) -> None:
+def _insert(trajectory: Trajectory, turn: Turn, spans: Sequence[tuple[str, int, int]]) -> None:
     """Add a turn with its full context to the tree, and cut the context to the tokens after the turn's parent."""
     turn.parent = attach(trajectory.turns, turn.context_ids)
     num_earlier = len(path_ids(trajectory.turns, turn.parent))
     turn.context_ids = turn.context_ids[num_earlier:]
-    turn.media_spans = [(name, start - num_earlier, size) for name, start, size in media_spans if start >= num_earlier]
+    turn.media_spans = [(name, start - num_earlier, size) for name, start, size in spans if start >= num_earlier]
     if turn.routed_experts is not None:
         turn.routed_experts = turn.routed_experts[num_earlier:]
     trajectory.turns.append(turn)
@@ -260,7 +260,10 @@ class MultiTurn:
             if len(trajectory.turns) == self.max_turns:
                 trajectory.status = "truncated"
                 return trajectory
-            new = [{"role": "tool", "content": await call_tool(self._tools, call)} for call in calls]
+            answers = [await call_tool(self._tools, call) for call in calls]
+            refusal = f"{ERROR}the answer has a token that stands for an image"
+            answers = [refusal if image_literal(ctx.tokenizer, answer) else answer for answer in answers]
+            new = [{"role": "tool", "content": answer} for answer in answers]
             context = next_context(trajectory, new, ctx, self.tools)
 
 

@@ -74,12 +74,17 @@ class DataConfig(Slice):
     tools: str | None = "tools"
     """column with the tools that a row describes to the model, a list or its JSON text; rows without it have the tools
     of the agent; null = the column is not read"""
+    images: str | None = None
+    """column with the images of a prompt, one or a list: paths below the folder of the data file, bytes, data URLs, or
+    images of a Hugging Face data set; null = images, if a row has it. It needs a vision-language model"""
+    media_cache_bytes: int = Field(1 << 30, ge=0)
+    """processed images that stay in memory, in bytes; others are processed again when they are needed"""
     continue_last: bool = False
     """a prompt that ends with a message of the assistant is the beginning of the answer, which the model continues;
     rewards get only what it adds. false = such a prompt is an error"""
     map: str | None = None
     """function package.module:name in place of the columns: it gets a row and returns a dict with prompt or messages,
-    optionally with answer, env, meta and tools"""
+    optionally with answer, env, meta, tools and images"""
     system: str | None = None
     """system message put before each question"""
     chat_template: str | None = None

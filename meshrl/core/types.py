@@ -9,7 +9,7 @@ is done once, in `Batch.previous` (train/packing). Index 0 of a row is never tra
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -31,13 +31,15 @@ class Media:
 
     outputs: the processor's arrays by model keyword, e.g. pixel_values [patches, dim], image_grid_thw [1, 3].
     num_tokens: its placeholder tokens in the text; equals the number of features that the vision tower returns.
+    text: what a rendered prompt has for it, with its placeholders. digest: of its pixels and the processor's settings.
     """
 
     kind: str
     digest: str
     source: str
-    outputs: dict[str, np.ndarray]
+    outputs: Mapping[str, np.ndarray]
     num_tokens: int
+    text: str = ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,7 +55,8 @@ class Prompt:
     ordinal: int
     messages: list[dict[str, Any]] | None = None
     ids: np.ndarray | None = None  # int32[C]
-    media: dict[str, Media] = field(default_factory=dict)
+    media: dict[str, Media] = field(default_factory=dict)  # in their order; a part {type: image, image: id} has the id
+    media_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (media id, start, length) in ids
     answer: Any = None
     env: str = "default"  # the task family or data source, for reward functions
     meta: dict[str, Any] = field(default_factory=dict)  # plain JSON only

@@ -21,15 +21,19 @@ import numpy as np
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, is_there, read_json, read_text, size_of
 from meshrl.core.lookup import did_you_mean
+from meshrl.core.types import Media
 from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.data.files import as_data_error, require_reachable
+from meshrl.data.media import parts_of
 from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None  # JSON schemas
 TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template may loop for years
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-_VARIABLES, _DATE = "chat_template_kwargs", "date"  # in init_kwargs, as Transformers stores a tokenizer's arguments
+# In init_kwargs, as Transformers stores a tokenizer's arguments.
+_VARIABLES, _DATE, _PARTS = "chat_template_kwargs", "date", "content_as_parts"
+_IMAGE_TOKEN, _IMAGE_LITERALS = "image_token_of_templates", "image_literals"
 _CONTENT = "stand-in answer"  # of a placeholder message that shows how a template ends one; no template contains it
 
 
@@ -70,17 +74,21 @@ def load_tokenizer(
 
 
 def _require_content(tokenizer: Any) -> None:
-    """Raises: DataError when the template leaves out the text of a question; some templates of vision-language models
-    do, because they expect lists of text and images."""
-    try:
-        text = render_text(tokenizer, [{"role": "user", "content": _CONTENT}])
-    except DataError:  # no template, or one that accepts only longer conversations
-        return
-    if _CONTENT not in text:
-        raise DataError(
-            f"the chat template of {tokenizer.name_or_path!r} leaves out the text of user messages: it renders "
-            f"{_CONTENT!r} as {text[-80:]!r}. Set data.chat_template to a template that writes content that is a text"
-        )
+    """Raises: DataError when the template leaves out the text of a question. Some templates of vision-language models
+    do so for a text and not for a list of parts: they get lists from now on."""
+    for parts in (False, True):
+        tokenizer.init_kwargs[_PARTS] = parts
+        try:
+            text = render_text(tokenizer, [{"role": "user", "content": _CONTENT}])
+        except DataError:  # no template, or one that accepts only longer conversations
+            tokenizer.init_kwargs[_PARTS] = False
+            return
+        if _CONTENT in text:
+            return
+    raise DataError(
+        f"the chat template of {tokenizer.name_or_path!r} leaves out the text of user messages: it renders "
+        f"{_CONTENT!r} as {text[-80:]!r}. Set data.chat_template to a template that writes content that is a text"
+    )
 
 
 def read_tokenizer(path: str | Path) -> Any:
@@ -196,11 +204,48 @@ def render_text(tokenizer: Any, messages: Sequence[Message], tools: Tools = None
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool | None = True, tools: Tools = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    add_generation_prompt: bool | None = True,
+    tools: Tools = None,
+    media: Mapping[str, Media] | None = None,
 ) -> np.ndarray:
     """The token ids of these messages, int32[C]. add_generation_prompt: None = they end with the content of the last
-    message, which the model continues. tools: for templates that describe tools to the model."""
-    return np.asarray(_apply_template(tokenizer, messages, add_generation_prompt, tools, tokenize=True), np.int32)
+    message, which the model continues. tools: for templates that describe tools to the model. media: of the messages'
+    images, each of which the template writes as one token, and the ids have with all its placeholders."""
+    if not media:
+        return np.asarray(_apply_template(tokenizer, messages, add_generation_prompt, tools, tokenize=True), np.int32)
+    text, token = _apply_template(tokenizer, messages, add_generation_prompt, tools, False), image_token(tokenizer)
+    names = [part["image"] for part in parts_of(messages) if part["type"] == "image"]
+    between = text.split(token)
+    if len(between) != len(names) + 1:
+        raise DataError(
+            f"the chat template writes {token!r} {len(between) - 1} times for {len(names)} images; set "
+            "data.chat_template to one that writes it once for each part {type: image}, and nowhere else"
+        )
+    after = (media[name].text + rest for name, rest in zip(names, between[1:]))
+    ids = tokenizer("".join([between[0], *after]), add_special_tokens=False)["input_ids"]
+    return np.asarray(ids, np.int32)
+
+
+def image_token(tokenizer: Any) -> str:
+    """The text that the chat template writes for an image."""
+    if _IMAGE_TOKEN not in tokenizer.init_kwargs:
+        raise DataError(f"the tokenizer {tokenizer.name_or_path!r} is not that of a model that reads images")
+    return str(tokenizer.init_kwargs[_IMAGE_TOKEN])
+
+
+def set_image_token(tokenizer: Any, token: str) -> None:
+    tokenizer.init_kwargs[_IMAGE_TOKEN] = token
+
+
+def set_image_literals(tokenizer: Any, texts: set[str]) -> None:
+    tokenizer.init_kwargs[_IMAGE_LITERALS] = sorted(texts)
+
+
+def image_literal(tokenizer: Any, text: str) -> str | None:
+    """A token in this text that stands for an image or a video of the model, so that it must not be in a text."""
+    return next((each for each in tokenizer.init_kwargs.get(_IMAGE_LITERALS, ()) if each in text), None)
 
 
 def _apply_template(
@@ -219,6 +264,8 @@ def _apply_template(
         )
     if not messages:
         raise DataError("no messages to render: a conversation needs at least one message")
+    if tokenizer.init_kwargs.get(_PARTS):
+        messages = [{**message, "content": parts_of([message])} for message in messages]
     try:
         with time_limit(TEMPLATE_LIMIT_S):
             return tokenizer.apply_chat_template(

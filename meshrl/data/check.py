@@ -87,7 +87,8 @@ def _section(config: RunConfig | SftRunConfig) -> DataConfig | SftConfig:
 
 
 def _tables(data: DataConfig, training: bool) -> Iterator[_ConfiguredTable]:
-    columns: dict[str, str | None] = {} if data.map else {"data.prompt": data.prompt, "data.answer": data.answer}
+    own: dict[str, str | None] = {"data.prompt": data.prompt, "data.answer": data.answer, "data.images": data.images}
+    columns = {} if data.map else own
     if training and data.path is not None:
         yield _ConfiguredTable("data", data, columns)
     for key, source in data.named(training).items():

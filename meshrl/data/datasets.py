@@ -18,15 +18,20 @@ from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.lookup import look_up
-from meshrl.core.types import Prompt
+from meshrl.core.types import Media, Prompt
 from meshrl.data.chat import Message, render, sft_row
 from meshrl.data.files import as_data_error
-from meshrl.data.messages import messages_of, require_rendered, shown, tools_of
+from meshrl.data.images import image_of
+from meshrl.data.media import content_text, find_spans
+from meshrl.data.messages import messages_of, placed_images, require_rendered, shown, tools_of
+from meshrl.data.processor import Vision
 from meshrl.data.tables import RawRow, Row, RowTable, Table, column_of, open_table
 
 T = TypeVar("T")
-MAPPED = ("prompt", "messages", "answer", "env", "meta", "tools")  # what a data.map function may return
+MAPPED = ("prompt", "messages", "answer", "env", "meta", "tools", "images")  # what a data.map function may return
 MAX_SHOWN, MAX_READ_S = 10, 10.0  # bad rows in one error; seconds after which a table with bad rows is not read further
+DECODED_S = 10.0  # images are decoded at the start for so long; of later rows only the headers are read
+IMAGES = "images"  # the column of images, if data.images is null
 
 
 class MissingAnswerError(DataError):
@@ -51,6 +56,7 @@ class PromptMaker:
     row's source in a mixture; it is the beginning of the prompt's id and the prompt's `env`, so that a reward function
     can see the source of a question. bad: gets the errors of bad rows, which are left out; None = they are raised.
     held_out: with data.eval_fraction, whether load_prompts gives the rows that are held out, or the others.
+    vision: of the model; None if it reads text only.
     """
 
     cfg: DataConfig
@@ -61,6 +67,7 @@ class PromptMaker:
     source: str | None = None
     bad: list[str] | None = None
     held_out: bool = False
+    vision: Vision | None = None
 
     @functools.cached_property
     def _map(self) -> Callable[[Row], Any] | None:
@@ -70,9 +77,11 @@ class PromptMaker:
             raise ConfigError(f"data.map is {path!r}, which is a {type(function).__name__}; it must be a function")
         return function
 
-    def __call__(self, raw: RawRow, ordinal: int) -> Prompt:
-        """Raises: DataError for a row that does not fit the config, that the chat template refuses, or that is rendered
-        to ids which the model does not have."""
+    def __call__(self, raw: RawRow, ordinal: int, draft: bool = False) -> Prompt:
+        """draft: of images only the header is read, and a prompt that has some gets no ids.
+
+        Raises: DataError for a row that does not fit the config, that the chat template refuses, or that is rendered to
+        ids which the model does not have."""
         raw.require_read()
         row = self._columns(raw) if self._map is None else self._mapped(raw, self._map)
         answer = row["answer"]
@@ -90,6 +99,7 @@ class PromptMaker:
             raise MissingAnswerError(f"{blank}; give the row an answer, or remove the row")
         with as_data_error(f"{raw.where}: "):
             messages = messages_of(row["content"], row["name"], self.tokenizer.chat_template, raw.is_filled)
+            media = self._media(messages, row["images"], raw.folder, draft)
             continues = self.cfg.continue_last and messages[-1]["role"] == "assistant"
             _require_open(messages, row["name"], continues)
             own_tools = tools_of(row["tools"], f"column {self.cfg.tools!r}", raw.is_filled)
@@ -100,16 +110,36 @@ class PromptMaker:
             id=raw.id if self.source is None else f"{self.source}/{raw.id}",
             ordinal=ordinal,
             messages=messages,
+            media=media,
             answer=_plain(row["answer"], "the answer", raw.where),
             env=row["env"] or self.source or "default",
             meta={name: _plain(value, f"column {name!r}", raw.where) for name, value in row["meta"].items()},
         )
         with as_data_error(f"{raw.where}: "):
-            prompt.ids = render(self.tokenizer, messages, None if continues else True, own_tools or self.tools)
+            ids = render(self.tokenizer, messages, None if continues else True, own_tools or self.tools, media)
             require_rendered(self.tokenizer, messages, own_tools, row["name"], "tool_calls")
-        _require_known(prompt.ids, self.tokenizer, self.vocab_size, raw.where)
-        prompt.ids.flags.writeable = False
+        _require_known(ids, self.tokenizer, self.vocab_size, raw.where)
+        if draft and media:
+            return prompt
+        if media and self.vision is not None:
+            with as_data_error(f"{raw.where}: "):
+                prompt.media_spans = find_spans(ids, media, self.vision.placeholder)
+        prompt.ids = ids
+        ids.flags.writeable = False
         return prompt
+
+    def _media(self, messages: list[Message], column: Any, folder: str | None, draft: bool) -> dict[str, Media]:
+        """The images of a row by their ids, which the messages get, too. column: the row's images outside of them."""
+        listed = column if isinstance(column, list | tuple) else [] if column is None else [column]
+        placed = placed_images(messages, listed, self.tokenizer)
+        if placed and self.vision is None:
+            raise DataError(
+                "it has images, but the model reads text only: config.json has no vision_config. Set model.path to a "
+                f"vision-language model, or remove the images; rename a column {IMAGES!r} with other content"
+            )
+        images = [image_of(each, folder) for each in placed]
+        made = [self.vision.draft(image) if draft else self.vision.media(image) for image in images if self.vision]
+        return {f"image-{i}": each for i, each in enumerate(made)}
 
     def _columns(self, raw: RawRow) -> dict[str, Any]:
         """Columns other than prompt and answer become `meta`."""
@@ -117,8 +147,13 @@ class PromptMaker:
         content = column_of(raw.data, cfg.prompt, "data.prompt", raw.where)
         if cfg.answer is not None:
             answer = column_of(raw.data, cfg.answer, "data.answer", raw.where)
-        meta = {k: v for k, v in raw.data.items() if k not in (cfg.prompt, cfg.answer)}
-        named = {"name": f"column {cfg.prompt!r}", "tools": raw.data.get(cfg.tools or "")}
+        images = cfg.images or IMAGES
+        meta = {k: v for k, v in raw.data.items() if k not in (cfg.prompt, cfg.answer, images)}
+        named = {
+            "name": f"column {cfg.prompt!r}",
+            "tools": raw.data.get(cfg.tools or ""),
+            "images": raw.data.get(images),
+        }
         return {"content": content, **named, "answer": answer, "env": None, "meta": meta}
 
     def _mapped(self, raw: RawRow, function: Callable[[Row], Any]) -> dict[str, Any]:
@@ -144,6 +179,7 @@ class PromptMaker:
             "env": env,
             "meta": meta,
             "tools": made.get("tools"),
+            "images": made.get("images"),
         }
 
 
@@ -200,36 +236,47 @@ def listed(bad: Sequence[str], most: int = MAX_SHOWN) -> str:
     return "".join(f"\n  {text}" for text in bad[:most]) + more
 
 
-def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
+def is_held_out(messages: Sequence[Message], fraction: float, images: Iterable[str] = ()) -> bool:
     """Whether a row is held out for evaluations. It depends on the text of its user's messages alone, without regard to
-    case and white space: not on other rows, the order, the seed, a system message or the answers."""
-    words = " ".join(m["content"] for m in messages if m["role"] == "user").casefold().split()
-    digest = hashlib.sha256(" ".join(words).encode("utf-8", "replace")).digest()
+    case and white space, and on the names of its images: not on other rows, the order, the seed, a system message or
+    the answers."""
+    words = content_text([m for m in messages if m["role"] == "user"]).casefold().split()
+    digest = hashlib.sha256(" ".join([*words, *images]).encode("utf-8", "replace")).digest()
     return int.from_bytes(digest[:8]) < fraction * 2**64
 
 
+def _is_held_out(prompt: Prompt, fraction: float) -> bool:
+    return is_held_out(prompt.messages or [], fraction, (media.source for media in prompt.media.values()))
+
+
 def load_prompts(
-    path: str | Path | RowTable, make: PromptMaker, limit: int | None = None, split: str | None = None
+    path: str | Path | RowTable,
+    make: PromptMaker,
+    limit: int | None = None,
+    split: str | None = None,
+    drafts: bool = False,
 ) -> tuple[list[Prompt], int]:
     """All prompts of a table, rendered once, and the number of those left out as longer than max_prompt_tokens.
 
     The id is "<file stem>-<line>", or for rows in memory "<name>-<index>". The ordinal is the row's number;
     PromptSource gives a new one to each draw.
-    limit: the number of rows to use, from the start. split: of a Hugging Face data set.
+    limit: the number of rows to use, from the start. split: of a Hugging Face data set. drafts: after DECODED_S, rows
+    with images become drafts, which are never left out as too long.
     """
     table = open_table(path, make.cfg.format, make.cfg.subset, split)
     ordinals, fraction = itertools.count(), make.cfg.eval_fraction
     rows = table.rows(0, limit if fraction is None else None)
-    prompts = make_all(rows, lambda raw: make(raw, next(ordinals)), make.bad)
+    until = time.monotonic() + DECODED_S
+    prompts = make_all(rows, lambda raw: make(raw, next(ordinals), drafts and time.monotonic() > until), make.bad)
     require_rows(table, len(prompts))
     if fraction is not None:
-        side = [p for p in prompts if is_held_out(p.messages or [], fraction) == make.held_out]
+        side = [p for p in prompts if _is_held_out(p, fraction) == make.held_out]
         _require_left(table, side, len(prompts), f"data.eval_fraction = {fraction}")
         prompts = side[:limit]
     most = make.cfg.max_prompt_tokens
     lengths = [len(p.ids) for p in prompts if p.ids is not None]
-    fitting = [p for p, length in zip(prompts, lengths) if length <= most]
-    if not fitting:
+    fitting = [p for p in prompts if p.ids is None or len(p.ids) <= most]
+    if lengths and min(lengths) > most:
         raise all_too_long(table.name, lengths, "data.max_prompt_tokens", most)
     return fitting, len(prompts) - len(fitting)
 
@@ -257,6 +304,8 @@ def load_sft_rows(
         content, name = column_of(raw.data, column, key, raw.where), f"column {column!r}"
         with as_data_error(f"{raw.where}: "):
             messages = messages_of(content, name, tokenizer.chat_template, raw.is_filled, cfg.prompt is not None)
+            if placed_images(messages, [], tokenizer):
+                raise DataError(f"{name} has images; `meshrl sft` trains on text only")
             if cfg.prompt is not None:
                 _require_open(messages, name, False)
                 answer = answer_text(column_of(raw.data, cfg.answer, "sft.answer", raw.where), cfg.answer)
@@ -325,7 +374,8 @@ def all_too_long(name: str, lengths: list[int], key: str, limit: int) -> DataErr
     """The error for a table whose rows are all too long."""
     return DataError(
         f"{name}: all {len(lengths)} rows are longer than {key} = {limit} tokens "
-        f"(shortest {min(lengths)}); raise the limit or shorten the rows"
+        f"(shortest {min(lengths)}); raise the limit or shorten the rows. Images count "
+        "with all their placeholders; the processor's files limit these, for example by max_pixels"
     )
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, parse_json
-from meshrl.data.chat import Message, render_text
+from meshrl.data.chat import Message, image_literal, render_text
+from meshrl.data.media import content_text, parts_of
 
+MARK = "<image>"  # of an image in the text of a row
 # Templates may have further roles, so only a role that looks like a misspelled one of these is refused, or one of
 # another layout.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -74,9 +76,11 @@ def _message(given: Any, name: str, template: Any) -> Message:
         calls = [_call(call, name) for call in (calls if isinstance(calls, list) else [calls])]
         message = {"content": "", **message, "tool_calls": calls}  # OpenAI's messages that call tools have no content
     role = message.get("role")
+    if isinstance(message.get("content"), list):
+        message["content"] = _parts(message["content"], name)
     if "function_call" in message:
         raise DataError(f"{name} has function_call, OpenAI's older form; write it as tool_calls")
-    if not isinstance(role, str) or not isinstance(message.get("content"), str):
+    if not isinstance(role, str) or not isinstance(message.get("content"), str | list):
         more = ". ShareGPT's keys from and value must be renamed" if "from" in message else ""
         example = '{"role": "user", "content": "text"}'
         raise DataError(f"{name} is {shown(given)}; it should be like {example}{more}")
@@ -86,6 +90,60 @@ def _message(given: Any, name: str, template: Any) -> Message:
     if meant:
         raise DataError(f"{name} has the role {role!r}; did you mean {meant[0]!r}?")
     return message
+
+
+def _parts(given: list[Any], name: str) -> str | list[dict[str, Any]]:
+    """The parts of a content, of which those of images have the image as `image` if they name one; a text if there are
+    no images."""
+    parts = list[dict[str, Any]]()
+    for part in given:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind in ("image", "image_url"):
+            values = [part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None]
+            parts.append({"type": "image", **({"image": values[0]} if values else {})})
+        else:
+            wanted = '{"type": "text", "text": ...} or {"type": "image", "image": ...}'
+            raise DataError(f"{name} has the part {shown(part)}; it should be {wanted}")
+    return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+
+
+def placed_images(messages: Sequence[Message], column: Sequence[Any], tokenizer: Any) -> list[Any]:
+    """The images of these messages in order, whose parts get media ids: image-0 and so on.
+
+    column: the row's images. They are those of the parts that name none, or of the marks `<image>` in the texts;
+    without such places they precede the text of the user's first message.
+    """
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    is_placed = any(part["type"] == "image" and "image" not in part for part in parts)
+    if column and not is_placed:
+        texts = [message for message in messages if isinstance(message["content"], str)]
+        if not any(MARK in message["content"] for message in texts):
+            first = next((message for message in texts if message["role"] == "user"), None)
+            if first is not None:
+                first["content"] = MARK * len(column) + first["content"]
+        for message in texts:
+            if MARK in message["content"]:
+                pieces = [
+                    ({"type": "text", "text": text}, {"type": "image"}) for text in message["content"].split(MARK)
+                ]
+                listed = [part for pair in pieces for part in pair][:-1]
+                message["content"] = [part for part in listed if part.get("text") != ""]
+    placed = [part for part in parts_of(messages) if part["type"] == "image"]
+    free = [part for part in placed if "image" not in part]
+    if len(free) != len(column):
+        raise DataError(
+            f"it has {len(column)} images for {len(free)} places ({MARK} in a text, or parts of type image)"
+        )
+    for part, image in zip(free, column):
+        part["image"] = image
+    if literal := image_literal(tokenizer, content_text(messages)):
+        raise DataError(f"a text has {literal!r}, which stands for an image of the model; remove it, or give an image")
+    images = [part["image"] for part in placed]
+    for i, part in enumerate(placed):
+        part["image"] = f"image-{i}"
+    return images
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
@@ -125,7 +183,7 @@ def require_rendered(tokenizer: Any, messages: Sequence[Message], tools: Any, na
             "data.chat_template (sft.chat_template), or remove them"
         )
     for i, message in enumerate(messages):
-        text, is_rendered = message["content"], message["role"] in ("user", "system")
+        text, is_rendered = content_text([message]), message["role"] in ("user", "system")
         if not _RENDERED.match(text.lstrip()[:_SEARCHED]):
             ends = _PLAIN_END.search(text[-60:]) and _PLAIN_QUESTION.search(text)
             is_plain = _PLAIN_RENDERED.match(text.lstrip()) or ends

@@ -34,7 +34,7 @@ class PromptFeed(Protocol):
         ...
 
     def shared(self, texts: set[bytes]) -> set[bytes]:
-        """Those of these token ids that a training prompt has; a stream compares only its first rows."""
+        """Those of these (as `content_of`) that a training prompt has; a stream compares only its first rows."""
         ...
 
     def next(self, n: int) -> list[Prompt]:
@@ -99,7 +99,7 @@ class _Source:
         return drawn
 
     def shared(self, texts: set[bytes]) -> set[bytes]:
-        return texts.intersection(prompt.ids.tobytes() for prompt in self.prompts if prompt.ids is not None)
+        return texts.intersection(content_of(prompt) for prompt in self.prompts if prompt.ids is not None)
 
     def state(self) -> dict[str, Any]:
         return {"next_ordinal": self.next_ordinal, **self._identity}
@@ -126,33 +126,51 @@ class PromptSource(_Source):
 
 class PromptStream(_Source):
     """A PromptFeed that reads, renders and filters each row of a table when it is drawn, and keeps none. A bad row is
-    an error when it is drawn, with file and line. Ordinals count returned prompts, positions count rows that were read.
+    an error when it is drawn, with file and line, or left out with make.bad. Ordinals count returned prompts, positions
+    count rows that were read.
+
+    rows: the numbers of those to draw; None = all. num_left_out: rows that were found to be too long before.
     """
 
-    def __init__(self, table: Table, make: PromptMaker, seed: int):
+    def __init__(
+        self, table: Table, make: PromptMaker, seed: int, rows: Sequence[int] | None = None, num_left_out: int = 0
+    ):
         require_rows(table, table.num_rows)
         self._table, self._make, self._limit = table, make, make.cfg.max_prompt_tokens
+        self._rows = range(table.num_rows) if rows is None else rows
         # Of the first rows as rendered, and of the table's fingerprint: the other rows are not read for the digest.
-        self.prompts = make_all(table.rows(0, PROBED_ROWS), lambda raw: make(raw, 0))
-        fingerprint = np.frombuffer(repr(table.fingerprint()).encode(), np.uint8)
+        probed = (raw for number in self._rows[:PROBED_ROWS] for raw in table.rows(number, number + 1))
+        self.prompts = make_all(probed, lambda raw: make(raw, 0))
+        chosen = [] if rows is None else [hashlib.sha256(np.array(rows).tobytes()).hexdigest()]
+        images = [media.digest for prompt in self.prompts for media in prompt.media.values()]
+        fingerprint = np.frombuffer(repr([*table.fingerprint(), *chosen, *images]).encode(), np.uint8)
         digest = digest_of([*((p.id, p.ids) for p in self.prompts), ("fingerprint", fingerprint)])
         own = {"max_prompt_tokens": self._limit, "answers": digest_of_answers(self.prompts)}
-        super().__init__(digest, table.num_rows, seed, make.cfg.shuffle, **own)
-        self.position, self.num_left_out = 0, 0
+        super().__init__(digest, len(self._rows), seed, make.cfg.shuffle, **own)
+        self.position, self.num_left_out = 0, num_left_out
 
     def next(self, n: int) -> list[Prompt]:
         prompts: list[Prompt] = []
         too_long: list[int] = []
+        num_bad = 0
         while len(prompts) < n:
-            number = self._row_at(self.position)
+            number = self._rows[self._row_at(self.position)]
             row = next(self._table.rows(number, number + 1), None)
             if row is None:
                 raise DataError(
                     f"{self._table.name} has fewer rows than at the start of the run: it was changed. Restore it, or "
                     "start a new run."
                 )
-            prompt = self._make(row, self.next_ordinal)
             self.position += 1
+            try:
+                prompt = self._make(row, self.next_ordinal)
+            except DataError as error:
+                num_bad += 1
+                if self._make.bad is None or num_bad >= self._num_rows:
+                    raise
+                self._make.bad.append(str(error))
+                self.num_left_out += 1
+                continue
             length = len(prompt.ids) if prompt.ids is not None else 0
             if length <= self._limit:
                 self.next_ordinal += 1
@@ -235,6 +253,12 @@ class SftSource(_Source):
         return [unsampled_row(f"{row.id}@{ordinal}", row.ids, row.mask) for ordinal, row in drawn]
 
 
+def content_of(prompt: Prompt) -> bytes:
+    """The ids and images of a prompt that is not a draft, to compare it with others."""
+    assert prompt.ids is not None
+    return b"".join([prompt.ids.tobytes(), *(media.digest.encode() for media in prompt.media.values())])
+
+
 def digest_of(rows: Iterable[tuple[str, np.ndarray | None]]) -> str:
     """Digest of ids and rendered tokens: it differs with another tokenizer or template, or another date (run.date)."""
     total = hashlib.sha256()
@@ -291,5 +315,8 @@ def _open_one(make: PromptMaker, seed: int, rows: RowTable | None) -> PromptFeed
     if cfg.streaming:
         table = open_table(path, cfg.format, cfg.subset, cfg.split)
         return PromptStream(table, make, seed)
-    prompts, left_out = load_prompts(path, make, split=cfg.split)
+    prompts, left_out = load_prompts(path, make, split=cfg.split, drafts=True)
+    if any(prompt.media for prompt in prompts):  # rows are made again when they are drawn: images fill much memory
+        table = open_table(path, cfg.format, cfg.subset, cfg.split)
+        return PromptStream(table, make, seed, [prompt.ordinal for prompt in prompts], left_out)
     return PromptSource(prompts, seed, cfg.shuffle, left_out)

@@ -45,13 +45,15 @@ MARK_BYTES = 1 << 20  # between two indexed rows of a JSONL file; at most this m
 @dataclass(frozen=True, slots=True)
 class RawRow:
     """One row as it is in its file. where: "train.jsonl:12", the beginning of every error about the row. is_filled: it
-    has the keys of all rows, with null for those that it lacks, as Arrow's columns do. fault: why it can't be read."""
+    has the keys of all rows, with null for those that it lacks, as Arrow's columns do. fault: why it can't be read.
+    folder: in which the paths of its images are, as in data/images.py."""
 
     id: str
     where: str
     data: Row
     is_filled: bool = False
     fault: str = ""
+    folder: str | None = None
 
     def require_read(self) -> None:
         """Raises: DataError for a row that can't be read."""
@@ -113,7 +115,7 @@ def open_table(
                 dataset = _datasets().load_from_disk(str(folder))
                 dataset.data.validate()  # the offsets of rows are checked when rows are read
             stem = "-".join(part.name for part in dict.fromkeys((place, folder)))
-            return DatasetTable(str(folder), stem, dataset)
+            return DatasetTable(str(folder), stem, dataset, folder)
         files = files_of(place, kind)
         if kind == "json":
             return RowTable(str(place), list(json_rows(place)))
@@ -150,7 +152,7 @@ class RowTable(Table):
                     f"{where} is {type(row).__name__} {row!r:.80}; each row must be a dict {{column: value}} (from a "
                     'pandas DataFrame: frame.to_dict("records"))'
                 )
-            yield RawRow(f"{self.name}-{i}", where, row, is_filled=is_dataset(self._rows))
+            yield RawRow(f"{self.name}-{i}", where, row, is_filled=is_dataset(self._rows), folder="")
 
 
 class JsonlTable(Table):
@@ -191,7 +193,7 @@ class JsonlTable(Table):
                 raise Unreadable(f"a JSON {type(row).__name__} and not an object {{column: value}}")
         except Unreadable as cause:
             row, fault = {}, f"{where}: {cause}{advice}"
-        return RawRow(f"{self._path.stem}-{number}", where, row, fault=fault)
+        return RawRow(f"{self._path.stem}-{number}", where, row, fault=fault, folder=str(self._path.parent))
 
     def fingerprint(self) -> list[Any]:
         return [self.num_rows, self._path.stat().st_size, self._index[1]]
@@ -235,7 +237,7 @@ def json_rows(path: Path) -> Iterator[RawRow]:
     for i, row in enumerate(inner[0] if inner else [value]):
         where, is_row = f"{path}: row {i} (from 0)", isinstance(row, dict)
         fault = "" if is_row else f"{where} is a JSON {type(row).__name__} and not an object {{column: value}}"
-        yield RawRow(f"{path.stem}-{i}", where, row if is_row else {}, fault=fault)
+        yield RawRow(f"{path.stem}-{i}", where, row if is_row else {}, fault=fault, folder=str(path.parent))
 
 
 def _are_rows(value: Any) -> bool:
@@ -293,7 +295,8 @@ def csv_rows(path: Path) -> Iterator[RawRow]:
             if not fault and len(values) != len(names):
                 fault = f"{len(values)} values for {len(names)} columns, separated by {delimiter!r}"
             where = f"{path}:{number}"
-            yield RawRow(f"{path.stem}-{number}", where, dict(zip(names, values)), fault=fault and f"{where}: {fault}")
+            row, fault = dict(zip(names, values)), fault and f"{where}: {fault}"
+            yield RawRow(f"{path.stem}-{number}", where, row, fault=fault, folder=str(path.parent))
 
 
 def delimiter_of(text: str) -> str:
@@ -308,10 +311,12 @@ def delimiter_of(text: str) -> str:
 
 
 class DatasetTable(Table):
-    """A `datasets.Dataset`: Arrow files on disk, which are memory-mapped."""
+    """A `datasets.Dataset`: Arrow files on disk, which are memory-mapped. Images are not decoded. folder: of its files,
+    None for one of the hub."""
 
-    def __init__(self, name: str, stem: str, dataset: Any):
-        self.name, self._stem, self._dataset = name, stem, dataset
+    def __init__(self, name: str, stem: str, dataset: Any, folder: Path | None = None):
+        self.name, self._stem, self._dataset, self._folder = name, stem, dataset, folder and str(folder)
+        _leave_encoded(dataset.info.features)
         self._arrow = dataset.with_format("arrow")  # the same rows as Arrow tables
 
     @property
@@ -328,10 +333,21 @@ class DatasetTable(Table):
                 columns = self._dataset[begin:end]
             for i in range(begin, end):
                 row = {name: values[i - begin] for name, values in columns.items()}
-                yield RawRow(f"{self._stem}-{i}", f"{self.name}: row {i} (from 0)", row, is_filled=True)
+                where = f"{self.name}: row {i} (from 0)"
+                yield RawRow(f"{self._stem}-{i}", where, row, is_filled=True, folder=self._folder)
 
     def fingerprint(self) -> list[Any]:
         return [self.num_rows, self._dataset.data.nbytes, str(self._dataset.features)]
+
+
+def _leave_encoded(feature: Any) -> None:
+    """Let images of these features, at any depth, be read as {bytes, path}."""
+    if type(feature).__name__ == "Image":
+        feature.decode = False
+    inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
+    for each in feature if isinstance(feature, list) else inner:
+        if each is not None:
+            _leave_encoded(each)
 
 
 class ParquetTable(Table):
@@ -382,7 +398,7 @@ class ParquetTable(Table):
             dataset = datasets.Dataset.from_parquet(glob.escape(self.name), fragment_scan_options=verified)
             if len(dataset) != self.num_rows:
                 raise ValueError(f"it has {len(dataset)} rows, but its footer states {self.num_rows}")
-        return DatasetTable(self.name, self._path.stem, dataset)
+        return DatasetTable(self.name, self._path.stem, dataset, self._path.parent)
 
 
 class Shards(Table):

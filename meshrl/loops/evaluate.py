@@ -235,7 +235,10 @@ def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str,
     return {
         "term": cfg.eval_term,
         "rows": digest(
-            *sorted(json.dumps([p.messages, p.answer, p.env, p.meta], default=str) for p in task.eval_prompts)
+            *sorted(
+                json.dumps([p.messages, p.answer, p.env, p.meta, *(m.digest for m in p.media.values())], default=str)
+                for p in task.eval_prompts
+            )
         ),
         "graders": digest(graders, cfg.eval_pass_score),
         "sampling": digest(cfg.loop.eval_samples, cfg.eval_sampling.model_dump(), limits, agent, *own),

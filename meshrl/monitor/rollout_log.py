@@ -211,6 +211,7 @@ def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:
             **_fields(t.prompt, _PROMPT),
             "ids": t.prompt.ids,
             "media": {name: _fields(media, _MEDIA) for name, media in t.prompt.media.items()},
+            "media_spans": [list(span) for span in t.prompt.media_spans],
         },
         "turns": [
             {
@@ -243,6 +244,7 @@ def _trajectory(r: Record, group: _Group) -> Trajectory:
             **{name: saved[name] for name in _PROMPT},
             ids=None if saved["ids"] is None else np.array(saved["ids"], np.int32),
             media={name: Media(outputs={}, **fields) for name, fields in saved["media"].items()},
+            media_spans=[tuple(span) for span in saved.get("media_spans", ())],
         )
     if prompt is None:
         raise ValueError(f"its prompt is null, and no earlier line has the prompt of group {r['group_id']}")

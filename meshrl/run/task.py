@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from meshrl.agent.loop import AGENTS, Task, require_tools_in_template
 from meshrl.agent.resolve import resolve_agent
 from meshrl.config.kinds import REWARDS, needs_answer
@@ -20,7 +22,8 @@ from meshrl.core.types import Prompt, Sample, unsampled_row
 from meshrl.data.chat import ChatFiles, load_tokenizer, stop_token_ids
 from meshrl.data.datasets import PromptMaker, SftRow, listed, load_sft_rows
 from meshrl.data.decode import ending_ids, text_of
-from meshrl.data.order import SftSource, load_eval_prompts, open_feed
+from meshrl.data.order import SftSource, content_of, load_eval_prompts, open_feed
+from meshrl.data.processor import load_vision
 from meshrl.model.limits import limits_of, text_config
 from meshrl.reward.sandbox import Log
 from meshrl.reward.score import Scorer
@@ -40,7 +43,8 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     bad = list[str]() if cfg.data.bad_rows == "leave_out" else None
     answer_for = [name for name, term in cfg.reward.terms.items() if needs_answer(term.kind)]
     max_context_tokens, vocab_size = limits_of(cfg.model.path, cfg.rollout.max_context_tokens)  # as in the samplers
-    make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size, answer_for, bad=bad)
+    vision = load_vision(cfg.model.path, tokenizer, cfg.data.media_cache_bytes)
+    make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size, answer_for, bad=bad, vision=vision)
     feed = open_feed(make, cfg.run.seed, objects.table("data.path")) if training else None
     eval_key = "data.path" if cfg.data.eval_path is None else "data.eval_path"
     held_out, left_out = load_eval_prompts(make, objects.table(eval_key))
@@ -56,7 +60,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
         num_eval_left_out=left_out,
         stop_token_ids=stop_token_ids(tokenizer, cfg.model.path, cfg.rollout.sampling.stop_token_ids),
         max_context_tokens=max_context_tokens,
-        row_note=_note_on_bad_rows(bad),
+        row_note="; ".join(filter(None, (_note_on_bad_rows(bad), vision and vision.note()))) or None,
     )
     for prompt in _first_prompts(task)[:1] if agent.tools else ():
         own = f"the chat template of {cfg.model.path}"
@@ -69,10 +73,13 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
 def first_prompt(task: Task) -> str | None:
     """The text of a prompt as the model reads it, in quotes and cut, with the number of its tokens; None if the agent
     renders its prompts by itself."""
-    ids = next((prompt.ids for prompt in _first_prompts(task)[:1]), None)
-    if ids is None:
+    prompt = next(iter(_first_prompts(task)), None)
+    if prompt is None or (ids := prompt.ids) is None:
         return None
-    text = repr(task.tokenizer.decode(ids.tolist()))
+    repeated = [
+        np.arange(start + 1, start + size) for _, start, size in prompt.media_spans
+    ]  # of each image all but one
+    text = repr(task.tokenizer.decode(np.delete(ids, np.concatenate([[], *repeated]).astype(int)).tolist()))
     cut = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
     return f"{len(ids)} tokens, {cut}"
 
@@ -87,7 +94,7 @@ def note_on_default_reward(loaded: Loaded[RunConfig]) -> str | None:
 
 def note_on_overlap(task: Task) -> str | None:
     """About held-out prompts whose text is that of a training prompt; None if there are none."""
-    texts = [prompt.ids.tobytes() for prompt in task.eval_prompts if prompt.ids is not None]
+    texts = [content_of(prompt) for prompt in task.eval_prompts if prompt.ids is not None]
     shared = set() if task.train_prompts is None else task.train_prompts.shared({*texts})
     return _overlap(texts, shared, "prompts", "the held-out score", "data.eval_path")
 

@@ -250,10 +250,10 @@ def test_an_engine_that_changes_the_context_is_caught():
         run(SingleTurn(), doubled, context(tokenizer))
 
 
-def test_media_are_an_error_for_a_text_agent():
+def test_media_are_an_error_for_a_model_of_text():
     cat = Media(kind="image", digest="d", source="cat.png", outputs={}, num_tokens=1)
     prompt = Prompt(id="p", ordinal=0, messages=[USER], media={"cat": cat})
-    with pytest.raises(DataError, match=r"media \(cat\)"):
+    with pytest.raises(DataError, match="not that of a model that reads images"):
         run(SingleTurn(), ScriptedEngine().generate, context(tiny_tokenizer()), prompt)
 
 

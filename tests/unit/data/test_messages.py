@@ -57,7 +57,7 @@ def asked(content, role="user"):
         ("\ufeff" + json.dumps(asked("2+2?")), "is JSON text"),
         (json.dumps(json.dumps(asked("2+2?"))), "is JSON text"),
         ([USER, {"role": "assistant", "function_call": {"name": "f"}}, USER], "write it as tool_calls"),
-        (asked([{"type": "text", "text": "2+2?"}]), 'message 0 .*should be like {"role"'),
+        (asked([{"type": "video", "video": "a.mp4"}]), 'message 0 .* the part .*should be {"type": "text"'),
         ([USER, {"role": "assistant", "content": None}, USER], "message 1 .*should be like"),
         ([USER, {"role": "assistant", "content": "", "function_call": {"name": "f"}}, USER], "write it as tool_calls"),
         ("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n", "message 0 .* is a rendered prompt.*AS_IS"),

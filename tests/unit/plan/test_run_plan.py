@@ -20,8 +20,8 @@ CPU, GPU = Machine("cpu"), Machine("cuda")
 # null or auto of these keys is a value of its own: none, all, or what the model or the files have
 OTHER_NULLS = {
     "algo": "correction.low correction.rejection.high correction.rejection.low loss.dual_clip",
-    "data": "answer chat_template eval_by eval_fraction eval_limit eval_path eval_split format map path split subset "
-    "system tools",
+    "data": "answer chat_template eval_by eval_fraction eval_limit eval_path eval_split format images map path split "
+    "subset system tools",
     "data.sources.NAME": "answer format map prompt split subset",
     "data.eval_sets.NAME": "answer format map prompt samples split subset",
     "data.eval_sets.NAME.sampling": "max_new_tokens min_p repetition_penalty temperature top_k top_p",
