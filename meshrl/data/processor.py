@@ -35,7 +35,7 @@ _STATED_TWICE = {
     "image_seq_length": ("mm_tokens_per_image", "image_seq_length"),
 }
 _OTHER_UNITS = {"aya_vision"}  # its processor counts in patches after pooling
-_EXTRA = "pip install 'meshrl[vision]' (torchvision, num2words), which processors of some families import"
+_EXTRA = "Processors of some families import torchvision or num2words: pip install 'meshrl[vision]'"
 
 
 class Vision:
@@ -180,7 +180,7 @@ def _load_processor(path: str, config: Any, tokenizer: Any) -> Any:
         )
         raise ConfigError(
             f"{path}: the rows have images, and the image processor of this {config.model_type} can't be loaded: "
-            f"{type(cause).__name__}: {cause!s:.300}. {advice}"
+            f"{type(cause).__name__}: {' '.join(str(cause).split())[:300].rstrip('.')}. {advice}"
         ) from cause
     _require_same_settings(path, processor, config)
     return processor
