@@ -124,7 +124,8 @@ def make_vision_folder(folder: Path, family: str = "qwen2_vl", template: str = T
     ids = {"image_token_id": tokenizer.convert_tokens_to_ids(made.placeholder)}
     if family == "qwen2_vl":
         ids |= {
-            f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")
+            f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+            for name in ("vision_start", "vision_end")
         }
         ids |= {"video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>")}
     family_of = transformers.AutoConfig.for_model(family)

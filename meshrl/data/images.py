@@ -51,7 +51,7 @@ class RowImage:
     def digest(self) -> str:
         """Of the bytes, or of the pixels of an object in memory."""
         content = self.read().content
-        return hashlib.sha256(content if isinstance(content, bytes) else _bytes_of(content)).hexdigest()
+        return hashlib.sha256(_bytes_of(content) if isinstance(content, Image.Image) else bytes(content)).hexdigest()
 
     def require_header(self) -> None:
         """Raises: DataError for what the header shows: not an image, and a size that can't be used."""

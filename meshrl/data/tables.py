@@ -315,7 +315,8 @@ class DatasetTable(Table):
     None for one of the hub."""
 
     def __init__(self, name: str, stem: str, dataset: Any, folder: Path | None = None):
-        self.name, self._stem, self._dataset, self._folder = name, stem, dataset, folder and str(folder)
+        self.name, self._stem, self._dataset = name, stem, dataset
+        self._folder = None if folder is None else str(folder)
         _leave_encoded(dataset.info.features)
         self._arrow = dataset.with_format("arrow")  # the same rows as Arrow tables
 

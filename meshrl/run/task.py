@@ -60,7 +60,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
         num_eval_left_out=left_out,
         stop_token_ids=stop_token_ids(tokenizer, cfg.model.path, cfg.rollout.sampling.stop_token_ids),
         max_context_tokens=max_context_tokens,
-        row_note="; ".join(filter(None, (_note_on_bad_rows(bad), vision and vision.note()))) or None,
+        row_note="; ".join(filter(None, (_note_on_bad_rows(bad), vision.note() if vision else None))) or None,
     )
     for prompt in _first_prompts(task)[:1] if agent.tools else ():
         own = f"the chat template of {cfg.model.path}"

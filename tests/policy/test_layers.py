@@ -52,6 +52,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "transformers": {"data", "model", *MODEL_CHECK},
     "huggingface_hub": {"data", "model"},
     "jinja2": {"data"},
+    "PIL": {"data"},
     "safetensors": {"model"},
     "peft": {"model"},
     "datasets": {"data"},

@@ -121,7 +121,9 @@ def test_rows_in_memory_have_images_as_objects(folder: Path, files: Path):
 
 
 def test_a_map_may_return_images(folder: Path, files: Path, monkeypatch):
-    (files / "own_rows.py").write_text("def make(row):\n    return {'prompt': 'see <image>', 'images': [row['file']]}\n")
+    (files / "own_rows.py").write_text(
+        "def make(row):\n    return {'prompt': 'see <image>', 'images': [row['file']]}\n"
+    )
     monkeypatch.syspath_prepend(str(files))
     (prompt,), _ = load_prompts(write(files, {"file": "img/a.png"}), maker(folder, map="own_rows:make"))
     assert prompt.messages == user({"type": "text", "text": "see "}, {"type": "image", "image": "image-0"})
@@ -142,7 +144,10 @@ def test_text_rows_of_a_model_with_images_are_as_before(files: Path, folder: Pat
         ({"question": "<image><image>ab", "images": ["img/a.png"]}, "it has 1 images for 2 places"),
         ({"question": "<image>ab", "images": ["img/a.png"] * 2}, "it has 2 images for 1 places"),
         ({"question": user({"type": "image"})}, "it has 0 images for 1 places"),
-        ({"question": f"{PAD} ab", "images": ["img/a.png"]}, r"a text has '<\|image_pad\|>', which stands for an image"),
+        (
+            {"question": f"{PAD} ab", "images": ["img/a.png"]},
+            r"a text has '<\|image_pad\|>', which stands for an image",
+        ),
         ({"question": "ab <|video_pad|>"}, r"a text has '<\|video_pad\|>'"),
         ({"question": "ab", "images": ["http://example.com/a.png"]}, "nothing is fetched"),
         ({"question": "ab", "images": ["/etc/hostname"]}, "is not below"),
@@ -166,9 +171,11 @@ def test_bad_rows_are_an_error_with_file_and_line(files: Path, folder: Path, row
         {"question": user({"type": "image", "image": "img/a.png"})},
     ],
 )
-def test_an_image_for_a_model_of_text_is_an_error_that_says_what_to_do(files: Path, row: dict):
+def test_an_image_for_a_model_of_text_is_an_error_with_advice(files: Path, row: dict):
     make = PromptMaker(DataConfig(answer=None), tiny_tokenizer())
-    with pytest.raises(DataError, match=r"train\.jsonl:1: it has images, but the model reads text only.*Set model\.path"):
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:1: it has images, but the model reads text only.*Set model\.path"
+    ):
         load_prompts(write(files, row), make)
     sft = SftConfig(path="x", num_steps=1, messages="question")
     chat = [*user({"type": "image", "image": "img/a.png"}), {"role": "assistant", "content": "1"}]
@@ -220,15 +227,17 @@ def test_headers_of_all_rows_are_checked_at_the_start(files: Path, folder: Path,
     path = rows_of_drawings(files, 12)
     (files / "img" / "9.png").write_bytes(b"no image")
     (files / "img" / "10.png").write_bytes(encoded(drawing(1, 1)))
-    whole = (files / "img" / "11.png").read_bytes()
-    (files / "img" / "11.png").write_bytes(whole[:-100])
-    with pytest.raises(DataError, match=r"3 of the first 12 rows can't be used:(.|\n)*:12: image 'img/11\.png' can't be"):
+    complete = (files / "img" / "11.png").read_bytes()
+    (files / "img" / "11.png").write_bytes(complete[:-100])
+    with pytest.raises(
+        DataError, match=r"3 of the first 12 rows can't be used:(.|\n)*:12: image 'img/11\.png' can't be"
+    ):
         open_feed(maker(folder, path=str(path)), 0)
     monkeypatch.setattr(datasets, "DECODED_S", 0.0)
     with pytest.raises(DataError, match=r"2 of the first 12 rows can't be used:(.|\n)*:10: (.|\n)*:11: .*1 x 1"):
         open_feed(maker(folder, path=str(path)), 0)
     for name in ("9.png", "10.png"):
-        (files / "img" / name).write_bytes(whole)
+        (files / "img" / name).write_bytes(complete)
     feed = open_feed(maker(folder, path=str(path), shuffle=False), 0)
     feed.next(11)
     with pytest.raises(DataError, match=r"train\.jsonl:12: image 'img/11\.png' can't be decoded"):

@@ -49,7 +49,12 @@ def test_ids_and_arrays_are_those_of_the_familys_processor(tmp_path: Path, famil
         inside = ids[start : start + length]
         assert inside[0] == inside[-1] == vision.placeholder
         assert (inside == vision.placeholder).sum() == media[name].num_tokens
-    assert {*media["image-0"].outputs} == {*theirs} - {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+    assert {*media["image-0"].outputs} == {*theirs} - {
+        "input_ids",
+        "attention_mask",
+        "mm_token_type_ids",
+        "token_type_ids",
+    }
     for i, image in enumerate(IMAGES):  # each alone, as Transformers has it for a prompt with one image
         alone = vision._processor.image_processor(image, return_tensors="np")
         for name, array in media[f"image-{i}"].outputs.items():
@@ -157,7 +162,9 @@ def test_a_folder_without_an_image_processor_is_an_error_only_for_images(tmp_pat
 def test_families_that_import_torchvision_name_the_extra(tmp_path: Path, family: str):
     folder = make_vision_folder(tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"model_type": family, "image_token_id": config["image_token_id"], "vision_config": {}}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": family, "image_token_id": config["image_token_id"], "vision_config": {}})
+    )
     kind = {"mistral3": "PixtralImageProcessor", "gemma4": "Gemma4ImageProcessor", "lfm2_vl": "Lfm2VlImageProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind[family]}))
     with pytest.raises(ConfigError, match=r"meshrl\[vision\]"):
