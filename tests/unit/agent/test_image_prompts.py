@@ -98,7 +98,7 @@ def test_a_conversation_with_tools_keeps_its_images(case, thinks: bool):
     assert len(sampler.requests) == 2
     for request in sampler.requests:
         require_spans(request, placeholder)
-    first, second = t.turns
+    second = t.turns[1]
     assert second.parent == (-1 if thinks else 0)
     assert len(second.media_spans) == (2 if thinks else 0), "spans of the parent's tokens belong to the parent"
     t.reward = 1.0

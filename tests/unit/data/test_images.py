@@ -175,5 +175,5 @@ def test_damaged_images_are_refused_or_valid():
 
 def test_an_image_that_pillow_has_opened_lazily_is_checked_too():
     damaged = Image.open(io.BytesIO(encoded(drawing())[:200]))
-    with pytest.raises(DataError, match="image 'in memory, .*can't be decoded"):
+    with pytest.raises(DataError, match=r"image 'in memory, .*can't be decoded"):
         image_of(damaged, None)

@@ -140,7 +140,7 @@ def test_a_processor_that_differs_from_the_config_is_an_error(tmp_path: Path):
     folder = make_vision_folder(tmp_path, "llava")
     stated = json.loads((folder / "processor_config.json").read_text())
     (folder / "processor_config.json").write_text(json.dumps(stated | {"patch_size": 7}))
-    with pytest.raises(ConfigError, match="patch_size is 7 in the processor's files and 14 in config.json"):
+    with pytest.raises(ConfigError, match=r"patch_size is 7 in the processor's files and 14 in config\.json"):
         load(folder).media(image_of(IMAGES[0], None))
 
 
