@@ -33,7 +33,7 @@ TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a templat
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 # In init_kwargs, as Transformers stores a tokenizer's arguments.
 _VARIABLES, _DATE, _PARTS = "chat_template_kwargs", "date", "content_as_parts"
-_IMAGE_TOKEN, _IMAGE_LITERALS = "image_token_of_templates", "image_literals"
+IMAGE_TOKEN, IMAGE_LITERALS = "image_token_of_templates", "image_literals"
 _CONTENT = "stand-in answer"  # of a placeholder message that shows how a template ends one; no template contains it
 
 
@@ -213,39 +213,24 @@ def render(
     """The token ids of these messages, int32[C]. add_generation_prompt: None = they end with the content of the last
     message, which the model continues. tools: for templates that describe tools to the model. media: of the messages'
     images, each of which the template writes as one token, and the ids have with all its placeholders."""
+    rendered = _apply_template(tokenizer, messages, add_generation_prompt, tools, tokenize=not media)
     if not media:
-        return np.asarray(_apply_template(tokenizer, messages, add_generation_prompt, tools, tokenize=True), np.int32)
-    text, token = _apply_template(tokenizer, messages, add_generation_prompt, tools, False), image_token(tokenizer)
-    names = [part["image"] for part in parts_of(messages) if part["type"] == "image"]
-    between = text.split(token)
-    if len(between) != len(names) + 1:
+        return np.asarray(rendered, np.int32)
+    token = tokenizer.init_kwargs.get(IMAGE_TOKEN, "the token of an image")
+    names, between = [part["image"] for part in parts_of(messages) if part["type"] == "image"], rendered.split(token)
+    if not len(between) - 1 == len(names) == len(media):
         raise DataError(
-            f"the chat template writes {token!r} {len(between) - 1} times for {len(names)} images; set "
-            "data.chat_template to one that writes it once for each part {type: image}, and nowhere else"
+            f"the chat template writes {token!r} {len(between) - 1} times for {len(names)} parts {{type: image}} of "
+            f"{len(media)} images; set data.chat_template to one of a model with images, which writes it once for each"
         )
     after = (media[name].text + rest for name, rest in zip(names, between[1:]))
     ids = tokenizer("".join([between[0], *after]), add_special_tokens=False)["input_ids"]
     return np.asarray(ids, np.int32)
 
 
-def image_token(tokenizer: Any) -> str:
-    """The text that the chat template writes for an image."""
-    if _IMAGE_TOKEN not in tokenizer.init_kwargs:
-        raise DataError(f"the tokenizer {tokenizer.name_or_path!r} is not that of a model that reads images")
-    return str(tokenizer.init_kwargs[_IMAGE_TOKEN])
-
-
-def set_image_token(tokenizer: Any, token: str) -> None:
-    tokenizer.init_kwargs[_IMAGE_TOKEN] = token
-
-
-def set_image_literals(tokenizer: Any, texts: set[str]) -> None:
-    tokenizer.init_kwargs[_IMAGE_LITERALS] = sorted(texts)
-
-
 def image_literal(tokenizer: Any, text: str) -> str | None:
     """A token in this text that stands for an image or a video of the model, so that it must not be in a text."""
-    return next((each for each in tokenizer.init_kwargs.get(_IMAGE_LITERALS, ()) if each in text), None)
+    return next((each for each in tokenizer.init_kwargs.get(IMAGE_LITERALS, ()) if each in text), None)
 
 
 def _apply_template(

@@ -26,7 +26,6 @@ from meshrl.data.files import as_data_error
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # read by decoders without other programs
 MAX_PIXELS = 1 << 26  # 8192 x 8192; decoded it takes 200 MB
 MAX_RATIO = 200  # of the sides; above it processors refuse an image, or round a side to nothing
-_ANY_PATH = ""  # as `folder` of image_of: the rows of a Python caller
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
@@ -117,7 +116,7 @@ def image_of(value: Any, folder: str | None) -> RowImage:
         )
     root = os.path.abspath(folder)
     path = os.path.normpath(os.path.join(root, value))
-    if folder != _ANY_PATH and not path.startswith(os.path.join(root, "")):
+    if folder and not path.startswith(os.path.join(root, "")):
         raise DataError(f"image {value!r:.200} is not below {root}, the folder of the data file; copy or link it there")
     return RowImage(value, Path(path))
 

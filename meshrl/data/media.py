@@ -3,7 +3,7 @@ parts {type: text, text: ...} and {type: image, image: media id}."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,5 +52,8 @@ class MediaArrays(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._load())
 
+    def items(self) -> ItemsView[str, np.ndarray]:  # all of them by one call
+        return self._load().items()
+
     def __reduce__(self) -> tuple[type, tuple[dict[str, np.ndarray]]]:
-        return dict, (dict(self._load()),)
+        return dict, (dict(self.items()),)

@@ -115,21 +115,16 @@ def placed_images(messages: Sequence[Message], column: Sequence[Any], tokenizer:
     column: the row's images. They are those of the parts that name none, or of the marks `<image>` in the texts;
     without such places they precede the text of the user's first message.
     """
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    is_placed = any(part["type"] == "image" and "image" not in part for part in parts)
-    if column and not is_placed:
-        texts = [message for message in messages if isinstance(message["content"], str)]
-        if not any(MARK in message["content"] for message in texts):
-            first = next((message for message in texts if message["role"] == "user"), None)
-            if first is not None:
-                first["content"] = MARK * len(column) + first["content"]
+    texts = [message for message in messages if isinstance(message["content"], str)]
+    if column and not any(part == {"type": "image"} for part in parts_of(messages)):
+        user = next((message for message in texts if message["role"] == "user"), None)
+        if user is not None and not any(MARK in message["content"] for message in texts):
+            user["content"] = MARK * len(column) + user["content"]
         for message in texts:
-            if MARK in message["content"]:
-                pieces = [
-                    ({"type": "text", "text": text}, {"type": "image"}) for text in message["content"].split(MARK)
-                ]
-                listed = [part for pair in pieces for part in pair][:-1]
-                message["content"] = [part for part in listed if part.get("text") != ""]
+            pieces = [({"type": "image"}, {"type": "text", "text": text}) for text in message["content"].split(MARK)]
+            if len(pieces) > 1:
+                parts = [part for pair in pieces for part in pair][1:]
+                message["content"] = [part for part in parts if part.get("text") != ""]
     placed = [part for part in parts_of(messages) if part["type"] == "image"]
     free = [part for part in placed if "image" not in part]
     if len(free) != len(column):
