@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -147,7 +148,10 @@ def _load_processor(path: str, config: Any, tokenizer: Any) -> Any:
     source = {"local_files_only": Path(path).is_dir()}
     try:
         family = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
-        images = transformers.AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False, **source)
+        # Not by AutoImageProcessor, which needs torchvision before Transformers 5.19.
+        of_images, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(path, **source)
+        kind = re.sub("(Fast|Pil)$", "", of_images["image_processor_type"])
+        images = getattr(transformers, f"{kind}Pil", getattr(transformers, kind)).from_pretrained(path, **source)
         stated, _ = family.get_processor_dict(path, **source)
 
         class TextAndImages(family):  # type: ignore[misc, valid-type]
