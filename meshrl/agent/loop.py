@@ -122,19 +122,19 @@ async def take_turn(
     generate: Generate,
     ctx: AgentContext,
     new_messages: Sequence[Message] = (),
-    media_spans: Sequence[tuple[str, int, int]] | None = None,
+    media_spans: Sequence[tuple[str, int, int]] = (),
 ) -> Turn | None:
     """Sample one turn on this full context, add it to the trajectory's tree, and set the trajectory's status.
 
     The turn's parent is found by ids, and its context is cut to the tokens after the parent. Its text, without the
     special tokens that end it, is decoded into `messages`, after new_messages (the new context for people and rewards).
-    media_spans: places of the prompt's images in context_ids; None = they are found by their placeholders. The seed
+    media_spans: places of the prompt's images in context_ids; by default they are found by their placeholders. The seed
     depends only on run, ordinal, index and number of the turn. Returns None when no turn could be sampled. The status
     is then `truncated` if an earlier turn filled the context, `failed` if the prompt alone filled it or the engine
     refused the request.
     """
     number, prompt = len(trajectory.turns), trajectory.prompt
-    if media_spans is None and prompt.media_spans and prompt.ids is not None:
+    if not media_spans and prompt.media_spans and prompt.ids is not None:
         media_spans = find_spans(context_ids, prompt.media, int(prompt.ids[prompt.media_spans[0][1]]))
     room = ctx.max_context_tokens - len(context_ids)
     if room < 1:
@@ -149,7 +149,7 @@ async def take_turn(
         id=f"{trajectory.id}/{number}",
         context_ids=context_ids,
         media=prompt.media,
-        media_spans=list(media_spans or ()),
+        media_spans=list(media_spans),
         sampling=ctx.sampling,
         seed=turn_seed(ctx.run_seed, prompt.ordinal, trajectory.index, number),
         max_new_tokens=min(ctx.max_new_tokens, room),
@@ -166,7 +166,7 @@ async def take_turn(
             f"trajectory {trajectory.id!r}, turn {number}: the engine returned a context of {len(turn.context_ids)} "
             f"tokens, which differs from the {len(context_ids)} tokens that were sent; ids must stay unchanged"
         )
-    _insert(trajectory, turn, media_spans or ())
+    _insert(trajectory, turn, media_spans)
     text = answer_text(ctx.tokenizer, turn.output_ids, ctx.sampling.stop_token_ids)
     turn.messages = [*new_messages, {"role": "assistant", "content": text}]
     trajectory.status = _STATUS[turn.stop_reason]
@@ -199,12 +199,12 @@ def next_context(
     return np.concatenate([so_far, added])
 
 
-def _insert(trajectory: Trajectory, turn: Turn, spans: Sequence[tuple[str, int, int]]) -> None:
+def _insert(trajectory: Trajectory, turn: Turn, media_spans: Sequence[tuple[str, int, int]]) -> None:
     """Add a turn with its full context to the tree, and cut the context to the tokens after the turn's parent."""
     turn.parent = attach(trajectory.turns, turn.context_ids)
     num_earlier = len(path_ids(trajectory.turns, turn.parent))
     turn.context_ids = turn.context_ids[num_earlier:]
-    turn.media_spans = [(name, start - num_earlier, size) for name, start, size in spans if start >= num_earlier]
+    turn.media_spans = [(name, start - num_earlier, size) for name, start, size in media_spans if start >= num_earlier]
     if turn.routed_experts is not None:
         turn.routed_experts = turn.routed_experts[num_earlier:]
     trajectory.turns.append(turn)
@@ -260,10 +260,10 @@ class MultiTurn:
             if len(trajectory.turns) == self.max_turns:
                 trajectory.status = "truncated"
                 return trajectory
-            answers = [await call_tool(self._tools, call) for call in calls]
-            refusal = f"{ERROR}the answer has a token that stands for an image"
-            answers = [refusal if image_literal(ctx.tokenizer, answer) else answer for answer in answers]
-            new = [{"role": "tool", "content": answer} for answer in answers]
+            new = [{"role": "tool", "content": await call_tool(self._tools, call)} for call in calls]
+            for message in new:
+                if image_literal(ctx.tokenizer, message["content"]):
+                    message["content"] = f"{ERROR}the answer has a token that stands for an image"
             context = next_context(trajectory, new, ctx, self.tools)
 
 

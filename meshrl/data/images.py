@@ -32,25 +32,20 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 @dataclass(frozen=True, slots=True)
 class RowImage:
-    """An image of a row before it is decoded. name: for errors and logs; the same for the same content or path."""
+    """An image of a row before it is decoded. name: the path, or a digest of the content."""
 
     name: str
     content: bytes | Path | Image.Image
 
-    def read(self) -> RowImage:
-        """The image with the bytes of its file. Raises: DataError."""
+    def read(self) -> tuple[str, RowImage]:
+        """A digest of the content, and the image with the bytes of its file. Raises: DataError."""
         if not isinstance(self.content, Path):
-            return self
+            return self.name, self
         with as_data_error(f"image {self.name!r}: "), open_plain(self.content) as file:
             data = file.read(MAX_LINE_BYTES + 1)
         if len(data) > MAX_LINE_BYTES:
             raise DataError(f"image {self.name!r}: more than {MAX_LINE_BYTES:,} bytes; make it smaller")
-        return RowImage(self.name, data)
-
-    def digest(self) -> str:
-        """Of the bytes, or of the pixels of an object in memory."""
-        content = self.read().content
-        return hashlib.sha256(_bytes_of(content) if isinstance(content, Image.Image) else bytes(content)).hexdigest()
+        return _name_of(data), RowImage(self.name, data)
 
     def require_header(self) -> None:
         """Raises: DataError for what the header shows: not an image, and a size that can't be used."""
@@ -100,7 +95,7 @@ def image_of(value: Any, folder: str | None) -> RowImage:
         value = value.get("bytes") or value.get("path") or value.get("url") or value
     if isinstance(value, Image.Image):
         with RowImage(f"in memory, {value.size}", value)._opened():
-            return RowImage(_name_of(_bytes_of(value)), value)
+            return RowImage(_name_of(f"{value.mode} {value.size}".encode() + value.tobytes()), value)
     if isinstance(value, bytes | bytearray) and value:
         return RowImage(_name_of(value), bytes(value))
     if not isinstance(value, str) or not value:
@@ -133,11 +128,7 @@ def _of_data_url(url: str) -> RowImage:
 
 
 def _name_of(data: bytes | bytearray) -> str:
-    return f"sha256:{hashlib.sha256(data).hexdigest()[:16]}"
-
-
-def _bytes_of(image: Image.Image) -> bytes:
-    return f"{image.mode} {image.size}".encode() + image.tobytes()
+    return f"sha256:{hashlib.sha256(data).hexdigest()[:32]}"
 
 
 def _require_size(image: Image.Image) -> None:

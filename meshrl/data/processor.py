@@ -95,8 +95,7 @@ class Vision:
 
     def _lookup(self, image: RowImage) -> tuple[str, Media]:
         """The key of an image in the cache, and the image with its arrays."""
-        image = image.read()
-        key = image.digest()
+        key, image = image.read()
         if key in self._cached:
             self._cached.move_to_end(key)
             return key, self._cached[key]
@@ -151,7 +150,8 @@ def _load_processor(path: str, config: Any, tokenizer: Any) -> Any:
         # Not by AutoImageProcessor, which needs torchvision before Transformers 5.19.
         of_images, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(path, **source)
         kind = re.sub("(Fast|Pil)$", "", of_images["image_processor_type"])
-        images = getattr(transformers, f"{kind}Pil", getattr(transformers, kind)).from_pretrained(path, **source)
+        name = f"{kind}Pil" if hasattr(transformers, f"{kind}Pil") else kind
+        images = getattr(transformers, name).from_pretrained(path, **source)
         stated, _ = family.get_processor_dict(path, **source)
 
         class TextAndImages(family):  # type: ignore[misc, valid-type]

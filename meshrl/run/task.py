@@ -76,12 +76,11 @@ def first_prompt(task: Task) -> str | None:
     prompt = next(iter(_first_prompts(task)), None)
     if prompt is None or (ids := prompt.ids) is None:
         return None
-    repeated = [
-        np.arange(start + 1, start + size) for _, start, size in prompt.media_spans
-    ]  # of each image all but one
-    text = repr(task.tokenizer.decode(np.delete(ids, np.concatenate([[], *repeated]).astype(int)).tolist()))
+    for _, start, size in reversed(prompt.media_spans):  # one token for each image
+        ids = np.delete(ids, np.s_[start + 1 : start + size])
+    text = repr(task.tokenizer.decode(ids.tolist()))
     cut = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
-    return f"{len(ids)} tokens, {cut}"
+    return f"{len(prompt.ids)} tokens, {cut}"
 
 
 def note_on_default_reward(loaded: Loaded[RunConfig]) -> str | None:
