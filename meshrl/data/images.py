@@ -59,7 +59,6 @@ class RowImage:
         """
         with self._opened() as image:
             several = image.format in ("GIF", "WEBP", "PNG") and getattr(image, "is_animated", False)
-            image.seek(0)
             return _rgb(ImageOps.exif_transpose(image)), several
 
     @contextmanager

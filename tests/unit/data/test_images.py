@@ -60,6 +60,7 @@ def test_a_path_bytes_a_data_url_an_object_and_a_pil_image_are_the_same_image(tm
         ({"bytes": None, "path": None}, None, "an image is dict"),
         (b"", None, "an image is bytes b''"),
         (b"not an image", None, "is not an image of the formats PNG, JPEG"),
+        (encoded(drawing(), "PPM"), None, "is not an image of the formats PNG, JPEG"),
         (encoded(drawing(), "PNG")[:200], None, "can't be decoded, it is damaged or incomplete .*; restore it"),
         (encoded(drawing(), "JPEG")[:-60], None, "can't be decoded"),
         (encoded(drawing(1, 1)), None, "it has 1 x 1 pixels; each side must have at least 2"),
