@@ -211,17 +211,17 @@ def render(
     media: Mapping[str, Media] | None = None,
 ) -> np.ndarray:
     """The token ids of these messages, int32[C]. add_generation_prompt: None = they end with the content of the last
-    message, which the model continues. tools: for templates that describe tools to the model. media: of the messages'
-    images, each of which the template writes as one token, and the ids have with all its placeholders."""
+    message, which the model continues. tools: for templates that describe tools to the model. media: has the
+    messages' images, each of which the template writes as one token, and the ids have with all its placeholders."""
     rendered = _apply_template(tokenizer, messages, add_generation_prompt, tools, tokenize=not media)
     if not media:
         return np.asarray(rendered, np.int32)
     token = tokenizer.init_kwargs.get(IMAGE_TOKEN, "the token of an image")
     names, between = [part["image"] for part in parts_of(messages) if part["type"] == "image"], rendered.split(token)
-    if not len(between) - 1 == len(names) == len(media):
+    if IMAGE_TOKEN not in tokenizer.init_kwargs or len(between) != len(names) + 1:
         raise DataError(
-            f"the chat template writes {token!r} {len(between) - 1} times for {len(names)} parts {{type: image}} of "
-            f"{len(media)} images; set data.chat_template to one of a model with images, which writes it once for each"
+            f"the chat template writes {token!r} {len(between) - 1} times for {len(names)} images; set "
+            "data.chat_template to one of a model with images, which writes it once for each part {type: image}"
         )
     after = (media[name].text + rest for name, rest in zip(names, between[1:]))
     ids = tokenizer("".join([between[0], *after]), add_special_tokens=False)["input_ids"]

@@ -60,7 +60,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
         num_eval_left_out=left_out,
         stop_token_ids=stop_token_ids(tokenizer, cfg.model.path, cfg.rollout.sampling.stop_token_ids),
         max_context_tokens=max_context_tokens,
-        row_note=_note_on_rows(bad, vision.num_animated if vision else 0),
+        row_note=_note_on_bad_rows(bad, vision.num_animated if vision else 0),
     )
     for prompt in _first_prompts(task)[:1] if agent.tools else ():
         own = f"the chat template of {cfg.model.path}"
@@ -118,7 +118,7 @@ def note_on_special(task: Task) -> str | None:
     return f"{text}. A reward function with the parameter raw or tokens gets all of them" if others else None
 
 
-def _note_on_rows(bad: list[str] | None, num_animated: int = 0) -> str | None:
+def _note_on_bad_rows(bad: list[str] | None, num_animated: int = 0) -> str | None:
     several = f"of {counted(num_animated, 'image')} with several frames only the first is used"
     left_out = f"left out {counted(len(bad or ()), 'row')} that can't be used:{listed(bad or (), 3)}"
     return "\n".join([several] * bool(num_animated) + [left_out] * bool(bad)) or None
@@ -144,7 +144,7 @@ def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, lis
     texts = [row.ids.tobytes() for row in held_out]
     shared = {*texts}.intersection(row.ids.tobytes() for row in rows)
     overlap = _overlap(texts, shared, "rows", "eval/loss", "sft.eval_path")
-    notes = [note for note in (_note_on_rows(bad), too_long, overlap and f"note: {overlap}") if note]
+    notes = [note for note in (_note_on_bad_rows(bad), too_long, overlap and f"note: {overlap}") if note]
     template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
     samples = [unsampled_row(row.id, row.ids, row.mask) for row in held_out]
     source = SftSource(rows, cfg.run.seed, cfg.sft.shuffle, held_out)

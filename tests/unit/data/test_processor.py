@@ -111,9 +111,7 @@ def test_a_template_that_does_not_write_images_is_an_error(tmp_path: Path):
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     vision = load(make_vision_folder(tmp_path, template=template))
     media = {"image-0": vision.media(image_of(IMAGES[0], None))}
-    with pytest.raises(
-        DataError, match=r"writes '<\|image_pad\|>' 0 times for 1 parts .* of 1 images; set data\.chat_template"
-    ):
+    with pytest.raises(DataError, match=r"writes '<\|image_pad\|>' 0 times for 1 images; set data\.chat_template"):
         render(vision._tokenizer, [{"role": "user", "content": [{"type": "image", "image": "image-0"}]}], media=media)
 
 
