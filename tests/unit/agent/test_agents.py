@@ -253,7 +253,7 @@ def test_an_engine_that_changes_the_context_is_caught():
 def test_media_are_an_error_for_a_model_of_text():
     cat = Media(kind="image", digest="d", source="cat.png", outputs={}, num_tokens=1)
     prompt = Prompt(id="p", ordinal=0, messages=[USER], media={"cat": cat})
-    with pytest.raises(DataError, match="set data.chat_template to one of a model with images"):
+    with pytest.raises(DataError, match=r"set data\.chat_template to one of a model with images"):
         run(SingleTurn(), ScriptedEngine().generate, context(tiny_tokenizer()), prompt)
 
 
