@@ -74,8 +74,9 @@ def first_prompt(task: Task) -> str | None:
     """The text of a prompt as the model reads it, in quotes and cut, with the number of its tokens; None if the agent
     renders its prompts by itself."""
     prompt = next(iter(_first_prompts(task)), None)
-    if prompt is None or (ids := prompt.ids) is None:
+    if prompt is None or prompt.ids is None:
         return None
+    ids = prompt.ids
     for _, start, size in reversed(prompt.media_spans):  # one token for each image
         ids = np.delete(ids, np.s_[start + 1 : start + size])
     text = repr(task.tokenizer.decode(ids.tolist()))
