@@ -284,6 +284,6 @@ def test_prompts_with_other_images_are_not_the_same_prompt(files: Path, folder: 
     rows = [{"question": "ab", "images": [f"img/{name}.png"]} for name in ("a", "c")]
     (files / "img" / "c.png").write_bytes(encoded(drawing(28, 28, 5)))
     prompts, _ = load_prompts(write(files, *rows), maker(folder))
-    assert np.array_equal(prompts[0].ids, prompts[1].ids)
+    assert np.array_equal(prompts[0].ids, prompts[1].ids) and content_of(prompts[0]) != content_of(prompts[1])
     feed = open_feed(maker(folder, path=str(write(files, rows[0]))), 0)
     assert feed.shared({content_of(prompt) for prompt in prompts}) == {content_of(prompts[0])}
