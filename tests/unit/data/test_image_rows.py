@@ -287,3 +287,16 @@ def test_prompts_with_other_images_are_not_the_same_prompt(files: Path, folder: 
     assert np.array_equal(prompts[0].ids, prompts[1].ids) and content_of(prompts[0]) != content_of(prompts[1])
     feed = open_feed(maker(folder, path=str(write(files, rows[0]))), 0)
     assert feed.shared({content_of(prompt) for prompt in prompts}) == {content_of(prompts[0])}
+
+
+def test_a_run_that_leaves_out_other_rows_is_not_resumed(files: Path, folder: Path):
+    path = rows_of_drawings(files, 12)
+    states = []
+    for name in ("9.png", "10.png"):
+        good = (files / "img" / name).read_bytes()
+        (files / "img" / name).write_bytes(b"no image")
+        feed = open_feed(maker(folder, path=str(path), bad_rows="leave_out", bad=[]), 0)
+        states.append(feed.state())
+        (files / "img" / name).write_bytes(good)
+    with pytest.raises(DataError, match="another data order"):
+        feed.load_state(states[0])
