@@ -252,7 +252,8 @@ class RankWorker:
     def _batches(self, message: RowsMessage, rows: Rows) -> list[Batch]:
         self._num_batches = 0
         with recorder.span("pack", "host"):
-            return [self._policy.pack([rows[i] for i in micro], micro) for micro in message.micro_batches]
+            micro_batches = zip(message.micro_batches, message.has_images, strict=True)
+            return [self._policy.pack([rows[i] for i in micro], micro, images) for micro, images in micro_batches]
 
     # ---- weights
 

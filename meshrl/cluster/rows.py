@@ -40,9 +40,10 @@ def _split(lengths: Sequence[int], array: np.ndarray) -> Column:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsMessage:
     """The rows that a rank needs for one command, and its part of the batch plan. rows: their indices in the plan.
-    columns: the values of each field."""
+    columns: the values of each field. has_images: of each micro-batch, whether any rank has an image in it."""
 
     micro_batches: tuple[tuple[int, ...], ...]
+    has_images: tuple[bool, ...]
     num_scored: int
     rows: Sequence[int]
     columns: Sequence[Column]
@@ -68,8 +69,10 @@ class PlannedRows:
     def message(self, data_index: int) -> RowsMessage:
         """The message to the ranks with this data index."""
         own = self.batch_plan.rows(data_index)
+        of_ranks = zip(*self.batch_plan.micro_batches, strict=True)
         return RowsMessage(
             micro_batches=self.batch_plan.micro_batches[data_index],
+            has_images=tuple(any(self.samples[i].media_spans for rows in of_all for i in rows) for of_all in of_ranks),
             num_scored=self.batch_plan.num_scored,
             rows=own,
             columns=[Column(values) for values in zip(*(_values(self.samples[i]) for i in own))],

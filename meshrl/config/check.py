@@ -112,7 +112,6 @@ def _unused_by_several(config: RunConfig) -> Iterator[tuple[str, str, str, str]]
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
     "model.dtype": (("bfloat16", "float32"), "float16 gradients need loss scaling, which this version does not have"),
-    "model.vision": (("shard",), "this version trains text models only, which have no vision tower"),
     "rollout.pipeline_model_parallel_size": ((1,), "no rollout engine here splits a model into pipeline stages"),
 }
 

@@ -65,13 +65,20 @@ class ModelConfig(Slice):
     as the model's class in Transformers does. Servers have their own"""
     lora: LoraConfig = LoraConfig()
     """low-rank adapters"""
-    vision: Literal["shard", "replicate", "freeze"] = "shard"
-    """placement of a vision tower: shard = sharded, replicate = a copy in each rank, freeze = not trained"""
+    vision: Literal["train", "freeze"] = "train"
+    """of a model with a vision tower: train (or shard) = the tower and its projector are sharded and trained like the
+    language model; freeze = they are sharded, and have neither gradients nor optimizer state. LoRA adapts the language
+    model alone"""
 
     @field_validator("attn_implementation", mode="before")
     @classmethod
     def _other_name(cls, value: object) -> object:
         return "flash" if value == "flash_attention_2" else value
+
+    @field_validator("vision", mode="before")
+    @classmethod
+    def _shard_is_train(cls, value: object) -> object:
+        return "train" if value == "shard" else value
 
 
 def model_problems(case: Case) -> Iterator[Problem]:
@@ -116,7 +123,7 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     except Unreadable as e:
         yield Problem(("model.path",), f"{path}: {e}. Give a folder made by save_pretrained.")
         return
-    if (more := more_than_text(values)) is not None:
+    if (more := unknown_tower(values)) is not None:
         yield Problem(("model.path",), TOWER_REFUSED.format(more=more, path=path.parent))
         return
     values = values.get("text_config", values)
@@ -134,9 +141,13 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     yield Problem(keys, text)
 
 
+IMAGE_MODELS = (  # model types with a vision tower that are trained with it, see model/images.py
+    *("aya_vision", "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next"),
+    *("llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+)
 TOWER_REFUSED = (
-    "a model with a vision tower or the like ({more}): meshrl trains text models only, and would write it without the "
-    "tower, with other names of tensors. Write its text model first, and give that: meshrl convert {path} FOLDER"
+    "a model with a vision tower or the like ({more}), of a family that meshrl does not train with its tower "
+    "(docs/models.md). Write its text model first, and give that: meshrl convert {path} FOLDER"
 )
 _TOWER = re.compile(r"(vision|audio|image|vq)\w*_config")
 
@@ -146,6 +157,11 @@ def more_than_text(values: Mapping[str, Any]) -> str | None:
     towers = [key for key in values if _TOWER.fullmatch(key) and values[key] is not None]
     classes = re.findall(r"\w+ForConditionalGeneration", str(values.get("architectures")))
     return ", ".join([*classes, *towers]) or None
+
+
+def unknown_tower(values: Mapping[str, Any]) -> str | None:
+    """As more_than_text, of a model that can't be trained with it."""
+    return None if values.get("model_type") in IMAGE_MODELS else more_than_text(values)
 
 
 def fitting_lengths(case: Case) -> dict[str, int]:

@@ -51,6 +51,7 @@ class Batch:
     token_extras: dict[str, torch.Tensor] = field(default_factory=dict)
     scored_of_chunk: list[int] = field(default_factory=list)  # how many of `scored` each rank of ulysses scores
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # pixel_values, image_grid_thw, ...
+    mutual: Any = None  # tokens that see each other (model/inputs.py)
     is_dummy: bool = False
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from meshrl.model.attention_kernels import (
     padded_attention,
     sdpa_attention,
 )
+from meshrl.model.inputs import Mutual
 from meshrl.parallel.exchange import Axis, swapped
 from meshrl.parallel.mesh import sizes_for
 
@@ -90,7 +92,8 @@ class RotatingContext(AttentionContext, Protocol):
 class AttentionSpec:
     """Parameters of one attention layer: softmax scale, sliding window in tokens (None = all), logit softcap.
     implementation: one of NAMES, the value of model.attn_implementation. sinks [H]: the score of one more key of each
-    head, without a value. slopes [H]: ALiBi adds to a score minus this times the distance of its tokens."""
+    head, without a value. slopes [H]: ALiBi adds to a score minus this times the distance of its tokens. is_mutual: the
+    queries also see each other's keys, the last ones."""
 
     scale: float
     window: int | None = None
@@ -98,6 +101,7 @@ class AttentionSpec:
     implementation: str = "auto"
     sinks: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
+    is_mutual: bool = False
 
 
 def register(outside_graphs: bool = False) -> None:
@@ -211,25 +215,58 @@ class PackedAttention:
     few kernel launches. Right padding can't leak: attention is causal.
 
     lengths: of the segments. used: layer -> its kernel, and why it is not the one that was asked for. num_past: leading
-    segments that have keys and values alone, which others continue.
+    segments that have keys and values alone, which others continue. mutual: tokens that also see each other, each span
+    in one segment, counted without the past; their attention is computed a second time, and replaces the first.
     """
 
     def __init__(
-        self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None, num_past: int = 0
+        self,
+        cu_seqlens: list[int],
+        device: torch.device,
+        parents: Sequence[int] | None = None,
+        num_past: int = 0,
+        mutual: Mutual | None = None,
     ):
         self.num_tokens = cu_seqlens[-1] - cu_seqlens[num_past]
         self.use_varlen = has_varlen_kernels(device)  # when False, buckets compute the same result
         self.use_cudnn = has_long_row_kernels(device) and not torch.are_deterministic_algorithms_enabled()
         self.used: dict[int, tuple[str, str]] = {}
         self.lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)][num_past:]
-        self._segments = (cu_seqlens, parents, num_past, device)
+        self._segments, self._mutual = (cu_seqlens, parents, num_past, device), mutual
         self._padded: dict[int, _Padded] = {}
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         kernel, _ = self.used[layer] = self._choose(q, v, spec)
-        return KERNELS[kernel](self, q, k, v, spec)
+        out = KERNELS[kernel](self, q, k, v, spec)
+        if self._mutual is not None and (self._mutual.rule == "image" or spec.window is not None):
+            out = self._with_mutual(out, q, k, v, replace(spec, is_mutual=True), self._mutual.spans)
+        return out
+
+    def _with_mutual(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        spans: Sequence[tuple[int, int]],
+    ) -> torch.Tensor:
+        """The attention with that of the spans' tokens to their prefix, what is before the span, and all of it."""
+        cu_seqlens, parents, num_past, _ = self._segments
+        parts, at, past = [], 0, cu_seqlens[num_past]
+        for start, end in spans:
+            segment = bisect_right(cu_seqlens, start + past) - 1
+            seen = [(cu_seqlens[segment], end + past)]
+            if parents is not None and (parent := parents[segment]) >= 0:
+                seen.insert(0, (cu_seqlens[parent], cu_seqlens[parent + 1]))
+            rows = [torch.cat([x[a:b] for a, b in seen]) for x in (k, v)]
+            x, y, z = (_in_rows(each, 1) for each in (q[start:end], *rows))
+            compute = eager_attention if spec.implementation == "eager" else padded_attention
+            parts += [out[at:start], compute(x, y, z, spec)[0].transpose(0, 1)]
+            at = end
+        return torch.cat([*parts, out[at:]])
 
     def _choose(self, q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> tuple[str, str]:
         """The name of a kernel, and why it is not the one that was asked for."""

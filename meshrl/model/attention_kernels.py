@@ -35,8 +35,8 @@ def sdpa_attention(
     """As padded_attention, where `no_sdpa` allows it; PyTorch chooses one of these kernels."""
     n = k.shape[2]
     plain = spec.sinks is None and spec.slopes is None
-    causal = plain and q.shape[2] == n and (spec.window is None or n <= spec.window)
-    mask = None if causal else _mask(q, n, spec.window)
+    causal = plain and not spec.is_mutual and q.shape[2] == n and (spec.window is None or n <= spec.window)
+    mask = None if causal else _mask(q, n, spec)
     if not plain:
         assert mask is not None
         bias = torch.zeros_like(mask, dtype=q.dtype) if spec.slopes is None else _position_bias(q, n, spec.slopes)
@@ -71,7 +71,7 @@ def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Att
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     if spec.slopes is not None:
         scores = scores + _position_bias(q, k.shape[2], spec.slopes.to(wide))
-    scores = scores.masked_fill(~_mask(q, k.shape[2], spec.window), -torch.inf)
+    scores = scores.masked_fill(~_mask(q, k.shape[2], spec), -torch.inf)
     if spec.sinks is not None:
         sinks = spec.sinks.to(wide)[:, None, None].expand(len(q), -1, q.shape[2], 1)
         scores = torch.cat([scores, sinks], dim=-1)
@@ -83,7 +83,7 @@ def _product_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: 
     of the softmax is rounded, to the dtype that the product with the values needs."""
     (b, h, q_len, d), (heads, n) = q.shape, k.shape[1:3]
     # Query heads that share a key head are rows of one matrix product: no key or value is repeated.
-    unseen = ~_mask(q, n, spec.window).repeat(h // heads, 1)
+    unseen = ~_mask(q, n, spec).repeat(h // heads, 1)
     queries, keys = q.reshape(b * heads, -1, d), k.reshape(b * heads, n, d).transpose(1, 2)
     wide = torch.promote_types(q.dtype, torch.float32)
     bias = torch.zeros(unseen.shape, dtype=wide, device=q.device).masked_fill_(unseen, torch.finfo(wide).min)
@@ -124,10 +124,14 @@ def _position_bias(q: torch.Tensor, num_keys: int, slopes: torch.Tensor) -> torc
     return slopes[:, None, None] * ahead.to(slopes.dtype)
 
 
-def _mask(q: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
+def _mask(q: torch.Tensor, num_keys: int, spec: AttentionSpec) -> torch.Tensor:
     """bool [L, N]: which keys each query of a row sees."""
     position = torch.arange(num_keys, device=q.device)
-    return visible(position[num_keys - q.shape[2] :], position, window)
+    queries = position[num_keys - q.shape[2] :]
+    if spec.is_mutual:  # as for the last query, but for the beginning of the window
+        behind = queries[:, None] - position
+        return behind < (num_keys if spec.window is None else spec.window)
+    return visible(queries, position, spec.window)
 
 
 def visible(query_position: torch.Tensor, key_position: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import cached_property
-from inspect import signature
+from inspect import signature, unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshrl.core.errors import ConfigError
 from meshrl.model.attention import ONLY_CACHE, AttentionContext, ContextCache, UlyssesAttention
-from meshrl.model.limits import head_scale
+from meshrl.model.inputs import ModelInputs
+from meshrl.model.limits import HEAD_SCALES, head_scale
 from meshrl.model.logprob import Head, Vocabulary, token_logprobs
 from meshrl.model.parts import TEXT, Parts, blocks_of, parts_of
 from meshrl.model.routing import Routing
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+MASKED = -1e30  # added to the logits of placeholders; -inf would give NaN in an entropy
+
+
 class CausalModel(torch.nn.Module):
     """Wraps a Transformers causal LM (`self.lm`). The trainer calls forward, the sampler calls hidden and head.
 
@@ -27,10 +32,13 @@ class CausalModel(torch.nn.Module):
     the head's weight is the full tensor, and a tied embedding stays tied.
 
     peers: the ranks that compute the same rows with this one; vocab_start: the first id of its part of the vocabulary.
+    inputs: what it needs of rows besides ids. masked [V]: added to the logits, so that no placeholder of an image is
+    sampled or trained; None = none has one.
     """
 
     peers: Peers | None = None
     vocab_start: int = 0
+    masked: torch.Tensor | None
 
     def __init__(self, lm: PreTrainedModel, parts: Parts | None = None):
         """parts: of a model of the same class and config, if they are known."""
@@ -43,8 +51,15 @@ class CausalModel(torch.nn.Module):
         self.has_states = use_state_layers(lm)
         takes_cache = text.model_type in ONLY_CACHE or self.has_states
         self._cache_argument = cache_argument(signature(lm.base_model.forward).parameters) if takes_cache else None
-        self._scale = head_scale(text)
-        self._softcap = getattr(text, "final_logit_softcapping", None)
+        read = unwrap(type(lm).forward).__code__.co_names  # not by a class that has a tower: some ignore what it says
+        has_tower = len(self.parts) > 2
+        self._scale = 1.0 if has_tower and not HEAD_SCALES.keys() & set(read) else head_scale(text)
+        softcap = getattr(text, "final_logit_softcapping", None)
+        self._softcap = None if has_tower and "final_logit_softcapping" not in read else softcap
+        self.inputs = ModelInputs(lm.config)
+        masked = torch.zeros(self.vocab_size)
+        masked[self.inputs.masked] = MASKED
+        self.register_buffer("masked", masked if self.inputs.masked else None, persistent=False)
 
     @cached_property
     def routing(self) -> Routing | None:
@@ -61,6 +76,11 @@ class CausalModel(torch.nn.Module):
         """The blocks of all parts."""
         return [block for part in self.parts.values() for block in blocks_of(self.lm, part)]
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """In which the embedding computes."""
+        return self.lm.get_input_embeddings().weight.dtype
+
     def head(self) -> Head:
         """The output head, with the current parameters; under tensor parallelism, this rank's part of it."""
         out = self.lm.get_output_embeddings()
@@ -68,14 +88,24 @@ class CausalModel(torch.nn.Module):
         if self.peers is not None and self.peers.tp is not None:
             weight, *rest = self.peers.tp.local([(out, "weight")] + [(out, "bias")] * (bias is not None))
             bias = rest[0] if rest else None
+        if self.masked is not None:
+            masked = self.masked[self.vocab_start :][: len(weight)]
+            bias = masked if bias is None else bias + masked
         return Head(weight, bias, self._scale, self._softcap)
 
     def hidden(
         self, tokens: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext, **model_kwargs: Any
     ) -> torch.Tensor:
-        """tokens int64[T], position_ids int64[T] -> final hidden states [T, D], or those of this rank's chunk."""
+        """tokens int64[T], position_ids int64[T] or [3, T] -> final hidden states [T, D], or those of this rank's
+        chunk."""
         peers = self.peers
         if peers is not None:
+            if self.inputs.family is not None and model_kwargs:
+                raise ConfigError(
+                    "train.mesh.ulysses or train.mesh.tp is larger than 1, and a row has an image: ranks that share "
+                    "tokens would each need all images, and the tokens of an image could be on several of them. Set "
+                    "both to 1"
+                )
             tokens, position_ids = peers.own_tokens(tokens), peers.own_tokens(position_ids)
             if peers.ulysses is not None:
                 context = UlyssesAttention(context, peers.ulysses)
@@ -87,7 +117,7 @@ class CausalModel(torch.nn.Module):
             attention_mask=None,
             use_cache=False,
             **passed,
-            **model_kwargs,
+            **{name: x.to(self._dtype) if x.is_floating_point() else x for name, x in model_kwargs.items()},
         )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden if peers is None else peers.gather_tp(hidden)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from meshrl.config.model import IMAGE_MODELS
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import read_json
 from meshrl.model import attention
@@ -83,7 +84,7 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log = logging.getLogger(__name__)
                 log.warning("model.path %r: every rank loads the full model: %s", str(path), matched)
-            full = _load_full(stored, folder, name)
+            full = _load_full(config, stored, folder, name)
             lm, weights = meta_copy(full), LoadedWeights(full)
         else:
             weights = StoredWeights(matched, names)
@@ -120,13 +121,26 @@ def as_config_error(path: str | Path, *more: type[Exception]) -> Iterator[None]:
         ) from cause
 
 
+def auto_class(config: Any) -> Any:
+    """Transformers' class that builds the model of a config: with its tower, if it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_tower = getattr(config, "vision_config", None) is not None and config.model_type in IMAGE_MODELS
+    return AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+
+
+def attention_of_parts(config: Any, name: str) -> str | dict[str, str]:
+    """The argument with which Transformers builds the text with this attention, and a tower with its own."""
+    return name if config.get_text_config() is config else {"text_config": name}
+
+
 def _skeleton(config: Any, path: str | Path, name: str) -> PreTrainedModel:
     """The model with its parameters on the meta device and its buffers as `from_pretrained` makes them."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            config, attn_implementation=name, dtype=torch.float32, trust_remote_code=False
+        lm = auto_class(config).from_config(
+            config, attn_implementation=attention_of_parts(config, name), dtype=torch.float32, trust_remote_code=False
         )
     for module in lm.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -143,13 +157,11 @@ def _skeleton(config: Any, path: str | Path, name: str) -> PreTrainedModel:
     return lm
 
 
-def _load_full(stored: dict[str, StoredTensor], folder: Path, name: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+def _load_full(config: Any, stored: dict[str, StoredTensor], folder: Path, name: str) -> PreTrainedModel:
+    loaded: Any = auto_class(config).from_pretrained(
         folder,
         dtype=torch.float32,
-        attn_implementation=name,
+        attn_implementation=attention_of_parts(config, name),
         output_loading_info=True,
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # they are in the report
@@ -218,11 +230,12 @@ def _disable_dropout(model: torch.nn.Module) -> None:
 
 def _require_attention_interface(config: Any, path: str | Path) -> None:
     """Raises: ConfigError for a model that computes attention without Transformers' table of attention functions."""
-    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
     mapping, text_config = AutoModelForCausalLM._model_mapping, config.get_text_config()
-    text = type(text_config)
-    model: Any = mapping[text if text in mapping else type(config)]  # a model of images has a text model inside
+    if type(text_config) not in mapping:
+        mapping = AutoModel._model_mapping  # some text models exist inside of models of images alone
+    model: Any = mapping[type(text_config)]
     code = model.__module__
     own = model.__mro__[: model.__mro__.index(PreTrainedModel)]  # a class of a plugin may inherit its attention
     asks = any(hasattr(sys.modules[base.__module__], "ALL_ATTENTION_FUNCTIONS") for base in own)

@@ -23,6 +23,7 @@ from meshrl.core.device import has_triton
 from meshrl.model.attention import AttentionContext, AttentionSpec, PackedAttention, RotatingContext, Rotation
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import Adapter, adapter_of, base_layer_of
+from meshrl.model.parts import TEXT
 from meshrl.model.prepack import Product, prepacked
 from meshrl.model.verify import computed_in_fp32, in_fp32
 
@@ -43,8 +44,9 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class FastDecoder:
     """Embedding, pre-norm layers with rotary attention and SiLU-gated MLP, final norm; reads the model's parameters."""
 
-    def __init__(self, base: Any, specs: Sequence[AttentionSpec]):
-        self.embedding, self._rotary = base.embed_tokens.weight, base.rotary_emb
+    def __init__(self, base: Any, specs: Sequence[AttentionSpec], has_grid: bool = False):
+        """has_grid: it rotates by three positions, which are equal for tokens of text."""
+        self.embedding, self._rotary, self._has_grid = base.embed_tokens.weight, base.rotary_emb, has_grid
         self._num_positions = num_positions(base.config.to_dict()) or TABLE_POSITIONS + 1
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         self.layers = [_Layer(i, block, spec) for i, (block, spec) in enumerate(zip(base.layers, specs, strict=True))]
@@ -72,7 +74,8 @@ class FastDecoder:
 
     def _cos_sin(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The first half of the sines is negated, so that a rotation is a swap of halves."""
-        cos, sin = (rotation[0, :, None] for rotation in self._rotary(x[None], positions[None]))
+        at = positions.expand(3, 1, -1) if self._has_grid else positions[None]
+        cos, sin = (rotation.flatten(0, -3)[0, :, None] for rotation in self._rotary(x[None], at))
         half = sin.shape[-1] // 2
         return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
@@ -109,15 +112,16 @@ def fast_decoder(model: CausalModel) -> FastDecoder | None:
     """The fast decoder of this model, None if it has none. The comparison is in fp32: rounding to bf16 would hide
     differences."""
     probe = _Probe(model)
-    base: Any = model.lm.base_model
+    base: Any = model.lm.get_submodule(model.parts[TEXT].module)
     with in_fp32(model):
         expected = model.hidden(probe.tokens, probe.positions, probe)
         if not _fits(base) or sorted(probe.specs) != list(range(len(base.layers))):
             return None
         if any(spec.sinks is not None for spec in probe.specs.values()):  # parameters that this class does not know
             return None
-        fast = FastDecoder(base, [spec for _, spec in sorted(probe.specs.items())])
-        compared = FastDecoder(base, [layer.spec for layer in fast.layers])
+        has_grid = model.inputs.family is not None and model.inputs.family.has_grid
+        fast = FastDecoder(base, [spec for _, spec in sorted(probe.specs.items())], has_grid)
+        compared = FastDecoder(base, [layer.spec for layer in fast.layers], has_grid)
         pairs = zip(base.layers, fast.layers, strict=True)
         compared.layers = [partial(computed_in_fp32, *pair) for pair in pairs]  # type: ignore[misc]
         difference = (compared.hidden(probe.tokens, probe.positions, probe) - expected).abs().max()

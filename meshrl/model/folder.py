@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from meshrl.config.model import TOWER_REFUSED, more_than_text
+from meshrl.config.model import IMAGE_MODELS, TOWER_REFUSED, unknown_tower
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, decode, open_plain, parse_json, read_json, size_of
 from meshrl.core.unloaded import ParamFault, unloaded_params
@@ -156,7 +156,7 @@ def check_folder(folder: Path) -> tuple[dict[str, StoredTensor], list[ParamFault
     config = _json(path)
     if generation.exists():  # Transformers ignores one that it can't read
         _json(generation)
-    require_text_model(folder, config)
+    require_known_tower(folder, config)
     _require_known_class(path, config)
     adapter = folder / "adapter_config.json"
     if adapter.exists():
@@ -175,9 +175,9 @@ def check_folder(folder: Path) -> tuple[dict[str, StoredTensor], list[ParamFault
     return stored, faults
 
 
-def require_text_model(path: str | Path, config: dict[str, Any]) -> None:
-    """Raises: ConfigError when the model of this config.json has more than a text model."""
-    if (more := more_than_text(config)) is not None:
+def require_known_tower(path: str | Path, config: dict[str, Any]) -> None:
+    """Raises: ConfigError when the model of this config.json has a tower that meshrl does not train."""
+    if (more := unknown_tower(config)) is not None:
         raise ConfigError(f"{path} is {TOWER_REFUSED.format(more=more, path=path)}")
 
 
@@ -259,6 +259,8 @@ def _require_known_class(path: Path, config: dict[str, Any]) -> None:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind, code = config.get("model_type"), config.get("auto_map")
+    if kind in IMAGE_MODELS and kind in CONFIG_MAPPING:
+        return
     config_class = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
     if config_class is not None:
         if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:

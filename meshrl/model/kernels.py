@@ -53,11 +53,11 @@ def _logits(hidden, weight, bias, tokens, columns, D, scale, softcap, BLOCK_D: t
         left = tl.load(x + d, mask=k[None, :] < D - d, other=0.0)
         right = tl.load(w + d, mask=k[:, None] < D - d, other=0.0)
         z = tl.dot(left, right, z, input_precision="ieee")
-    if bias is not None:
-        z += tl.load(bias + columns).to(tl.float32)[None, :]
     z *= scale
     if softcap is not None:
         z = (1 - 2 / (tl.exp(z * (2 / softcap)) + 1)) * softcap  # tanh
+    if bias is not None:
+        z += tl.load(bias + columns).to(tl.float32)[None, :]
     return z
 
 
@@ -121,14 +121,16 @@ def backward_kernel(
     if grad_lse is not None:
         grad += tl.load(grad_lse + tokens)[:, None] * p
     grad /= t
+    if bias_sums is not None:
+        sums = tl.sum(tl.where(rows[:, None] < N, grad, 0.0), 0)
+        tl.store(bias_sums + block.to(tl.int64) * width + places, sums, mask=places < width)
+    if bias is not None:
+        z -= tl.load(bias + columns).to(tl.float32)[None, :]
     if softcap is not None:
         grad *= 1 - (z / softcap) * (z / softcap)
     grad *= scale
     inside = (rows[:, None] < N) & (places[None, :] < width)
     tl.store(dz + rows.to(tl.int64)[:, None] * width + places[None, :], grad.to(dz.dtype.element_ty), mask=inside)
-    if bias_sums is not None:
-        sums = tl.sum(tl.where(rows[:, None] < N, grad, 0.0), 0)
-        tl.store(bias_sums + block.to(tl.int64) * width + places, sums, mask=places < width)
 
 
 class TiledLogprob(torch.autograd.Function):
@@ -167,12 +169,12 @@ class TiledLogprob(torch.autograd.Function):
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         grad_hidden = torch.zeros(n, d, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = None if bias is None else torch.empty_like(bias)
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         blocks, width = triton.cdiv(n, BLOCK_N), max(1, chunk * v // max(1, n) // BLOCK_V) * BLOCK_V
         for first in range(0, v, width):
             part = slice(first, min(first + width, v))
             dz = hidden.new_empty(n, part.stop - first)
-            bias_sums = None if bias is None else lse.new_empty(blocks, part.stop - first)
+            bias_sums = None if grad_bias is None else lse.new_empty(blocks, part.stop - first)
             backward_kernel[(blocks * triton.cdiv(dz.shape[1], BLOCK_V),)](
                 hidden, weight, bias, targets, temperature, lse, entropy, grad_logp, grad_ent, grad_lse, dz, bias_sums,
                 first, dz.shape[1], n, v, d, scale, softcap,

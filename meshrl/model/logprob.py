@@ -24,7 +24,8 @@ _PARTS = 16  # of the head's gradient, to which a chunk's products are added one
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How hidden states become logits: x @ weight.T (+ bias), times scale, softcapped. weight [V, D]."""
+    """How hidden states become logits: x @ weight.T, times scale, softcapped, plus bias (which a mask of ids is, too).
+    weight [V, D]. No family with a bias of its own has one of the others."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -52,13 +53,11 @@ class Head:
             out = hidden.to(wide) @ self.weight.to(wide).T
         else:
             out = torch.mm(hidden, self.weight.T, out_dtype=wide)
-        if self.bias is not None:
-            out = out + self.bias
         if self.scale != 1.0:
             out = out * self.scale
         if self.softcap is not None:
             out = torch.tanh(out / self.softcap) * self.softcap
-        return out
+        return out if self.bias is None else out + self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +168,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         single, grad_weight = 0 < len(hidden) <= chunk, None
         if ctx.needs_input_grad[1] and not single:
             grad_weight = torch.zeros_like(weight, dtype=dtype)
-        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+        grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if ctx.needs_input_grad[2] else None
         head = Head(weight if is_stored else _wide_on_cpu(weight), bias, scale, softcap)
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
@@ -178,7 +177,8 @@ class _ChunkedLogprob(torch.autograd.Function):
             for rows, logq in _blocks(chunk_logits, a):
                 t, slope = temperature[rows, None].to(dtype), None
                 if not is_stored:
-                    slope = None if softcap is None else 1 - (logq / softcap) ** 2
+                    if softcap is not None:
+                        slope = 1 - ((logq if bias is None else logq - bias) / softcap) ** 2
                     logq = logq if flat else logq.div_(t)
                     logq.sub_(torch.logsumexp(logq, dim=-1, keepdim=True))
                 p = logq.exp_() if grad_ent is None else logq.exp()
@@ -190,12 +190,12 @@ class _ChunkedLogprob(torch.autograd.Function):
                     dz += entropy
                 if not flat:
                     dz.div_(t)
+                if grad_bias is not None:
+                    grad_bias += dz.sum(0)
                 if slope is not None:
                     dz *= slope
                 if scale != 1.0:
                     dz *= scale
-                if grad_bias is not None:
-                    grad_bias += dz.sum(0)
                 if dz is not logq:
                     logq.copy_(dz)
             low = chunk_logits.to(weight.dtype)

@@ -1,5 +1,5 @@
-"""The parts of a model: the language model, its head, and each tower. What is done by block or by part (FSDP's groups,
-checkpointing, LoRA's targets, the comparison with Transformers, FLOPs and bytes) reads them."""
+"""The parts of a model: the language model, its head, each tower and its projector. What is done by block or by part
+(FSDP's groups, checkpointing, LoRA's targets, the comparison with Transformers, FLOPs and bytes) reads them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TEXT, HEAD = "text", "head"
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """A part of a Transformers causal LM, by names of its modules, so that it holds for each copy of the model.
+    """A part of a Transformers model, by names of its modules, so that it holds for each copy of the model.
 
-    module: the part's own. blocks: of the ModuleList with its blocks; None = it has none. attention: Transformers' name
-    of the attention of its layers; None = they have none.
+    module: the part's own. blocks: of the ModuleList with its blocks; None = it has none. attention: the name of the
+    attention of its layers that meshrl computes; None = Transformers' own, or none.
 
     Example: {"text": ModelPart("model", "model.layers", "meshrl"), "head": ModelPart("lm_head")}
     """
@@ -40,7 +40,8 @@ def text_attention(model_type: str, implementation: str = "auto") -> str:
 
 
 def parts_of(lm: Any) -> dict[str, ModelPart]:
-    """By name; each module of the model that is in no other part belongs to the text."""
+    """By name, towers and projectors by that of their module; each module of the model that is in no other part belongs
+    to the text."""
     text, decoder, head = lm.config.get_text_config(), lm.get_decoder(), lm.get_output_embeddings()
     decoder = lm.base_model if decoder is head else decoder  # ModernBertDecoder's attribute `decoder` is its head
     names = {id(module): name for name, module in lm.named_modules()}
@@ -51,10 +52,23 @@ def parts_of(lm: Any) -> dict[str, ModelPart]:
             f"{type(lm).__name__} has no ModuleList of {text.num_hidden_layers} blocks (num_hidden_layers), by which "
             "meshrl shards, trains and samples. Choose another model"
         )
-    return {
+    parts = {
         TEXT: ModelPart(names[id(decoder)], names[id(blocks)], text._attn_implementation),
         HEAD: ModelPart(names[id(head)]),
     }
+    if (vision := getattr(lm.config, "vision_config", None)) is None:
+        return parts
+    depth = getattr(vision, "depth", None) or vision.num_hidden_layers  # Qwen's towers may have both
+    for name, module in lm.base_model.named_children():
+        if module is not decoder:
+            lists = [each for each in module.modules() if isinstance(each, torch.nn.ModuleList) and len(each) == depth]
+            parts[name] = ModelPart(names[id(module)], names[id(lists[0])] if lists else None)
+    return parts
+
+
+def is_vision(name: str, parts: Parts) -> bool:
+    """Whether the module of this name is in a tower or its projector."""
+    return part_of(name, parts) not in (TEXT, HEAD)
 
 
 def blocks_of(lm: torch.nn.Module, part: ModelPart) -> torch.nn.ModuleList:

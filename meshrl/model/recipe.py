@@ -30,6 +30,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.facts import ModelFacts, as_config_error, meta_copy, model_facts
 from meshrl.model.hub_names import tied_names
 from meshrl.model.lora import add_adapters, init_adapters
+from meshrl.model.parts import is_vision
 from meshrl.model.routing import require_routing
 from meshrl.model.tensor_parallel import cut_model, uncut_layers
 from meshrl.model.verify import ComparedModel, in_fp32, require_same
@@ -53,7 +54,8 @@ class Recipe:
     dtype: of the parameters, except adapters, which have adapter_dtype. mesh: None = not sharded, and then no
     checkpointing; with one, the forward computes in compute_dtype. keep_unsharded: after the forward, for the backward
     pass.
-    attention: one of attention.NAMES. router_dtype: in which routers compute at least; None = as Transformers does.
+    attention: one of attention.NAMES. freezes_vision: a tower and its projector are not trained.
+    router_dtype: in which routers compute at least; None = as Transformers does.
     synced: the values come by a weight sync from train ranks, which verify them; until then they are random.
     """
 
@@ -70,6 +72,7 @@ class Recipe:
     device: torch.device = CPU
     attention: str = "auto"
     router_dtype: torch.dtype | None = None
+    freezes_vision: bool = False
 
 
 def build_model(path: str | Path, recipe: Recipe, facts: ModelFacts | None = None) -> CausalModel:
@@ -109,6 +112,9 @@ def adapt(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
         add_adapters(model.lm, recipe.lora, recipe.adapter_dtype, facts.path)
     else:
         model.lm.requires_grad_(recipe.trains)
+    if recipe.freezes_vision:
+        for name, p in model.lm.named_parameters():
+            p.requires_grad_(p.requires_grad and not is_vision(name, model.parts))
 
 
 def parallelize(model: CausalModel, recipe: Recipe) -> None:
@@ -212,7 +218,7 @@ def compile_blocks(model: CausalModel, device: torch.device, by_module: bool) ->
     if problem:
         raise ConfigError(f"train.torch_compile is true, but {problem}. Set train.torch_compile=false")
     attention.register(outside_graphs=True)
-    for block in model.blocks:
+    for block in model.layers:
         for module in block.children() if by_module else [block]:
             module.forward = torch.compile(module.forward, dynamic=True)
 

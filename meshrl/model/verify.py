@@ -1,20 +1,26 @@
-"""The comparison of our forward with Transformers' own, of a row alone and of packed rows."""
+"""The comparison of our forward with Transformers' own, of a row alone and of packed rows, also with an image."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from meshrl.core.errors import ConfigError
+from meshrl.core.types import Media
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
-from meshrl.model.parts import eager_attention
+from meshrl.model.inputs import Piece, Span
+from meshrl.model.parts import Parts, eager_attention
 from meshrl.model.routing import require_routing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -86,26 +92,69 @@ class _RecordedAttention(attention.PackedAttention):
         return super().attend(layer, *args)
 
 
+class _RowWithMedia(NamedTuple):
+    media: dict[str, Media]
+    media_spans: list[Span]
+
+
 class ComparedModel(CausalModel):
     """A CausalModel whose forward compares. Under FSDP it is the root of both forwards, so that both see a sharded
-    model's embedding and head as full tensors."""
+    model's embedding and head as full tensors. The placeholder of its images is one of the first COMPARED_IDS ids."""
+
+    def __init__(self, lm: PreTrainedModel, parts: Parts):
+        self.num_ids = min(COMPARED_IDS, lm.config.get_text_config().vocab_size)
+        if len(parts) > 2:
+            lm.config.image_token_id = self.num_ids - 1
+        super().__init__(lm, parts)
 
     @torch.no_grad()
     def forward(self, lengths: tuple[int, int]) -> ScoreDifferences:  # type: ignore[override]
         """lengths: of two rows to compare. (On accelerators FSDP2 can't call a forward without arguments.)"""
         lm = self.lm
         device = self.head().weight.device
-        rows = [(torch.arange(n) * 7 % (self.vocab_size - 1) + 1).to(device) for n in lengths]
+        rows = [(torch.arange(n) * 7 % (self.num_ids - 2) + 1).to(device) for n in lengths]
         tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(r), device=device) for r in rows])
         packed = attention.PackedAttention(self._padded([0, len(rows[0]), len(tokens)]), device)
         single = _RecordedAttention(self._padded([0, len(rows[0])]), device)
         ours = self._logprobs(tokens, positions, packed)
         alone = self._logprobs(rows[0], positions[: len(rows[0])], single)
         with eager_attention(lm, self.parts), nullcontext() if self.peers is None else self.peers.without_tp():
-            theirs = torch.cat([torch.log_softmax(lm(row[None]).logits[0].float(), dim=-1) for row in rows])
+            theirs = torch.cat([self._softmax(lm(row[None]).logits[0]) for row in rows])
         if self.peers is not None:
             theirs = theirs.gather(1, tokens.roll(-1)[:, None])
-        return ScoreDifferences((alone - theirs[: len(alone)]).abs().max(), (ours - theirs).abs().max(), single.layers)
+        found = [(alone - theirs[: len(alone)]).abs().max(), (ours - theirs).abs().max()]
+        images = self._with_image(rows[1]) if self.peers is None and self.inputs.family is not None else []
+        found = [torch.stack(pair).max() for pair in zip(found, images, strict=True)] if images else found
+        return ScoreDifferences(*found, single.layers)
+
+    def _with_image(self, text: torch.Tensor) -> list[torch.Tensor]:
+        """The differences of a row of the text with an image in it, alone and packed before the text."""
+        family, device, n = self.inputs.family, text.device, len(text)
+        assert family is not None
+        placeholders, media = self.inputs.smallest()
+        row = _RowWithMedia({"image": media}, [("image", n, len(placeholders))])
+        tokens = torch.cat([text, torch.from_numpy(placeholders).to(device), text])
+        kwargs = {
+            name: torch.from_numpy(array).to(device)
+            for name, array in self.inputs.kwargs([Piece(row, 0, len(tokens))]).items()
+        }
+        own = [Piece(row, 0, len(tokens)), Piece(_RowWithMedia({}, []), 0, n)]
+        types = {family.types: (tokens == self.inputs.placeholder).long()[None]} if family.types else {}
+        last = torch.arange(len(tokens) - n, len(tokens), device=device)
+        with eager_attention(self.lm, self.parts):
+            theirs = self._softmax(self.lm(tokens[None], **kwargs, **types, logits_to_keep=n).logits[0])
+        ours = []
+        for pieces in (own[:1], own):
+            packed = torch.cat([tokens, text])[: sum(p.stop for p in pieces)]
+            cu_seqlens = [0, *itertools.accumulate(p.stop for p in pieces)]
+            context = attention.PackedAttention(cu_seqlens, device, mutual=self.inputs.mutual(pieces))
+            positions = torch.from_numpy(self.inputs.positions(pieces)).to(device)
+            hidden = self.hidden(packed, positions, context, **kwargs)
+            ours.append(torch.log_softmax(self.head().logits(hidden.index_select(0, last)), dim=-1))
+        return [(each - theirs).abs().max() for each in ours]
+
+    def _softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(logits.float() if self.masked is None else logits.float() + self.masked, dim=-1)
 
     def _logprobs(
         self, tokens: torch.Tensor, positions: torch.Tensor, context: attention.PackedAttention

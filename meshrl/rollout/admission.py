@@ -36,14 +36,18 @@ def check_admission(request: Request, engine_id: str, version: int, closed: bool
 
 
 def check_supported(
-    request: Request, engine: str, has_extra: Callable[[str], bool] = lambda name: False, extras: str = "none"
+    request: Request,
+    engine: str,
+    has_extra: Callable[[str], bool] = lambda name: False,
+    extras: str = "none",
+    takes_media: bool = False,
 ) -> None:
-    """Refuse what no engine supports yet, and extras that this one does not return.
+    """Refuse what this engine does not support.
 
     engine, extras: their names in the error.
     """
-    if request.media or request.media_spans:
-        raise CapabilityError(f"request {request.id} has media; {engine} takes text only")
+    if request.media_spans and not takes_media:
+        raise CapabilityError(f"request {request.id} has images; {engine} takes text only with this model")
     if request.adapter is not None:
         raise CapabilityError(f"request {request.id} names adapter {request.adapter!r}; {engine} has none")
     for name in request.want:

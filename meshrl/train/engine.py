@@ -117,6 +117,7 @@ class TrainEngine:
             _recipe(train_cfg, mesh, role, compute, masters, lora),
             attention=model_cfg.attn_implementation,
             router_dtype=DTYPES.get(model_cfg.router_dtype),
+            freezes_vision=model_cfg.vision == "freeze",
         )
         engine = cls(build_model(model_cfg.path, recipe, facts), mesh, train_cfg, role, recipe)
         if train_cfg.router_aux_loss_coef > 0:
@@ -167,10 +168,10 @@ class TrainEngine:
 
     # ---- scoring and training
 
-    def pack(self, samples: Sequence[Sample], rows: Sequence[int]) -> Batch:
-        """`packing.pack` for this engine's device and mesh."""
-        at = self.coordinates
-        return pack(samples, rows, self.device, self.cfg.share_prompts, at.num_ulysses, at.num_tp)
+    def pack(self, samples: Sequence[Sample], rows: Sequence[int], has_images: bool = False) -> Batch:
+        """`packing.pack` for this engine's model, device and mesh."""
+        at, inputs = self.coordinates, self.model.inputs
+        return pack(samples, rows, self.device, self.cfg.share_prompts, at.num_ulysses, at.num_tp, inputs, has_images)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch], adapter: bool = True) -> RowArrays:
@@ -298,7 +299,7 @@ class TrainEngine:
         previous = batch.previous.index_select(0, scored)
         if peers is not None:
             previous = previous - peers.first(batch.num_tokens)
-        context = PackedAttention(cu_seqlens, self.device, parents)
+        context = PackedAttention(cu_seqlens, self.device, parents, mutual=batch.mutual)
         self._begin_routing(batch, replays, counts)
         logp, ent = self.model(
             batch.tokens,

@@ -7,7 +7,7 @@ The controller makes the batch plan from the rows' lengths, groups and shared pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from meshrl.core.columns import TokenColumn, columns_for, values_of
 from meshrl.core.device import upload
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample, unsampled_row
-from meshrl.model.inputs import model_kwargs, positions
+from meshrl.model.inputs import TEXT_INPUTS, ModelInputs, Piece
 from meshrl.model.verify import TOLERANCE_NATS
 from meshrl.parallel.mesh import chunk_tokens
 
@@ -78,18 +78,24 @@ def pack(
     share_prefix: bool = True,
     num_ulysses: int = 1,
     num_tp: int = 1,
+    inputs: ModelInputs = TEXT_INPUTS,
+    has_images: bool = False,
 ) -> Batch:
     """Lay samples end to end as one Batch; without samples, a dummy that every rank can run (zero mask).
 
     rows[s]: index of samples[s] in the step. share_prefix: the common prompt of a group is in the batch once, with the
-    same gradient. num_ulysses, num_tp: the peers that share the tokens. A column is None when no sample has it. It is
-    an error if only some samples have one without a fill, since filled-in values would be trained on.
+    same gradient. num_ulysses, num_tp: the peers that share the tokens. inputs: of the model. has_images: a rank has an
+    image in its batch, so each rank needs one, since all compute the tower together; one without gets a small image as
+    a row of its own, that nothing reads. A column is None when no sample has it. It is an error if only some samples
+    have one without a fill, since filled-in values would be trained on.
     """
-    if not samples:
-        dummy = bare_row("dummy", [0, 0], scored=False)
-        return replace(pack([dummy], [-1], device, False, num_ulysses, num_tp), is_dummy=True)
+    is_dummy = not samples
+    if has_images and not any(s.media_spans for s in samples):
+        samples, rows = [*samples, _image_row(inputs)], [*rows, -1]
+    elif is_dummy:
+        samples, rows = [bare_row("dummy", [0, 0], scored=False)], [-1]
     pieces = _pieces(samples, rows, share_prefix)
-    lengths = [p.stop - p.start for p in pieces]
+    lengths, places = [p.stop - p.start for p in pieces], [Piece(p.sample, p.start, p.stop) for p in pieces]
     cu = np.zeros(len(pieces) + 1, np.int32)
     np.cumsum(lengths, out=cu[1:])
     previous = np.arange(-1, cu[-1] - 1)
@@ -115,13 +121,13 @@ def pack(
     scored = mask.nonzero()[0]
     chunks = previous[scored] // chunk_tokens(int(cu[-1]), num_ulysses, num_tp)
     tensors = {
-        "position_ids": torch.from_numpy(positions(np.array([p.start for p in pieces]), np.array(lengths))),
+        "position_ids": torch.from_numpy(inputs.positions(places)),
         "previous": torch.from_numpy(previous),
         "scored": torch.from_numpy(scored[np.argsort(chunks, kind="stable")]),
         "trained": torch.from_numpy(trained),
         "temperature": torch.from_numpy(temperature),
     }
-    kwargs = model_kwargs((p.sample, p.start, p.stop) for p in pieces)
+    kwargs = inputs.kwargs(places)
     groups = tensors | columns, token_extras, {name: torch.from_numpy(array) for name, array in kwargs.items()}
     sent: Iterator[Any] = iter(upload([x for group in groups for x in group.values()], torch.device(device)))
     fields, token_extras, sent_kwargs = ({name: next(sent) for name in group} for group in groups)
@@ -134,6 +140,8 @@ def pack(
         trained_lengths=np.unique(per_row[trained], return_counts=True)[1].tolist(),
         token_extras=token_extras,
         model_kwargs=sent_kwargs,
+        mutual=inputs.mutual(places),
+        is_dummy=is_dummy,
         **fields,
     )
 
@@ -143,7 +151,8 @@ def _column(pieces: Sequence[_Piece], column: TokenColumn, arrays: Sequence[np.n
     like = next((array for array in arrays if array is not None), None)
     if like is None:
         return None
-    lacking = [p.sample.trajectory_id for p, array in zip(pieces, arrays, strict=True) if array is None]
+    missing = [p.sample for p, array in zip(pieces, arrays, strict=True) if array is None]
+    lacking = [sample.trajectory_id for sample in missing if sample.mask.any()]
     if lacking and column.fill is None:
         raise ValueError(
             f"samples {lacking[:3]} have no {column.name}, but others of the same batch do; annotate all or none"
@@ -152,7 +161,7 @@ def _column(pieces: Sequence[_Piece], column: TokenColumn, arrays: Sequence[np.n
     if len(shapes) > 1:
         raise ValueError(f"{column.name} of one batch has the shapes {sorted(shapes)}; a model has one")
     filled = (
-        np.full((len(p.sample), *like.shape[1:]), column.fill, like.dtype) if array is None else array
+        np.full((len(p.sample), *like.shape[1:]), column.fill or 0, like.dtype) if array is None else array
         for p, array in zip(pieces, arrays)
     )
     rows = [array[p.start : p.stop] for p, array in zip(pieces, filled)]
@@ -163,6 +172,14 @@ def bare_row(name: str, tokens: Sequence[int], scored: bool) -> Sample:
     """A row that no sampler made and that trains nothing. scored: its tokens are in the mask, except the first one."""
     row = unsampled_row(name, np.array(tokens, np.int32), (np.arange(len(tokens)) > 0) & scored)
     row.advantages = np.zeros(len(tokens), np.float32)
+    return row
+
+
+def _image_row(inputs: ModelInputs) -> Sample:
+    """A row of a small image alone."""
+    tokens, media = inputs.smallest()
+    row = bare_row("image", [int(token) for token in tokens], scored=False)
+    row.media, row.media_spans = {media.digest: media}, [(media.digest, 0, len(tokens))]
     return row
 
 

@@ -108,9 +108,11 @@ def load_model(folder: Path, role: str, lm: torch.nn.Module) -> None:
 
 def state_bytes(lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of this rank's share of a checkpoint after the first optimizer step, without headers."""
-    copies = 1 + (_SLOTS_OF_ADAMW if optimizer else 0)
+    slots = _SLOTS_OF_ADAMW if optimizer else 0
     return sum(
-        copies * local_shard(p).numel() * p.element_size() for p in trained_weights(lm).values() if replica(p)[0] == 0
+        (1 + slots * p.requires_grad) * local_shard(p).numel() * p.element_size()
+        for p in trained_weights(lm).values()
+        if replica(p)[0] == 0
     )
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from meshrl.core.device import upload
 from meshrl.model.attention import AttentionSpec, Outs, PackedAttention, Rotation, StateCompute
 from meshrl.model.attention_kernels import wide_product
+from meshrl.model.inputs import Mutual
 from meshrl.model.state_layers import StateCache
 from meshrl.rollout.embedded.kv_cache import AddressTable, KVPool, Places
 from meshrl.rollout.embedded.pages import PageTable, kinds
@@ -45,12 +46,13 @@ class PrefillAttention(PackedAttention):
         places: Places,
         past: Past | None = None,
         rows: Sequence[Sequence[tuple[KVPool, int]]] = (),
+        mutual: Mutual | None = None,
     ):
         pasts = [] if past is None else [n for n in past.lengths if n]
         is_past = iter(range(len(pasts)))
         parents = None if past is None else [-1] * len(pasts) + [next(is_past) if n else -1 for n in past.lengths]
         cu_seqlens = np.cumsum([0, *pasts, *lengths]).tolist()
-        super().__init__(cu_seqlens, device, parents, num_past=len(pasts))
+        super().__init__(cu_seqlens, device, parents, len(pasts), mutual)
         self.pool, self.places, self.past, self.rows = pool, places, past, rows
         self.kernels_fit = True  # all layers so far
 

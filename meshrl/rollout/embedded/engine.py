@@ -20,7 +20,7 @@ import torch
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import empty_cache, fetched, return_freed_memory
-from meshrl.core.errors import MeshrlError, SyncError
+from meshrl.core.errors import MeshrlError, RequestError, SyncError
 from meshrl.core.types import Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
 from meshrl.model.facts import ModelFacts
@@ -121,6 +121,7 @@ class EmbeddedEngine:
         self.capabilities = Capabilities(release=True, in_flight=True)
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
+        self._inputs = model.inputs
         self._stop_strings = stop_strings or StopStrings()
         self._weights = EngineWeights(model.lm, engine_id, fast)
         self._state = self._weights.state
@@ -151,8 +152,11 @@ class EmbeddedEngine:
             "the embedded engine",
             lambda name: name == "entropy" or topk_of(name) > 0,
             "entropy and topk:N, N from 1",
+            takes_media=self._inputs.family is not None,
         )
-        sequence = Sequence(request, bounds, self._stop_strings.search(request))
+        if fault := self._inputs.fault(request, np.asarray(request.context_ids)):
+            raise RequestError(f"request {request.id}: {fault}")
+        sequence = Sequence(request, bounds, self._stop_strings.search(request), self._inputs)
         self._runner.bound.require(request, sequence.max_cached)
         self._scheduler.submit(sequence)
         self._ids.add(request.id)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from meshrl.core.types import Request, SamplingParams, Times
+from meshrl.model.inputs import TEXT_INPUTS, ModelInputs
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.stop_strings import StopSearch
 
@@ -22,12 +23,16 @@ _MORE_TOKENS = 512  # columns by which the arrays of sampled tokens grow
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One unfinished request. tokens, logprobs: sampled by this engine, without prefix_output, as far as it has left
+    """One unfinished request. context: the keys of its tokens (`ModelInputs.keys`). offset: of the position of a
+    sampled token from its index. tokens, logprobs: sampled by this engine, without prefix_output, as far as it has left
     the rows; versions: (weight version, number of tokens), of all sampled ones. slot: -1 = it does not run."""
 
     request: Request
     bounds: Bounds
     stop_search: StopSearch | None
+    inputs: InitVar[ModelInputs] = TEXT_INPUTS
+    context: np.ndarray = field(init=False)
+    offset: int = field(init=False)
     key: bytes = b""  # of all tokens so far; sequences with equal keys share a context
     slot: int = -1
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -36,6 +41,10 @@ class Sequence:
     extras: list[dict[str, np.ndarray]] = field(default_factory=list)
     times: Times = field(default_factory=Times)
     clock: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self, inputs: ModelInputs) -> None:
+        self.context = inputs.keys(self.request, np.asarray(self.request.context_ids))
+        self.offset = inputs.offset(self.request)
 
     @property
     def first_position(self) -> int:
@@ -48,8 +57,8 @@ class Sequence:
         return len(self.request.context_ids) + self.first_position + self.bounds.limit - 1
 
     def ids(self, sampled: np.ndarray | None = None) -> np.ndarray:
-        """All its tokens: int64[context + prefix + sampled]. sampled: while it runs."""
-        parts = self.request.context_ids, self.request.prefix_output, self.tokens if sampled is None else sampled
+        """The keys of all its tokens: int64[context + prefix + sampled]. sampled: while it runs."""
+        parts = self.context, self.request.prefix_output, self.tokens if sampled is None else sampled
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
     def lap(self) -> float:
@@ -68,6 +77,7 @@ _FIELDS = np.dtype(
         ("length", np.int64),
         ("cached", np.int64),
         ("position", np.int64),
+        ("offset", np.int64),
         ("sampled", np.int64),
         ("limit", np.int64),
         ("last", np.int64),
@@ -80,9 +90,9 @@ _FIELDS = np.dtype(
 
 class Rows:
     """sequences: in the order of the batch. By slot: length = known tokens, cached = those whose keys and values are in
-    the cache, position = output position of the next token, sampled = tokens in `tokens` and `logprobs`, limit = of
-    them, last = the newest token; is_special = it has filters, extras or stop strings, so the host looks at each token.
-    """
+    the cache, position = output position of the next token, offset = of a token's position from its index, sampled =
+    tokens in `tokens` and `logprobs`, limit = of them, last = the newest token; is_special = it has filters, extras or
+    stop strings, so the host looks at each token."""
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
@@ -110,7 +120,7 @@ class Rows:
         sequence.slot = slot
         self.length[slot], self.cached[slot], self.last[slot] = len(ids), cached, ids[-1]
         self.position[slot], self.sampled[slot] = sequence.first_position + sampled, sampled
-        self.limit[slot] = sequence.bounds.limit
+        self.limit[slot], self.offset[slot] = sequence.bounds.limit, sequence.offset
         self.seed[slot] = request.seed & (1 << 64) - 1
         self.temperature[slot] = request.sampling.temperature
         self.is_special[slot] = filters(request.sampling) or bool(request.want) or sequence.stop_search is not None
@@ -138,7 +148,7 @@ class Rows:
             self._stops, self._stop_array = set(), self._stop_array[:0]
 
     def ids(self, row: int) -> np.ndarray:
-        """All tokens of a running sequence so far."""
+        """The keys of all tokens of a running sequence so far."""
         slot = self.slots[row]
         return self.sequences[row].ids(self.tokens[slot, : self.sampled[slot]])
 
@@ -169,6 +179,7 @@ class Rows:
         self.length, self.cached, self.position, self.sampled, self.limit, self.last, self.seed = (
             fields[name] for name in ("length", "cached", "position", "sampled", "limit", "last", "seed")
         )
+        self.offset = fields["offset"]
         self.temperature, self.is_special = fields["temperature"], fields["is_special"]
 
 

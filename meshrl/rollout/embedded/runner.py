@@ -14,7 +14,7 @@ from meshrl.core.device import has_triton, upload
 from meshrl.model.causal import CausalModel
 from meshrl.model.costs import token_bytes
 from meshrl.model.fast_decoder import FastDecoder
-from meshrl.model.inputs import model_kwargs
+from meshrl.model.inputs import Piece
 from meshrl.model.logprob import Head
 from meshrl.model.routing import Routing
 from meshrl.plan.sizes import page_tokens
@@ -105,14 +105,16 @@ class Runner:
             weight = self.model.head().weight
             return weight.new_empty(0, weight.shape[1])
         self.pool.reserve()
-        tokens, at = [p.ids for p in prefills], [np.arange(p.start, p.start + len(p.ids)) for p in prefills]
-        ids = arrays.add(np.concatenate([*tokens, rows.last[slots]]))
-        places = arrays.add(np.concatenate([*at, rows.cached[slots]]))
-        kwargs = model_kwargs((p.request, p.start, p.start + len(p.ids)) for p in prefills)
-        sent = {name: arrays.add(array) for name, array in kwargs.items()}
+        inputs, pieces = self.model.inputs, [Piece(p.request, p.start, p.start + len(p.ids)) for p in prefills]
+        ids = arrays.add(np.concatenate([*(inputs.tokens(p.ids) for p in prefills), rows.last[slots]]))
+        of_prefills, of_rows = inputs.positions(pieces), rows.cached[slots] + rows.offset[slots]
+        of_rows = np.broadcast_to(of_rows, (*of_prefills.shape[:-1], len(slots)))
+        positions = arrays.add(np.concatenate([of_prefills, of_rows], axis=-1))
+        sent = {name: arrays.add(array) for name, array in inputs.kwargs(pieces).items()}
         context = self._context(rows, slots, admission, arrays)
         self.pool.copy_states(self.snapshots, [(self._row(rows, s), row) for s, row in admission.copies])
-        hidden = self._hidden(ids(), places(), context, **{name: on_device() for name, on_device in sent.items()})
+        forward = self._hidden if of_prefills.ndim == 1 and not sent else self.model.hidden
+        hidden = forward(ids(), positions(), context, **{name: on_device() for name, on_device in sent.items()})
         if isinstance(context, PrefillAttention):
             self.kernels_fit &= context.kernels_fit
         if self._routing is not None:
@@ -127,8 +129,8 @@ class Runner:
         vain."""
         assert self._graphs is not None
         inputs = np.zeros((3, padded(len(rows))), np.int64)
-        inputs[0, : len(rows)] = rows.length[rows.slots] * goes_on
-        inputs[1, : len(rows)] = inputs[0, : len(rows)] + goes_on
+        inputs[0, : len(rows)] = (rows.length + rows.offset)[rows.slots] * goes_on
+        inputs[1, : len(rows)] = (rows.length[rows.slots] + 1) * goes_on
         inputs[2, : len(rows)] = rows.slots
         self.pool.reserve()
         (sent,) = self._addresses.update([torch.from_numpy(inputs)])
@@ -186,7 +188,8 @@ class Runner:
             snapshot = [] if p.snapshot is None else [(self.snapshots, p.snapshot)]
             states.append([(self.pool, self._row(rows, sequence)) for sequence in p.sequences] + snapshot)
         lengths, places = [len(p.ids) for p in prefills], Places(arrays.add(np.concatenate(written, axis=1)))
-        return PrefillAttention(lengths, self.device, self.pool, places, past, states)
+        mutual = self.model.inputs.mutual(Piece(p.request, p.start, p.start + len(p.ids)) for p in prefills)
+        return PrefillAttention(lengths, self.device, self.pool, places, past, states, mutual)
 
     def _row(self, rows: Rows, sequence: object) -> int:
         return next(row for row, s in enumerate(rows.sequences) if s is sequence)

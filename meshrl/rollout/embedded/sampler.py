@@ -141,7 +141,8 @@ def _below(x: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
 def _filtered(logits: torch.Tensor, p: SamplingParams, history: History, row: int) -> torch.Tensor:
     """Probabilities float[V] of one row: repetition penalty, temperature, top_k, top_p, min_p, in that order."""
     if p.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(history(row)).astype(np.int64)).to(logits.device)
+        keys = np.unique(history(row)).astype(np.int64)  # those below 0 are features of images
+        seen = torch.from_numpy(keys[keys >= 0]).to(logits.device)
         at = logits[seen]
         logits = logits.index_copy(0, seen, torch.where(at > 0, at / p.repetition_penalty, at * p.repetition_penalty))
     z = logits / p.temperature if p.temperature > 0 else logits

@@ -88,7 +88,7 @@ class Scheduler:
             sequence = self.waiting[0]
             ids = sequence.ids()
             found = self._found(sequence, ids)
-            shares = self._waiting_of_key[sequence.key] > 1 and len(ids) > 1
+            shares = self._waiting_of_key[sequence.key] > 1 and len(ids) > 1 and ids[-1] >= 0
             num_rows = len(self.rows) + len(others)
             pending = len(admission.decoders)  # pages that they will get
             if not self._fits(found, len(ids), num_rows, pending, shares and self.has_states):
@@ -133,7 +133,7 @@ class Scheduler:
         """Pages with the start of the ids, at least the last of which is computed."""
         if self.has_states and sequence.key not in self.snapshots:
             return []
-        found = self.table.find(ids[:-1])
+        found = _without_cut_image(self.table.find(ids[:-1]), sequence.request)
         columns = len(found) + -(-(sequence.max_cached - sum(n for _, n in found)) // self.table.page_tokens)
         is_complete = sum(n for _, n in found) == len(ids) - 1
         return found if columns <= self.table.num_columns and (is_complete or not self.has_states) else []
@@ -239,3 +239,15 @@ class Scheduler:
         self._waiting_of_key[sequence.key] -= 1
         if not self._waiting_of_key[sequence.key]:
             del self._waiting_of_key[sequence.key]
+
+
+def _without_cut_image(found: Prefix, request: Request) -> Prefix:
+    """The found pages up to the first image that they have in part: its features are computed all at once."""
+    end = sum(n for _, n in found)
+    end = min([end, *(start for _, start, length in request.media_spans if start < end < start + length)])
+    kept, at = list[tuple[int, int]](), 0
+    for page, n in found:
+        if at < end:
+            kept.append((page, min(n, end - at)))
+        at += n
+    return kept

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.model.facts import as_config_error, model_facts, require_config
-from meshrl.model.folder import INDEX, SINGLE, require_text_model
+from meshrl.model.folder import INDEX, SINGLE, require_known_tower
 from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.limits import import_plugins
 from meshrl.model.parts import TEXT, blocks_of, parts_of
@@ -28,7 +28,7 @@ def write_first_layers(model: str, folder: Path) -> str:
     require_config(model)
     with as_config_error(model, ImportError, OSError, RuntimeError):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        require_text_model(model, config.to_dict())
+        require_known_tower(model, config.to_dict())
         has_weights = any((Path(model) / name).is_file() for name in (SINGLE, INDEX))
         num_layers, first = _first_layers(config, config.get_text_config().vocab_size if has_weights else None)
         if has_weights:

@@ -50,8 +50,8 @@ def _inputs(dtype: torch.dtype, seed: int = 0, vocab: int = V) -> dict[str, torc
 def _dense(x: dict[str, torch.Tensor], bias=False, scale=1.0, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, in fp64, with all logits at once."""
     z = x["hidden"].double() @ x["weight"].double().T
-    z = (z + x["bias"].double() if bias else z) * scale
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z * scale if softcap is None else softcap * torch.tanh(z * scale / softcap)
+    z = z + x["bias"].double() if bias else z
     logq = torch.log_softmax(z / x["temperature"].double()[:, None], dim=-1)
     return logq[torch.arange(N), x["targets"]], -(logq.exp() * logq).sum(-1)
 

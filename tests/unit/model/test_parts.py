@@ -8,7 +8,8 @@ import torch
 from tiny_models import tiny_lm
 
 from meshrl.core.errors import ConfigError
-from meshrl.model.inputs import positions
+from meshrl.core.types import unsampled_row
+from meshrl.model.inputs import TEXT_INPUTS, Piece
 from meshrl.model.parts import HEAD, TEXT, ModelPart, blocks_of, eager_attention, part_of, parts_of
 
 
@@ -44,5 +45,7 @@ def test_attention_is_that_of_the_setting_again_after_an_error():
 
 
 def test_positions_of_rows_follow_from_starts_and_lengths():
-    assert positions(np.array([0, 7, 3]), np.array([2, 1, 3])).tolist() == [0, 1, 7, 3, 4, 5]
-    assert positions(np.array([], np.int64), np.array([], np.int64)).tolist() == []
+    row = unsampled_row("row", np.zeros(8, np.int32), np.zeros(8, bool))
+    pieces = [Piece(row, start, stop) for start, stop in ((0, 2), (7, 8), (3, 6))]
+    assert TEXT_INPUTS.positions(pieces).tolist() == [0, 1, 7, 3, 4, 5]
+    assert TEXT_INPUTS.positions([]).tolist() == []

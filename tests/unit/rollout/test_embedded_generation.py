@@ -227,7 +227,7 @@ def test_limits_end_a_turn_with_their_own_reasons(lm):
         ({"want": ("logits",)}, CapabilityError, "logits"),
         ({"want": ("topk:0",)}, CapabilityError, "topk:0"),
         ({"adapter": "a"}, CapabilityError, "adapter"),
-        ({"media_spans": [("m", 0, 1)]}, CapabilityError, "media"),
+        ({"media_spans": [("m", 0, 1)]}, CapabilityError, "has images"),
     ],
 )
 def test_invalid_requests_are_refused_by_submit(lm, change, error, words):
