@@ -49,9 +49,9 @@ def widen(model: torch.nn.Module) -> torch.nn.Module:
     """Make all of a model's arithmetic fp64, so that tests can require 1e-10 of its gradients."""
     for module in list(model.modules()):
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.double())
+            setattr(module, name, buffer.double() if buffer.is_floating_point() else buffer)
         for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
+            if type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
                 norm = WideRMSNorm(child.weight.shape[0], eps=child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(module, name, norm)

@@ -60,9 +60,11 @@ def partitioned(
     """One forward_backward over the micro-batches of `partition` for this rank's data index; [] is a dummy.
     num_scored: the leading ones without a gradient. Only the first peer has metrics and logprobs."""
     engine = engine_over(make_model(**model_args), world, train)
-    batches = [engine.pack([samples[i] for i in micro], micro) for micro in partition[engine.coordinates.data_index]]
+    images = [any(samples[i].media_spans for micro in of_all for i in micro) for of_all in zip(*partition, strict=True)]
+    micro_batches = zip(partition[engine.coordinates.data_index], images, strict=True)
+    batches = [engine.pack([samples[i] for i in micro], micro, has_images) for micro, has_images in micro_batches]
     result = engine.forward_backward(batches, loss, num_scored=num_scored)
-    grads = {n: full_tensor(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters() if p.requires_grad}
+    grads = {n: full_tensor(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters() if p.grad is not None}
     local = sum(local_shard(p).numel() for p in engine.model.parameters())
     report = engine.optim_step(0.0)
     return {
@@ -74,9 +76,10 @@ def partitioned(
     }
 
 
-def unsharded(lm: torch.nn.Module, samples: list[Sample], loss: Any) -> dict[str, Any]:
+def unsharded(lm: torch.nn.Module, samples: list[Sample], loss: Any, logits_of: Any = None) -> dict[str, Any]:
     """Row by row with plain Transformers: logits, dense log_softmax, the loss on a batch of one row. On the model's
-    device, because devices compute the cosines of rotary positions differently, in fp32 whatever the dtype."""
+    device, because devices compute the cosines of rotary positions differently, in fp32 whatever the dtype. logits_of:
+    (model, row) -> [T, V], of rows that are more than tokens."""
     from meshrl.core.batch import Outputs
 
     metrics: list[Any] = []
@@ -87,7 +90,8 @@ def unsharded(lm: torch.nn.Module, samples: list[Sample], loss: Any) -> dict[str
     logprobs = {}
     for i, s in enumerate(samples):
         tokens = torch.from_numpy(s.tokens.astype(np.int64)).to(weight.device)
-        logits = lm(tokens[None]).logits[0] / float(np.float32(s.temperature))
+        logits = lm(tokens[None]).logits[0] if logits_of is None else logits_of(lm, s)
+        logits = logits / float(np.float32(s.temperature))
         logq = torch.log_softmax(logits, dim=-1)
         logp, ent = logits.new_zeros(len(s)), logits.new_zeros(len(s))
         where = torch.from_numpy(s.mask.nonzero()[0]).to(weight.device)
@@ -98,7 +102,7 @@ def unsharded(lm: torch.nn.Module, samples: list[Sample], loss: Any) -> dict[str
         metrics.extend(new)
         logprobs[i] = logp.detach().cpu().numpy()
     total.backward()
-    grads = {n: p.grad.cpu().numpy().copy() for n, p in lm.named_parameters() if p.requires_grad}
+    grads = {n: p.grad.cpu().numpy().copy() for n, p in lm.named_parameters() if p.grad is not None}
     return {"grads": grads, "metrics": metrics, "logprobs": logprobs, "norm": norm_of(grads)}
 
 
@@ -107,9 +111,11 @@ def norm_of(grads: dict[str, np.ndarray]) -> float:
 
 
 def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> tuple[float, str]:
-    """The largest distance of a tensor, relative to its norm, and its name (single elements may be noise)."""
+    """The largest distance of a tensor, relative to its norm, and its name (single elements may be noise). A bias of
+    keys has a gradient of 0, which is noise as a whole."""
     assert got.keys() == want.keys()
-    distances = [(float(np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n])), n) for n in want]
+    least = 1e-6 * norm_of(want)
+    distances = [(float(np.linalg.norm(got[n] - want[n]) / max(least, np.linalg.norm(want[n]))), n) for n in want]
     return max((math.inf if math.isnan(d) else d, n) for d, n in distances)  # a NaN would hide in max
 
 

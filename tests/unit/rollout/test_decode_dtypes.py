@@ -66,4 +66,4 @@ def test_the_cache_of_an_accelerator_gives_the_numbers_of_the_cpus(monkeypatch, 
         assert np.array_equal(turn.output_ids, there[name].output_ids)
     off = np.concatenate([np.abs(turn.logprobs - there[name].logprobs) for name, turn in here.items()])
     is_exact = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    assert (off > 1e-5).mean() <= (0 if is_exact else 0.05) and off.max() < 0.02
+    assert (off > 1e-5).mean() <= (0 if is_exact else 0.2) and off.max() < 0.02
