@@ -301,6 +301,7 @@ FAMILIES: dict[str, VisionFamily] = {
     ),
 }
 
+REFUSED = ("paligemma", "paligemma with gemma2")  # all tokens of a prompt see each other
 SAMPLE = ("qwen2_vl", "gemma3", "llava", "qwen3_5")  # one of each mechanism; the other families are slow tests
 
 
@@ -369,7 +370,7 @@ def reference_inputs(family: str, row: Sample) -> dict[str, torch.Tensor]:
     tokens = torch.from_numpy(row.tokens.astype(np.int64))[None]
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if entry.types == "token_type_ids" and config_of(family).model_type == "paligemma":  # 1 = after the prompt
-        inputs[entry.types] = (torch.arange(len(row)) >= int(row.mask.argmax()))[None].long()
+        inputs[entry.types] = (torch.arange(len(row)) >= row.prefix_len)[None].long()
     elif entry.types:
         inputs[entry.types] = (tokens == IMAGE).long()
     outputs = [row.media[media_id].outputs for media_id, _, _ in row.media_spans]
