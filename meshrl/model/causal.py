@@ -64,7 +64,7 @@ class CausalModel(torch.nn.Module):
     @cached_property
     def routing(self) -> Routing | None:
         """The routers of a mixture of experts."""
-        return Routing.of(self.lm)
+        return Routing.of(self.lm, self.lm.get_submodule(self.parts[TEXT].module))
 
     @property
     def layers(self) -> torch.nn.ModuleList:

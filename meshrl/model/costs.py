@@ -4,10 +4,10 @@ utilization, MFU), and bytes of its tensors in a run, from its config.json alone
 Convention: a product of a weight with a token's vector costs 2 FLOPs for each element of the weight, and the backward
 pass twice that; once for a weight that is not trained (LoRA). Of experts, only those that compute a token count. The
 head counts for tokens with a logprob. Attention counts the pairs of query and key that the mask allows: causal, within
-the window. Norms, activations and softmax are left out, and so is what is computed twice or saved: activation
-checkpointing does not count, nor do the merged experts of LoRA and their gradient, and a prompt that rows share counts
-in each row. Of a row without a gradient the forward pass counts alone, as it is computed. So the number depends on the
-rows only.
+the window. Norms, activations, softmax and vision towers are left out, and so is what is computed twice or saved:
+activation checkpointing does not count, nor do the merged experts of LoRA and their gradient, and a prompt that rows
+share counts in each row. Of a row without a gradient the forward pass counts alone, as it is computed. So the number
+depends on the rows only.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.device import device_name
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
-from meshrl.model.facts import as_config_error
-from meshrl.model.limits import text_config
+from meshrl.model.facts import as_config_error, unfilled
+from meshrl.model.limits import full_config
 from meshrl.model.lora import EXPERTS_SUFFIX, add_adapters
 from meshrl.model.parts import text_attention
-from meshrl.model.recipe import DTYPES, cast_parameters
+from meshrl.model.recipe import DTYPES, cast_parameters, freeze_vision
 from meshrl.model.state_layers import StateLayer
 from meshrl.model.tensor_parallel import cut_model
 from meshrl.parallel.exchange import Axis
@@ -187,13 +187,10 @@ def _measured(dtype: torch.dtype, num_threads: int) -> float:
 
 def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> ModelMemory:
     """Raises: ConfigError."""
-    from transformers import AutoModelForCausalLM
-
     attention.register()
-    text, compute, masters = text_config(cfg.path), DTYPES[cfg.dtype], DTYPES[train.master_dtype]
-    name = text_attention(text.model_type)
+    config, compute, masters = full_config(cfg.path), DTYPES[cfg.dtype], DTYPES[train.master_dtype]
     with as_config_error(cfg.path, ImportError), torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(text, attn_implementation=name, dtype=compute, trust_remote_code=False)
+        lm = unfilled(config, text_attention(config.model_type), compute)
     model = CausalModel(lm)
     _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
     num_shards *= num_ulysses
@@ -202,6 +199,7 @@ def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> 
         add_adapters(lm, cfg.lora, masters, cfg.path)
     else:
         cast_parameters(lm, masters)
+        freeze_vision(model, cfg.vision == "freeze")
     trained = _num_bytes((p for p in model.parameters() if p.requires_grad), 1)
     if num_tp > 1:
         cut_model(model, TensorParallel(Axis(num_tp, 0, None)))

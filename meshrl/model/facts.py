@@ -129,8 +129,13 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
 
 
-def attention_of_parts(config: Any, name: str) -> str | dict[str, str]:
-    """The argument with which Transformers builds the text with this attention, and a tower with its own."""
+def unfilled(config: Any, name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with initial values, and this attention; that of a tower is Transformers' own."""
+    attn = _of_parts(config, name)
+    return auto_class(config).from_config(config, attn_implementation=attn, dtype=dtype, trust_remote_code=False)
+
+
+def _of_parts(config: Any, name: str) -> str | dict[str, str]:
     return name if config.get_text_config() is config else {"text_config": name}
 
 
@@ -139,9 +144,7 @@ def _skeleton(config: Any, path: str | Path, name: str) -> PreTrainedModel:
     from transformers import GenerationConfig
 
     with torch.device("meta"):
-        lm = auto_class(config).from_config(
-            config, attn_implementation=attention_of_parts(config, name), dtype=torch.float32, trust_remote_code=False
-        )
+        lm: PreTrainedModel = unfilled(config, name)
     for module in lm.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
@@ -161,7 +164,7 @@ def _load_full(config: Any, stored: dict[str, StoredTensor], folder: Path, name:
     loaded: Any = auto_class(config).from_pretrained(
         folder,
         dtype=torch.float32,
-        attn_implementation=attention_of_parts(config, name),
+        attn_implementation=_of_parts(config, name),
         output_loading_info=True,
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # they are in the report

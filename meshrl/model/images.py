@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+MEDIA_IDS = ("image_token_id", "video_token_id", "audio_token_id")  # keys of configs
 Outputs = dict[str, np.ndarray]  # of an image processor for one image, by argument of the model's forward
 
 

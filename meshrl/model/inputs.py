@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from meshrl.core.types import Media
-from meshrl.model.images import FAMILIES, ImageFamily
+from meshrl.model.images import FAMILIES, MEDIA_IDS, ImageFamily
 
 Span = tuple[str, int, int]  # media id, start, length
 
@@ -52,8 +52,7 @@ class ModelInputs:
         has_tower = getattr(config, "vision_config", None) is not None
         self.family: ImageFamily | None = FAMILIES.get(config.model_type) if has_tower else None
         self.placeholder: int | None = None if self.family is None else config.image_token_id
-        names = ("image_token_id", "video_token_id", "audio_token_id") if self.family else ()
-        ids = (getattr(config, name, None) for name in names)
+        ids = (getattr(config, name, None) for name in (MEDIA_IDS if self.family else ()))
         self.masked = sorted({i for i in ids if i is not None and i < config.get_text_config().vocab_size})
 
     def positions(self, pieces: Sequence[Piece]) -> np.ndarray:

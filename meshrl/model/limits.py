@@ -64,10 +64,15 @@ def note_on_balance_loss(model: ModelConfig, train: TrainConfig) -> str | None:
 
 def text_config(path: str) -> Any:
     """Transformers' config of the language model."""
+    return full_config(path).get_text_config()
+
+
+def full_config(path: str) -> Any:
+    """Transformers' config of the model, also of its tower."""
     require_reachable(path)
     import_plugins()
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as cause:  # on damaged files it may raise anything
         raise ConfigError(
             f"model.path {path!r}: Transformers can't read its config.json: {type(cause).__name__}: {cause!s:.1000}. "

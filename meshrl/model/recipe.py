@@ -112,9 +112,12 @@ def adapt(model: CausalModel, facts: ModelFacts, recipe: Recipe) -> None:
         add_adapters(model.lm, recipe.lora, recipe.adapter_dtype, facts.path)
     else:
         model.lm.requires_grad_(recipe.trains)
-    if recipe.freezes_vision:
-        for name, p in model.lm.named_parameters():
-            p.requires_grad_(p.requires_grad and not is_vision(name, model.parts))
+    freeze_vision(model, recipe.freezes_vision)
+
+
+def freeze_vision(model: CausalModel, is_frozen: bool) -> None:
+    for name, p in model.lm.named_parameters():
+        p.requires_grad_(p.requires_grad and not (is_frozen and is_vision(name, model.parts)))
 
 
 def parallelize(model: CausalModel, recipe: Recipe) -> None:

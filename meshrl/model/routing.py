@@ -80,11 +80,12 @@ class Routing:
             router.forward = partial(self._route, number, router, router.forward)
 
     @classmethod
-    def of(cls, lm: PreTrainedModel) -> Routing | None:
-        """None if the model has no router, or one that does not return (logits, scores, selected experts)."""
+    def of(cls, lm: PreTrainedModel, text: torch.nn.Module) -> Routing | None:
+        """None if the model has no router, or one that does not return (logits, scores, selected experts). text: its
+        language model."""
         from transformers.utils.output_capturing import OutputRecorder
 
-        recorder = (getattr(lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+        recorder = (getattr(text, "_can_record_outputs", None) or {}).get("router_logits")
         if not isinstance(recorder, OutputRecorder) or recorder.index not in (0, 2):
             return None
         if lm.config.get_text_config().model_type in OTHER_ROUTERS:

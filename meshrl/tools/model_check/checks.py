@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from meshrl.config.model import EXPERTS, LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
@@ -23,9 +24,11 @@ from meshrl.core.batch import Batch, Outputs
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import POLICY, Request, Sample, SamplingParams, Turn
 from meshrl.model.attention import PackedAttention
-from meshrl.model.causal import CausalModel
+from meshrl.model.causal import MASKED, CausalModel
+from meshrl.model.facts import auto_class
 from meshrl.model.folder import stored_tensors
 from meshrl.model.hub_names import HubNames
+from meshrl.model.inputs import ModelInputs, Piece
 from meshrl.model.lora import is_adapter, joint_experts, named_weights, randomize_adapters
 from meshrl.model.recipe import Recipe, build_model
 from meshrl.model.save import save_pretrained
@@ -60,7 +63,7 @@ class CheckedModel:
         """Raises: ConfigError when meshrl refuses the model."""
         self.path, self.on_two_ranks = path, on_two_ranks
         self.model = build_model(path, Recipe(trains=True))
-        self.rows = rows_for(self.model.vocab_size)
+        self.rows = rows_for(self.model.vocab_size, self.model.inputs)
 
     @cached_property
     def theirs(self) -> Any:
@@ -89,17 +92,24 @@ class CheckedModel:
 
     def differences(self, packs: Sequence[Sequence[int]], share_prefix: bool = False) -> tuple[float, float]:
         """Of logprobs and of gradients, of these packs of rows from the rows alone in Transformers."""
-        got = scores(self.model, [pack([self.rows[i] for i in p], p, share_prefix=share_prefix) for p in packs])
+        rows, inputs = self.rows, self.model.inputs
+        got = scores(self.model, [pack([rows[i] for i in p], p, CPU, share_prefix, inputs=inputs) for p in packs])
         return logprob_distance(got, self.reference), gradient_distance(got.gradients, self.reference.gradients)
 
 
-def rows_for(vocab_size: int) -> list[Sample]:
-    """Three answers to one prompt, one of a single token, and a row with a prompt of its own."""
-    draw = np.random.default_rng(0)
-    prompt = draw.integers(3, vocab_size, 9)
+def rows_for(vocab_size: int, inputs: ModelInputs) -> list[Sample]:
+    """Three answers to one prompt, one of a single token, and a row with a prompt of its own. The first prompt of a
+    model with a tower has an image."""
+    draw, text = np.random.default_rng(0), np.setdiff1d(np.arange(vocab_size), inputs.masked)[3:]
+    prompt, image, media = text[draw.integers(0, len(text), 9)], np.zeros(0, np.int32), None
+    if inputs.family is not None:
+        image, media = inputs.smallest()
     rows = []
-    for i, (start, count) in enumerate(((prompt, 5), (prompt, 1), (prompt, 20), (prompt[:4], 13))):
-        row = bare_row(f"row {i}", [*start, *draw.integers(3, vocab_size, count)], scored=True)
+    for i, count in enumerate((5, 1, 20, 13)):
+        start = prompt[:4] if i == 3 else np.concatenate([prompt[:4], image, prompt[4:]])
+        row = bare_row(f"row {i}", [*start, *text[draw.integers(0, len(text), count)]], scored=True)
+        if media is not None and i < 3:
+            row.media, row.media_spans = {"image": media}, [("image", 4, len(image))]
         row.group_id, row.prefix_len = f"group {len(start)}", len(start)
         row.mask = np.arange(len(row)) >= row.prefix_len
         row.advantages = np.where(row.mask, draw.standard_normal(len(row)), 0).astype(np.float32)
@@ -108,7 +118,7 @@ def rows_for(vocab_size: int) -> list[Sample]:
 
 
 def transformers_model(path: Path) -> Any:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=False)).from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, trust_remote_code=False
     )
     lm, report = loaded
@@ -124,10 +134,21 @@ def transformers_scores(lm: Any, rows: Sequence[Sample]) -> Scores:
     for i, row in enumerate(rows):
         tokens = torch.from_numpy(row.tokens.astype(np.int64))
         where = torch.from_numpy(row.mask.nonzero()[0])
-        logq = torch.log_softmax(lm(tokens[None], use_cache=False).logits[0].float(), dim=-1)
+        inputs = ModelInputs(lm.config)
+        logits = lm(tokens[None], **of_images(inputs, row), use_cache=False).logits[0].float()
+        logits[:, inputs.masked] = MASKED
+        logq = torch.log_softmax(logits, dim=-1)
         logprobs[i] = logq[where - 1, tokens[where]]
         (logprobs[i] * torch.from_numpy(row.advantages)[where]).sum().backward()
     return Scores({i: logp.detach() for i, logp in logprobs.items()}, _gradients(lm))
+
+
+def of_images(inputs: ModelInputs, row: Sample) -> dict[str, torch.Tensor]:
+    """The arguments of Transformers' forward for the images of a row."""
+    arrays = {name: torch.from_numpy(array) for name, array in inputs.kwargs([Piece(row, 0, len(row))]).items()}
+    if inputs.family is not None and inputs.family.types:
+        arrays[inputs.family.types] = torch.from_numpy(row.tokens == inputs.placeholder).long()[None]
+    return arrays
 
 
 def scores(model: CausalModel, batches: Sequence[Batch]) -> Scores:
@@ -135,7 +156,8 @@ def scores(model: CausalModel, batches: Sequence[Batch]) -> Scores:
     model.zero_grad()
     logprobs: dict[int, torch.Tensor] = {}
     for batch in batches:
-        context, at = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents), batch.scored
+        context = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents, mutual=batch.mutual)
+        at = batch.scored
         got, _ = model(
             *(batch.tokens, batch.position_ids, context, at),
             *(batch.previous[at], batch.temperature[at], None, False, batch.model_kwargs),
@@ -181,9 +203,10 @@ def difference_on_rank(rank: int, world: int, path: str) -> float:
     engine = TrainEngine.build(
         ModelConfig(path=path, dtype="float32"), cfg, build_mesh((1, world, 1, 1), "cpu"), POLICY
     )
-    rows = rows_for(engine.model.vocab_size)
-    mine = range(rank, len(rows), world)
-    result = engine.forward_backward([pack([rows[i] for i in mine], mine)], _weighted_sum)
+    rows = rows_for(engine.model.vocab_size, engine.model.inputs)
+    mine = range(rank * 3, min(len(rows), 3 + rank))  # the second rank has the row without an image
+    batch = engine.pack([rows[i] for i in mine], mine, has_images=engine.model.inputs.family is not None)
+    result = engine.forward_backward([batch], _weighted_sum)
     full = {name: full_tensor(p.grad) for name, p in engine.model.lm.named_parameters() if p.grad is not None}
     reference = transformers_scores(transformers_model(Path(path)), rows)
     got = {i: torch.from_numpy(logp)[torch.from_numpy(rows[i].mask)] for i, logp in result.logprobs.items()}
@@ -205,19 +228,31 @@ def embedded_sampling(checked: CheckedModel) -> float:
     greedy = SamplingParams(temperature=0.0)
     for i, row in enumerate(checked.rows):
         engine.submit(
-            Request(id=str(i), context_ids=row.tokens[: row.prefix_len + i], sampling=greedy, max_new_tokens=NEW_TOKENS)
+            Request(
+                id=str(i),
+                context_ids=row.tokens[: row.prefix_len + i],
+                media=row.media,
+                media_spans=row.media_spans,
+                sampling=greedy,
+                max_new_tokens=NEW_TOKENS,
+            )
         )
     turns: dict[str, Turn] = {}
     while engine.has_work:
         turns.update(engine.step())
     largest, compared = 0.0, 0
-    for turn in turns.values():
+    inputs = checked.model.inputs
+    for i, turn in turns.items():
+        row = replace(checked.rows[int(i)], tokens=turn.context_ids)
         out = checked.theirs.generate(
             torch.from_numpy(turn.context_ids.astype(np.int64))[None],
+            **of_images(inputs, row),
+            suppress_tokens=inputs.masked or None,
             **{"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0},
             **{"output_logits": True, "return_dict_in_generate": True},
         )
         logits = torch.cat(out.logits).float()
+        logits[:, inputs.masked] = MASKED
         tokens, best = out.sequences[0, len(turn.context_ids) :], logits.topk(2).values
         certain = (best[:, 0] - best[:, 1] >= MIN_MARGIN).long().cumprod(0).bool()
         wrong = (torch.from_numpy(turn.output_ids.astype(np.int64)) != tokens) & certain
@@ -238,7 +273,7 @@ def lora(checked: CheckedModel) -> float:
     cfg = LORA.model_copy(update={"targets": [*LORA.targets, *on_experts]})
     with_adapter = build_model(checked.path, Recipe(trains=True, lora=cfg))
     randomize_adapters(with_adapter.lm)
-    got = scores(with_adapter, [pack(checked.rows, range(len(checked.rows)))])
+    got = scores(with_adapter, [pack(checked.rows, range(len(checked.rows)), inputs=with_adapter.inputs)])
     if logprob_distance(got, checked.reference) < 100 * TOLERANCE:
         raise MeshrlError("the adapters do not change the logprobs")
     adapters = {name: p.grad for name, p in named_weights(with_adapter.lm) if is_adapter(name)}

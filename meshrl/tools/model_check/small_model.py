@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from meshrl.model.facts import as_config_error, model_facts, require_config
+from meshrl.model.facts import as_config_error, model_facts, require_config, unfilled
 from meshrl.model.folder import INDEX, SINGLE, require_known_tower
 from meshrl.model.hub_names import persistent_buffers
+from meshrl.model.images import MEDIA_IDS
 from meshrl.model.limits import import_plugins
 from meshrl.model.parts import TEXT, blocks_of, parts_of
 
@@ -46,7 +47,7 @@ def write_first_layers(model: str, folder: Path) -> str:
 def _first_layers(config: Any, vocab_size: int | None) -> tuple[int, Any]:
     """The number of layers, and a config with the first of them. vocab_size: None = at most MAX_RANDOM_VOCABULARY."""
     with torch.device("meta"):
-        lm: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        lm = unfilled(config, "eager")
     layers, text = blocks_of(lm, parts_of(lm)[TEXT]), config.get_text_config()
     fields, total = config.to_dict(), len(layers)
     inner = fields["text_config"] if text is not config and "text_config" in fields else fields
@@ -59,6 +60,8 @@ def _first_layers(config: Any, vocab_size: int | None) -> tuple[int, Any]:
     inner |= {key: value[:count] for key, value in lists.items()}
     inner[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
     inner["vocab_size"] = vocab_size or min(text.vocab_size, MAX_RANDOM_VOCABULARY)
+    for n, key in enumerate(key for key in MEDIA_IDS if getattr(config, key, 0) >= inner["vocab_size"]):
+        fields[config.attribute_map.get(key, key)] = inner["vocab_size"] - 1 - n
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(inner.get(key), int) and inner[key] >= inner["vocab_size"]:
             inner[key] = None
@@ -85,6 +88,4 @@ def write_random_model(config: Any, folder: Path, seed: int = 0) -> None:
 
 
 def _eager(config: Any) -> Any:
-    return AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
-    )
+    return unfilled(config, "eager")
