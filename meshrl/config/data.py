@@ -16,6 +16,9 @@ from meshrl.core.lookup import DOTTED_PATH, can_be_imported
 Format = Literal["auto", "jsonl", "json", "csv", "parquet", "datasets"]
 
 
+MEDIA_CACHE_BYTES = 1 << 30
+
+
 class NamedRows(Slice):
     path: str
     """rows of the data set NAME, in any form that data.path accepts"""
@@ -77,7 +80,7 @@ class DataConfig(Slice):
     images: str | None = None
     """column with the images of a prompt, one or a list: paths below the folder of the data file, bytes, data URLs, or
     images of a Hugging Face data set; null = images, if a row has it. It needs a vision-language model"""
-    media_cache_bytes: int = Field(1 << 30, ge=0)
+    media_cache_bytes: int = Field(MEDIA_CACHE_BYTES, ge=0)
     """processed images that stay in memory, in bytes; others are processed again when they are needed"""
     continue_last: bool = False
     """a prompt that ends with a message of the assistant is the beginning of the answer, which the model continues;

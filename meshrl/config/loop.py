@@ -96,6 +96,8 @@ class SftConfig(Slice):
     """column with the answer, a text or a number, which is trained"""
     system: Annotated[str | None, Unless("sft.prompt", None)] = None
     """system message put before each question"""
+    images: str | None = None
+    """as data.images"""
     eval_path: str | None = None
     """held-out rows, in any form that path accepts; eval/loss is the loss of their answers"""
     eval_split: Annotated[str | None, Unless("sft.eval_path", None)] = None

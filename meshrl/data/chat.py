@@ -391,7 +391,11 @@ def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
 
 
 def sft_row(
-    tokenizer: Any, messages: Sequence[Message], stop_ids: Iterable[int] | None = None, tools: Tools = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    stop_ids: Iterable[int] | None = None,
+    tools: Tools = None,
+    media: Mapping[str, Media] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One conversation as (ids int32[T], mask bool[T]); the mask is True for the tokens that a sampler would produce.
 
@@ -400,7 +404,7 @@ def sft_row(
     them and gets them as context. The row ends with its last trained token.
 
     stop_ids: the ids that end a turn in this run; default the tokenizer's EOS. The token with which the template ends a
-    turn must be one of them, or the trained model would never stop.
+    turn must be one of them, or the trained model would never stop. media: as for `render`.
     """
     stops = frozenset(stop_token_ids(tokenizer) if stop_ids is None else stop_ids)
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
@@ -408,12 +412,12 @@ def sft_row(
         raise DataError(
             f"roles {[m.get('role') for m in messages]}: training needs an assistant message after another message"
         )
-    ids = render(tokenizer, messages[: turns[-1] + 1], False, tools)
+    ids = render(tokenizer, messages[: turns[-1] + 1], False, tools, media)
     mask = np.zeros(len(ids), bool)
     end = 0
     for i in turns:
-        head = render(tokenizer, messages[:i], True, tools)
-        full = render(tokenizer, messages[: i + 1], False, tools)
+        head = render(tokenizer, messages[:i], True, tools, media)
+        full = render(tokenizer, messages[: i + 1], False, tools, media)
         _require_prefix(tokenizer, head, full, f"message {i} does not begin with its generation prompt")
         end = _turn_end(tokenizer, full, len(head), stops)
         rest = tokenizer.decode(full[end:].tolist(), skip_special_tokens=True)

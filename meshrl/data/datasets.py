@@ -8,7 +8,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.lookup import look_up
-from meshrl.core.types import Media, Prompt
+from meshrl.core.types import Media, Prompt, Sample, unsampled_row
 from meshrl.data.chat import Message, render, sft_row
 from meshrl.data.files import as_data_error
 from meshrl.data.images import image_of
@@ -40,11 +40,23 @@ class MissingAnswerError(DataError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SftRow:
-    """One rendered conversation: ids int32[T], mask bool[T] (trained tokens), both read-only."""
+    """One rendered conversation: ids int32[T], mask bool[T] (trained tokens), both read-only; and its images."""
 
     id: str
     ids: np.ndarray
     mask: np.ndarray
+    media: dict[str, Media] = field(default_factory=dict)
+    media_spans: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @property
+    def content(self) -> bytes:
+        """To compare it with others."""
+        return b"".join([self.ids.tobytes(), *(media.digest.encode() for media in self.media.values())])
+
+    def sample(self, name: str) -> Sample:
+        row = unsampled_row(name, self.ids, self.mask)
+        row.media, row.media_spans = self.media, self.media_spans
+        return row
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ class PromptMaker:
             raise MissingAnswerError(f"{blank}; give the row an answer, or remove the row")
         with as_data_error(f"{raw.where}: "):
             messages = messages_of(row["content"], row["name"], self.tokenizer.chat_template, raw.is_filled)
-            media = self._media(messages, row["images"], raw.folder, draft)
+            media = media_of(self.vision, messages, row["images"], raw.folder, self.tokenizer, draft)
             continues = self.cfg.continue_last and messages[-1]["role"] == "assistant"
             _require_open(messages, row["name"], continues)
             own_tools = tools_of(row["tools"], f"column {self.cfg.tools!r}", raw.is_filled)
@@ -127,19 +139,6 @@ class PromptMaker:
         prompt.ids = ids
         ids.flags.writeable = False
         return prompt
-
-    def _media(self, messages: list[Message], column: Any, folder: str | None, draft: bool) -> dict[str, Media]:
-        """The images of a row by their ids, which the messages get, too. column: the row's images outside of them."""
-        listed = column if isinstance(column, list | tuple) else [] if column is None else [column]
-        placed = placed_images(messages, listed, self.tokenizer)
-        if placed and self.vision is None:
-            raise DataError(
-                "it has images, but the model reads text only: config.json has no vision_config. Set model.path to a "
-                f"vision-language model, or remove the images; rename a column {IMAGES!r} with other content"
-            )
-        images = [image_of(each, folder) for each in placed]
-        made = [self.vision.draft(image) if draft else self.vision.media(image) for image in images if self.vision]
-        return {f"image-{i}": each for i, each in enumerate(made)}
 
     def _columns(self, raw: RawRow) -> dict[str, Any]:
         """Columns other than prompt and answer become `meta`."""
@@ -181,6 +180,27 @@ class PromptMaker:
             "tools": made.get("tools"),
             "images": made.get("images"),
         }
+
+
+def media_of(
+    vision: Vision | None,
+    messages: list[Message],
+    column: Any,
+    folder: str | None,
+    tokenizer: Any,
+    draft: bool = False,
+) -> dict[str, Media]:
+    """The images of a row by their ids, which the messages get, too. column: the row's images outside of them."""
+    given = column if isinstance(column, list | tuple) else [] if column is None else [column]
+    placed = placed_images(messages, given, tokenizer)
+    if placed and vision is None:
+        raise DataError(
+            "it has images, but the model reads text only: config.json has no vision_config. Set model.path to a "
+            f"vision-language model, or remove the images; rename a column {IMAGES!r} with other content"
+        )
+    images = [image_of(each, folder) for each in placed]
+    made = [vision.draft(image) if draft else vision.media(image) for image in images if vision]
+    return {f"image-{i}": each for i, each in enumerate(made)}
 
 
 def _after_system(messages: list[Message], system: str | None, name: str, key: str) -> list[Message]:
@@ -289,12 +309,13 @@ def load_sft_rows(
     vocab_size: int | None = None,
     bad: list[str] | None = None,
     held_out: list[SftRow] | None = None,
+    vision: Vision | None = None,
 ) -> tuple[list[SftRow], int]:
     """All conversations of a table as rendered rows, without those of eval_fraction, and the number of those left out
     as longer than max_row_tokens.
 
     vocab_size: of the model that reads the ids, if it is known. bad: as in PromptMaker. held_out: gets the rows of
-    eval_fraction.
+    eval_fraction. vision: of a vision-language model.
     """
     stops, of_fraction = tuple(stop_ids), set[str]()
 
@@ -304,21 +325,22 @@ def load_sft_rows(
         content, name = column_of(raw.data, column, key, raw.where), f"column {column!r}"
         with as_data_error(f"{raw.where}: "):
             messages = messages_of(content, name, tokenizer.chat_template, raw.is_filled, cfg.prompt is not None)
-            if placed_images(messages, [], tokenizer):
-                raise DataError(f"{name} has images; `meshrl sft` trains on text only")
+            media = media_of(vision, messages, raw.data.get(cfg.images or IMAGES), raw.folder, tokenizer)
             if cfg.prompt is not None:
                 _require_open(messages, name, False)
                 answer = answer_text(column_of(raw.data, cfg.answer, "sft.answer", raw.where), cfg.answer)
                 question = _after_system(messages, cfg.system, name, "sft.system")
                 messages = [*question, {"role": "assistant", "content": answer}]
-            if cfg.eval_fraction is not None and is_held_out(messages, cfg.eval_fraction):
+            sources = (each.source for each in media.values())
+            if cfg.eval_fraction is not None and is_held_out(messages, cfg.eval_fraction, sources):
                 of_fraction.add(raw.id)
             tools = tools_of(raw.data.get(cfg.tools or ""), f"column {cfg.tools!r}", raw.is_filled)
             require_rendered(tokenizer, messages, tools, name, "tool_calls", "reasoning_content", "thinking")
-            ids, mask = sft_row(tokenizer, messages, stops, tools)
+            ids, mask = sft_row(tokenizer, messages, stops, tools, media)
+            spans = find_spans(ids, media, vision.placeholder) if media and vision is not None else []
         _require_known(ids, tokenizer, vocab_size, raw.where)
         ids.flags.writeable = mask.flags.writeable = False
-        return SftRow(id=raw.id, ids=ids, mask=mask)
+        return SftRow(id=raw.id, ids=ids, mask=mask, media=media, media_spans=spans)
 
     table = open_table(path, cfg.format, cfg.subset, cfg.split)
     made = make_all(table.rows(), make, bad)

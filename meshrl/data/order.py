@@ -17,7 +17,7 @@ import numpy as np
 
 from meshrl.config.data import NamedRows
 from meshrl.core.errors import DataError
-from meshrl.core.types import SCHEMA, Prompt, Sample, unsampled_row
+from meshrl.core.types import SCHEMA, Prompt, Sample
 from meshrl.data.datasets import PromptMaker, SftRow, all_too_long, load_prompts, make_all, require_rows
 from meshrl.data.tables import RowTable, Table, open_table
 
@@ -243,14 +243,15 @@ class SftSource(_Source):
     """An endless stream of SFT rows as Samples, which can be packed when their loss weights are assigned."""
 
     def __init__(self, rows: Sequence[SftRow], seed: int, shuffle: bool = True, held_out: Sequence[SftRow] = ()):
-        digest, other = (digest_of((row.id, row.ids) for row in each) for each in (rows, held_out))
+        contents = ([(row.id, np.frombuffer(row.content, np.uint8)) for row in each] for each in (rows, held_out))
+        digest, other = map(digest_of, contents)
         super().__init__(digest, len(rows), seed, shuffle, **({"held_out": other} if held_out else {}))
         self._rows = list(rows)
 
     def next(self, n: int) -> list[Sample]:
         """The next n rows."""
         drawn = [(ordinal, self._rows[number]) for ordinal, number in self._draw(n)]
-        return [unsampled_row(f"{row.id}@{ordinal}", row.ids, row.mask) for ordinal, row in drawn]
+        return [row.sample(f"{row.id}@{ordinal}") for ordinal, row in drawn]
 
 
 def content_of(prompt: Prompt) -> bytes:

@@ -12,13 +12,14 @@ import numpy as np
 
 from meshrl.agent.loop import AGENTS, Task, require_tools_in_template
 from meshrl.agent.resolve import resolve_agent
+from meshrl.config.data import MEDIA_CACHE_BYTES
 from meshrl.config.kinds import REWARDS, needs_answer
 from meshrl.config.load import Loaded
 from meshrl.config.precedence import DEFAULT
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.terminal import counted
-from meshrl.core.types import Prompt, Sample, unsampled_row
+from meshrl.core.types import Prompt, Sample
 from meshrl.data.chat import ChatFiles, load_tokenizer, stop_token_ids
 from meshrl.data.datasets import PromptMaker, SftRow, listed, load_sft_rows
 from meshrl.data.decode import ending_ids, text_of
@@ -135,19 +136,20 @@ def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, lis
     stops = stop_token_ids(tokenizer, path)
     bad = list[str]() if cfg.sft.bad_rows == "leave_out" else None
     held_out = list[SftRow]()
-    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size, bad, held_out)
+    vision = load_vision(path, tokenizer, MEDIA_CACHE_BYTES)
+    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size, bad, held_out, vision)
     if cfg.sft.eval_path is not None:
         table, own = objects.table("sft.eval_path") or cfg.sft.eval_path, {"split": cfg.sft.eval_split}
         of_file = cfg.sft.model_copy(update=own)
-        held_out, num_too_long = load_sft_rows(table, of_file, tokenizer, stops, vocab_size, bad)
+        held_out, num_too_long = load_sft_rows(table, of_file, tokenizer, stops, vocab_size, bad, None, vision)
         left_out += num_too_long
     too_long = f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens" if left_out else None
-    texts = [row.ids.tobytes() for row in held_out]
-    shared = {*texts}.intersection(row.ids.tobytes() for row in rows)
+    texts = [row.content for row in held_out]
+    shared = {*texts}.intersection(row.content for row in rows)
     overlap = _overlap(texts, shared, "rows", "eval/loss", "sft.eval_path")
     notes = [note for note in (_note_on_bad_rows(bad), too_long, overlap and f"note: {overlap}") if note]
     template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
-    samples = [unsampled_row(row.id, row.ids, row.mask) for row in held_out]
+    samples = [row.sample(row.id) for row in held_out]
     source = SftSource(rows, cfg.run.seed, cfg.sft.shuffle, held_out)
     return source, samples, notes, ChatFiles(template, stops)
 
