@@ -10,8 +10,8 @@ as PNG files, and rows of questions about them:
     heldout.jsonl   as train.jsonl: drawings that are never trained on
     blank.jsonl     the questions of heldout.jsonl with one grey image, which no model can answer
 
-A drawing has 4 x 4 cells, each as large as a patch of the vision tower. A cell is empty or has a figure (a square, a
-disc or a cross) in red, green or blue. The question "red?" asks for the number of red figures, 0 to 4, each of which is
+A drawing has 4 x 4 cells, each as large as a patch of the vision tower. A cell is empty or has a figure (a square or a
+disc) in red, green or blue. The question "red?" asks for the number of red figures, 0 to 4, each of which is
 the answer to a fifth of the questions.
 """
 
@@ -20,12 +20,12 @@ import json
 import random
 from pathlib import Path
 
-NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 2_880
+NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 1_920
 DRAWING_SEED = 0  # of the drawings and their split into sets; the same for all training seeds
 CELL, CELLS = 8, 4  # pixels of a cell's side, cells of a drawing's side
-COLOURS = {"red": (230, 40, 40), "green": (40, 200, 60), "blue": (50, 80, 240)}
-MOST = 4  # figures of a colour
-SHAPES = ("rectangle", "ellipse", "cross")
+COLOURS = {"green": (40, 200, 60), "blue": (50, 80, 240), "red": (230, 40, 40)}  # merges of "red" come after "green"
+MOST, MOST_OTHERS = 4, 2  # figures of the colour that is asked for, and of each other one
+SHAPES = ("rectangle", "ellipse")
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]
 WORDS = ["user", "assistant", *COLOURS]  # each is one token; all other text is tokenized by bytes
@@ -58,7 +58,10 @@ def build_processor(folder):
     images = LlavaImageProcessorPil(
         size=side, crop_size=side, do_convert_rgb=False, image_mean=[0.5] * 3, image_std=[0.25] * 3
     )
-    LlavaProcessor(images, tokenizer, patch_size=CELL, vision_feature_select_strategy="default").save_pretrained(folder)
+    processor = LlavaProcessor(
+        images, tokenizer, patch_size=CELL, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+    processor.save_pretrained(folder)
     return tokenizer
 
 
@@ -97,12 +100,7 @@ def drawing(counts, rng):
     colours = [COLOURS[name] for name, count in counts.items() for _ in range(count)]
     for place, colour in zip(rng.sample(range(CELLS**2), len(colours)), colours, strict=True):
         x, y = CELL * (place % CELLS), CELL * (place // CELLS)
-        shape, box = rng.choice(SHAPES), (x + 1, y + 1, x + CELL - 2, y + CELL - 2)
-        if shape == "cross":
-            draw.line(box, fill=colour, width=2)
-            draw.line((box[0], box[3], box[2], box[1]), fill=colour, width=2)
-        else:
-            getattr(draw, shape)(box, fill=colour)
+        getattr(draw, rng.choice(SHAPES))((x + 1, y + 1, x + CELL - 2, y + CELL - 2), fill=colour)
     return image
 
 
@@ -114,8 +112,8 @@ def make_data(folder, seed):
     images.mkdir()
     Image.new("RGB", (CELL * CELLS, CELL * CELLS), (128, 128, 128)).save(images / "grey.png")
     for i in range(NUM_HELDOUT + NUM_TRAIN + NUM_WARMUP):
-        counts = {name: rng.randint(0, MOST) for name in COLOURS}
         colour = rng.choice(list(COLOURS))
+        counts = {name: rng.randint(0, MOST if name == colour else MOST_OTHERS) for name in COLOURS}
         drawing(counts, rng).save(images / f"{i:05}.png")
         rows.append({"question": f"{colour}?", "answer": str(counts[colour]), "images": [f"images/{i:05}.png"]})
     heldout, train, warmup = rows[:NUM_HELDOUT], rows[NUM_HELDOUT:-NUM_WARMUP], rows[-NUM_WARMUP:]

@@ -76,11 +76,6 @@ class CausalModel(torch.nn.Module):
         """The blocks of all parts."""
         return [block for part in self.parts.values() for block in blocks_of(self.lm, part)]
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        """In which the embedding computes."""
-        return self.lm.get_input_embeddings().weight.dtype
-
     def head(self) -> Head:
         """The output head, with the current parameters; under tensor parallelism, this rank's part of it."""
         out = self.lm.get_output_embeddings()
@@ -109,7 +104,8 @@ class CausalModel(torch.nn.Module):
             tokens, position_ids = peers.own_tokens(tokens), peers.own_tokens(position_ids)
             if peers.ulysses is not None:
                 context = UlyssesAttention(context, peers.ulysses)
-        cache = self._cache_argument
+        embedding: Any = self.lm.get_input_embeddings()
+        cache, dtype = self._cache_argument, embedding.weight.dtype  # it may be a copy in the compute dtype
         passed = {"attention_context": context} if cache is None else {cache: ContextCache(context)}
         out = self.lm.base_model(
             input_ids=tokens[None],
@@ -117,7 +113,7 @@ class CausalModel(torch.nn.Module):
             attention_mask=None,
             use_cache=False,
             **passed,
-            **{name: x.to(self._dtype) if x.is_floating_point() else x for name, x in model_kwargs.items()},
+            **{name: x.to(dtype) if x.is_floating_point() else x for name, x in model_kwargs.items()},
         )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden if peers is None else peers.gather_tp(hidden)

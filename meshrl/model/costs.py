@@ -231,6 +231,7 @@ def token_bytes(model: CausalModel, dtype: torch.dtype) -> int | None:
         own = attention_module(block)
         if own is None or model.has_states:
             return None
-        sizes.append(sum(head_sizes(own)))
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return heads * sum(sizes) * dtype.itemsize
+        groups = getattr(own, "num_key_value_groups", None)  # those of a layer may be others than the config's
+        heads = None if groups else getattr(text, "num_key_value_heads", None)
+        sizes.append((heads or text.num_attention_heads // (groups or 1)) * sum(head_sizes(own)))
+    return sum(sizes) * dtype.itemsize

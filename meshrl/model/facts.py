@@ -144,7 +144,7 @@ def _skeleton(config: Any, path: str | Path, name: str) -> PreTrainedModel:
     from transformers import GenerationConfig
 
     with torch.device("meta"):
-        lm: PreTrainedModel = unfilled(config, name)
+        lm = unfilled(config, name)
     for module in lm.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))

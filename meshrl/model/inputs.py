@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from meshrl.core.errors import DataError
 from meshrl.core.types import Media
 from meshrl.model.images import FAMILIES, MEDIA_IDS, ImageFamily
 
@@ -83,6 +84,7 @@ class ModelInputs:
         for row, start, stop in pieces:
             for media_id, first, _ in in_order(row):
                 if start <= first < stop:
+                    self._require_features(row.media[media_id])
                     for name, array in row.media[media_id].outputs.items():
                         outputs.setdefault(name, []).append(array)
         axis = 0 if self.family is None else self.family.axis
@@ -97,6 +99,11 @@ class ModelInputs:
         spans, at = list[tuple[int, int]](), 0
         for row, start, stop in pieces:
             of_piece = [(first - start, length) for _, first, length in in_order(row) if start <= first < stop]
+            if other := [name for name, _, length in row.media_spans if length != row.media[name].num_tokens]:
+                raise DataError(
+                    f"image {other[0]!r} is in several parts with text between them, each of which sees itself alone; "
+                    "meshrl computes images of one part. Set do_pan_and_scan to false in preprocessor_config.json"
+                )
             spans += [(at + first, at + first + length) for first, length in of_piece]
             at += stop - start
         return Mutual(spans, self.family.mutual) if spans else None
@@ -116,6 +123,15 @@ class ModelInputs:
         total, of_images = int(is_placeholder.sum()), sum(row.media[name].num_tokens for name, _, _ in row.media_spans)
         return "" if total == of_images else f"{total} placeholder tokens for images of {of_images} features"
 
+    def _require_features(self, media: Media) -> None:
+        """Raises: DataError for an image with other numbers of placeholders and of features, with which a model stops,
+        or computes with the features of another image."""
+        if self.family is not None and (num := self.family.features(self.config, media.outputs)) != media.num_tokens:
+            raise DataError(
+                f"image {media.source!r} has {media.num_tokens} placeholder tokens, but the model makes {num} features "
+                "of it: the processor's files do not fit config.json. Copy both from the original model"
+            )
+
     def keys(self, row: HasMedia, tokens: np.ndarray) -> np.ndarray:
         """int64[T]: tokens of a row by which keys and values are found. That of an image's feature is negative, and
         differs from those of all other features: images of one size have equal placeholders."""
@@ -134,7 +150,8 @@ class ModelInputs:
     def smallest(self, digest: str = "smallest") -> tuple[np.ndarray, Media]:
         """A small image, and the ids of its tokens."""
         assert self.family is not None
-        outputs, num_tokens = self.family.smallest(self.config)
+        outputs = dict(self.family.smallest(self.config))
+        num_tokens = self.family.features(self.config, outputs)
         media = Media(kind="image", digest=digest, source=digest, outputs=outputs, num_tokens=num_tokens)
         return np.full(num_tokens, self.placeholder, np.int32), media
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -92,7 +93,8 @@ class _RecordedAttention(attention.PackedAttention):
         return super().attend(layer, *args)
 
 
-class _RowWithMedia(NamedTuple):
+@dataclass(slots=True)
+class _RowWithMedia:
     media: dict[str, Media]
     media_spans: list[Span]
 
@@ -125,7 +127,7 @@ class ComparedModel(CausalModel):
         found = [(alone - theirs[: len(alone)]).abs().max(), (ours - theirs).abs().max()]
         images = self._with_image(rows[1]) if self.peers is None and self.inputs.family is not None else []
         found = [torch.stack(pair).max() for pair in zip(found, images, strict=True)] if images else found
-        return ScoreDifferences(*found, single.layers)
+        return ScoreDifferences(found[0], found[1], single.layers)
 
     def _with_image(self, text: torch.Tensor) -> list[torch.Tensor]:
         """The differences of a row of the text with an image in it, alone and packed before the text."""
@@ -139,7 +141,7 @@ class ComparedModel(CausalModel):
             for name, array in self.inputs.kwargs([Piece(row, 0, len(tokens))]).items()
         }
         own = [Piece(row, 0, len(tokens)), Piece(_RowWithMedia({}, []), 0, n)]
-        types = {family.types: (tokens == self.inputs.placeholder).long()[None]} if family.types else {}
+        types = {family.types: tokens.eq(self.num_ids - 1).long()[None]} if family.types else {}
         last = torch.arange(len(tokens) - n, len(tokens), device=device)
         with eager_attention(self.lm, self.parts):
             theirs = self._softmax(self.lm(tokens[None], **kwargs, **types, logits_to_keep=n).logits[0])

@@ -242,8 +242,8 @@ def embedded_sampling(checked: CheckedModel) -> float:
         turns.update(engine.step())
     largest, compared = 0.0, 0
     inputs = checked.model.inputs
-    for i, turn in turns.items():
-        row = replace(checked.rows[int(i)], tokens=turn.context_ids)
+    for name, turn in turns.items():
+        row = replace(checked.rows[int(name)], tokens=turn.context_ids)
         out = checked.theirs.generate(
             torch.from_numpy(turn.context_ids.astype(np.int64))[None],
             **of_images(inputs, row),
