@@ -234,14 +234,24 @@ def print_pairs(pairs: list[Pair]) -> None:
 
 
 def write_result(
-    args: argparse.Namespace, place: Path, result: dict[str, Any], pairs: list[Pair], began: float, peak: PeakMemory
+    args: argparse.Namespace,
+    place: Path,
+    result: dict[str, Any],
+    pairs: list[Pair],
+    began: float,
+    peak: PeakMemory,
+    of_sets: dict[str, tuple[float, float]] | None = None,
 ) -> float:
-    """Print what was learned, and write report.json. began: time.monotonic() of the script's start.
+    """Print what was learned, and write report.json. began: time.monotonic() of the script's start. of_sets: the
+    accuracies of each held-out set, before and after; the first is that of the run.
     Returns the held-out accuracy after the training."""
+    evals = result["evals"][0]["mean_at_k"], result["evals"][-1]["mean_at_k"]
+    before, after = next(iter(of_sets.values())) if of_sets else evals
     report = {
         "seed": args.seed,
-        "eval_before": result["evals"][0]["mean_at_k"],
-        "eval_after": result["evals"][-1]["mean_at_k"],
+        "eval_before": before,
+        "eval_after": after,
+        **({"eval_sets": of_sets} if of_sets else {}),
         "wall_s": round(time.monotonic() - began, 1),
         "cpu_s": round(sum(os.times()[:4]), 1),
         "peak_bytes": peak.proportional,
@@ -254,7 +264,9 @@ def write_result(
     print("  mean reward by step")
     print("  " + text_curve(report["reward_curve"]).replace("\n", "\n  "))
     print_pairs(pairs)
-    print(f"\nheld-out accuracy      {report['eval_before']:.3f} before, {report['eval_after']:.3f} after")
+    print()
+    for name, (first, last) in (of_sets or {"held-out accuracy": (before, after)}).items():
+        print(f"{name:<22} {first:.3f} before, {last:.3f} after")
     print(f"took                   {report['wall_s']:.0f} s, {report['cpu_s']:.0f} s of CPU")
     print(f"peak memory            {report['peak_bytes'] / 1e9:.1f} GB in all processes together")
     print(f"model                  {report['model']}")

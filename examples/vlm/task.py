@@ -20,7 +20,7 @@ import json
 import random
 from pathlib import Path
 
-NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 1_920
+NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 2_880
 DRAWING_SEED = 0  # of the drawings and their split into sets; the same for all training seeds
 CELL, CELLS = 8, 4  # pixels of a cell's side, cells of a drawing's side
 COLOURS = {"green": (40, 200, 60), "blue": (50, 80, 240), "red": (230, 40, 40)}  # merges of "red" come after "green"

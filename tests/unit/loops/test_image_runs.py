@@ -1,0 +1,84 @@
+"""Runs with images, in this process: of examples/vlm, with a tower that is trained; and samplers that see other images
+than the trainer, each of which ends its run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_run
+import torch
+from transformers import AutoModelForImageTextToText
+
+from examples.vlm import task
+from meshrl.core.errors import SamplerMismatchError
+from meshrl.model.inputs import ModelInputs
+from meshrl.rollout.embedded.runner import Runner
+
+STEP = ["cluster.executor=inline", "loop.num_steps=1", "loop.prompts_per_step=4", "loop.samples_per_prompt=4"]
+QUICK = [*STEP, "data.eval_sets={}", "train.scheduler.warmup_steps=0"]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    """The example's model, and few drawings."""
+    folder: Path = tmp_path_factory.mktemp("start")
+    task.build_model(folder, 0)
+    rng, rows = random.Random(0), []
+    (folder / "images").mkdir()
+    for i in range(8):
+        counts = {"red": i % 5, "green": 1, "blue": 2}
+        task.drawing(counts, rng).save(folder / "images" / f"{i}.png")
+        rows.append({"question": "red?", "answer": str(i % 5), "images": [f"images/{i}.png"]})
+    rows.append({"question": "1?", "answer": "1"})  # a prompt without an image
+    task.write_rows(folder / "train.jsonl", rows)
+    return folder
+
+
+def run(start: Path, folder: Path, *changes: str) -> Path:
+    paths = [f"model.path={start}", f"data.path={start}/train.jsonl", f"run.folder={folder}"]
+    return tiny_run.train(Path("examples/vlm/grpo.yaml"), "run", *paths, *QUICK, "reward.terms={}", *changes)
+
+
+@pytest.mark.parametrize("vision", ["train", "freeze"])
+def test_a_step_trains_the_tower_unless_it_is_frozen(start, tmp_path, vision):
+    """Each prompt has answers of its own length, whatever is right: the reward is their length."""
+    done = run(start, tmp_path, f"model.vision={vision}", "reward.terms.length.kind=tiny_run:length")
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(path).state_dict()
+        for path in (start, next(done.glob("checkpoints/step_000001/model")))
+    )
+    assert before.keys() == after.keys()
+    changed = {name.split(".")[1] for name, values in before.items() if not torch.equal(values, after[name])}
+    trained = {"language_model"} | ({"vision_tower", "multi_modal_projector"} if vision == "train" else set())
+    assert changed - {"weight"} == trained
+
+
+class OtherImages(ModelInputs):
+    """Of a sampler that sees other images than those of its rows."""
+
+    change: Any
+
+    def kwargs(self, pieces: Any) -> dict[str, np.ndarray]:
+        return {name: type(self).change(array) for name, array in super().kwargs(pieces).items()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda pixels: pixels[::-1].copy(), lambda pixels: np.roll(pixels, 1, 0), np.zeros_like],
+    ids=["swapped", "shifted by one", "zeroed"],
+)
+def test_a_sampler_that_sees_other_images_ends_the_run(start, tmp_path, monkeypatch, change):
+    begin = Runner.__init__
+
+    def planted(self: Runner, model: Any, *args: Any) -> None:
+        begin(self, model, *args)
+        model.inputs.__class__ = OtherImages
+
+    monkeypatch.setattr(Runner, "__init__", planted)
+    monkeypatch.setattr(OtherImages, "change", staticmethod(change), raising=False)
+    with pytest.raises(SamplerMismatchError, match="No optimizer step was taken"):
+        run(start, tmp_path, "reward.terms.length.kind=tiny_run:length")
