@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshrl.core.errors import ConfigError
-from meshrl.model.attention import ONLY_CACHE, AttentionContext, ContextCache, UlyssesAttention
+from meshrl.model.attention import ONLY_CACHE, AttentionContext, ContextCache
 from meshrl.model.inputs import ModelInputs
 from meshrl.model.limits import HEAD_SCALES, head_scale
 from meshrl.model.logprob import Head, Vocabulary, token_logprobs
 from meshrl.model.parts import TEXT, Parts, blocks_of, parts_of
 from meshrl.model.routing import Routing
 from meshrl.model.state_layers import cache_argument, use_state_layers
+from meshrl.model.ulysses import UlyssesAttention
 from meshrl.parallel.mesh import Peers
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class CausalModel(torch.nn.Module):
         self.has_states = use_state_layers(lm)
         takes_cache = text.model_type in ONLY_CACHE or self.has_states
         self._cache_argument = cache_argument(signature(lm.base_model.forward).parameters) if takes_cache else None
-        read = unwrap(type(lm).forward).__code__.co_names  # not by a class that has a tower: some ignore what it says
+        read = unwrap(type(lm).forward).__code__.co_names  # some classes with a tower ignore keys of the text's config
         has_tower = len(self.parts) > 2
         self._scale = 1.0 if has_tower and not HEAD_SCALES.keys() & set(read) else head_scale(text)
         softcap = getattr(text, "final_logit_softcapping", None)

@@ -1,4 +1,4 @@
-"""The families of vision-language models that are trained with their tower, and what only they can tell: how arrays of
+"""The families of vision-language models that are trained with their tower, and what a config does not state: how arrays of
 several images are joined, which positions the tokens of an image have, which of them see each other, and the least
 image. A model's config has the rest.
 
@@ -57,9 +57,15 @@ def _per_tile(num_tokens: Callable[[Any], int], dim: int = 0) -> Callable[[Any, 
     return lambda config, outputs: outputs["pixel_values"].shape[dim] * num_tokens(config)
 
 
-def _of_llava(config: Any) -> int:
-    has_class_token = config.vision_config.model_type.startswith("clip")
-    return _patches(config) ** 2 + has_class_token - (config.vision_feature_select_strategy == "default")
+def _llava(config: Any) -> Outputs:
+    return _pixtral(config) if config.vision_config.model_type == "pixtral" else _square(config)
+
+
+def _of_llava(config: Any, outputs: Outputs) -> int:
+    if (tower := config.vision_config.model_type) == "pixtral":
+        return _of_pixtral(config, outputs)
+    added = tower.startswith("clip") - (config.vision_feature_select_strategy == "default")  # a class token, or not
+    return int(outputs["pixel_values"].shape[0] * (_patches(config) ** 2 + added))
 
 
 def _tiles(config: Any, height: int, width: int) -> tuple[int, int]:
@@ -109,12 +115,17 @@ def _crops(config: Any) -> Outputs:
 
 
 def _pixtral(config: Any) -> Outputs:
-    side = config.vision_config.patch_size * config.spatial_merge_size  # of a token; the class fails with one alone
+    side = _pixtral_side(config)  # the class of Mistral 3 fails with a single token
     return {"pixel_values": _pixels(1, 3, side, 2 * side), "image_sizes": np.array([[side, 2 * side]])}
 
 
 def _of_pixtral(config: Any, outputs: Outputs) -> int:
-    return int(outputs["image_sizes"][0].prod()) // (config.vision_config.patch_size * config.spatial_merge_size) ** 2
+    return int(outputs["image_sizes"][0].prod()) // _pixtral_side(config) ** 2
+
+
+def _pixtral_side(config: Any) -> int:
+    """Of the pixels of a token."""
+    return int(config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1))
 
 
 def _gemma4(config: Any) -> Outputs:
@@ -151,7 +162,7 @@ FAMILIES: dict[str, ImageFamily] = {
     "idefics3": _IDEFICS,
     "internvl": ImageFamily(_square, _per_tile(lambda c: int(_patches(c) * c.downsample_ratio) ** 2)),
     "lfm2_vl": ImageFamily(_siglip2, _of_siglip2),
-    "llava": ImageFamily(_square, _per_tile(_of_llava)),
+    "llava": ImageFamily(_llava, _of_llava),
     "llava_next": ImageFamily(_tiled, _of_tiled),
     "llava_onevision": ImageFamily(_tiled, _of_tiled),
     "mistral3": ImageFamily(_pixtral, _of_pixtral),

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import ConfigError
-from meshrl.model.attention import needs_all_tokens
 from meshrl.model.causal import CausalModel
 from meshrl.model.lora import ExpertsAdapter, wire_name
+from meshrl.model.ulysses import needs_all_tokens
 from meshrl.parallel.mesh import sizes_for
 from meshrl.parallel.tp import EACH, Cut, TensorParallel
 

@@ -112,7 +112,7 @@ def norm_of(grads: dict[str, np.ndarray]) -> float:
 
 def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> tuple[float, str]:
     """The largest distance of a tensor, relative to its norm, and its name (single elements may be noise). A bias of
-    keys has a gradient of 0, which is noise as a whole."""
+    keys has a gradient of 0, all of which is noise."""
     assert got.keys() == want.keys()
     least = 1e-6 * norm_of(want)
     distances = [(float(np.linalg.norm(got[n] - want[n]) / max(least, np.linalg.norm(want[n]))), n) for n in want]

@@ -245,9 +245,9 @@ def _without_cut_image(found: Prefix, request: Request) -> Prefix:
     """The found pages up to the first image that they have in part: its features are computed all at once."""
     end = sum(n for _, n in found)
     end = min([end, *(start for _, start, length in request.media_spans if start < end < start + length)])
-    kept, at = list[tuple[int, int]](), 0
+    complete, at = list[tuple[int, int]](), 0
     for page, n in found:
         if at < end:
-            kept.append((page, min(n, end - at)))
+            complete.append((page, min(n, end - at)))
         at += n
-    return kept
+    return complete

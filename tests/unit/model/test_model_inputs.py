@@ -41,19 +41,19 @@ def test_text_counts_on_from_the_largest_position_of_an_image():
     and width; the text after it has the largest one plus one, so a later token's position is 3 less than its index."""
     sample, inputs = picture(), inputs_of()
     assert sample.media_spans[0][1:] == (3, 6)
-    whole = inputs.positions([Piece(sample, 0, len(sample))])
-    assert whole[:, :10].T.tolist() == [
+    complete = inputs.positions([Piece(sample, 0, len(sample))])
+    assert complete[:, :10].T.tolist() == [
         *([i] * 3 for i in range(3)),
         *([3, 3 + y, 3 + x] for y in range(2) for x in range(3)),
         [6] * 3,
     ]
     assert inputs.offset(sample) == -3
     parts = inputs.positions([Piece(sample, 0, 9), Piece(sample, 9, len(sample)), Piece(sample, 0, 4)])
-    assert np.array_equal(parts, np.concatenate([whole, whole[:, :4]], axis=1))
+    assert np.array_equal(parts, np.concatenate([complete, complete[:, :4]], axis=1))
     assert inputs_of("llava").positions([Piece(picture("llava"), 2, 5)]).tolist() == [2, 3, 4]
 
 
-def test_keys_tell_images_of_one_size_apart():
+def test_images_of_one_size_have_other_keys():
     sample, inputs = picture(), inputs_of()
     other = row("qwen2_vl", "row", [2, (SIZE, 7), 3], 2)
     assert np.array_equal(sample.tokens, other.tokens)

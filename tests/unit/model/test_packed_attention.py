@@ -13,8 +13,9 @@ from tiny_packs import answers_to_one_prompt, plain_logprobs, score_pack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.core.errors import ConfigError
-from meshrl.model.attention import ALIGNED_KEYS, CHEAP_WASTE, AttentionSpec, PackedAttention, UlyssesAttention
+from meshrl.model.attention import ALIGNED_KEYS, CHEAP_WASTE, AttentionSpec, PackedAttention
 from meshrl.model.causal import CausalModel
+from meshrl.model.ulysses import UlyssesAttention
 from meshrl.parallel.exchange import Axis
 from meshrl.train.packing import pack
 
