@@ -26,6 +26,7 @@ from vision_families import (
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.batch import Batch, Outputs
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import POLICY, Request, Sample, SamplingParams, Turn, unsampled_row
 from meshrl.model.facts import model_facts
@@ -35,13 +36,7 @@ from meshrl.model.parts import HEAD, TEXT, part_of
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh
 from meshrl.rollout.embedded.engine import build_embedded_engine
-from meshrl.tools.model_check.checks import (
-    MIN_MARGIN,
-    Scores,
-    _weighted_sum,
-    gradient_distance,
-    logprob_distance,
-)
+from meshrl.tools.model_check.checks import MIN_MARGIN, Scores, gradient_distance, logprob_distance
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
@@ -55,7 +50,8 @@ of_each_family = pytest.mark.parametrize(
 
 def rows_of(family: str) -> list[Sample]:
     """A text; a group of answers to one prompt with an image; the same tokens with another image; two images of two
-    sizes; images next to each other, and first in a row; one image twice; an image that is last in a prompt."""
+    sizes; images next to each other, and first in a row; one image twice; an image that is last in a prompt;
+    an image after sampled tokens."""
     a, b = FAMILIES[family].sizes
     prompts: list[tuple[str, list[Any], Sequence[int]]] = [
         ("text", [9], (6,)),
@@ -65,12 +61,15 @@ def rows_of(family: str) -> list[Sample]:
         ("adjacent", [(b, 5), (a, 6), 1], (5,)),
         ("twice", [4, (a, 1), 2, (a, 1), 2], (4,)),
         ("last", [4, (b, 7)], (3,)),
+        ("turns", [3, 2, (a, 8), 2], (5,)),
     ]
     draw, rows = np.random.default_rng(0), []
     for group, prompt, answers in prompts:
         for answer in answers:
             made = row(family, f"{group} {answer}", prompt, answer)
             made.group_id = group
+            if group == "turns":
+                made.prefix_len, made.mask[3:5] = 3, True
             made.advantages = np.where(made.mask, draw.standard_normal(len(made)), 0).astype(np.float32)
             rows.append(made)
     return rows
@@ -117,11 +116,16 @@ def engine_scores(
         for p in packs
     ]
     engine.model.zero_grad()
-    got = engine.forward_backward(batches, _weighted_sum).logprobs
+    got = engine.forward_backward(batches, weighted_sum).logprobs
     gradients = {
         name: full_tensor(p.grad).clone() for name, p in engine.model.lm.named_parameters() if p.grad is not None
     }
     return Scores({i: torch.from_numpy(logp)[torch.from_numpy(rows[i].mask)] for i, logp in got.items()}, gradients)
+
+
+def weighted_sum(out: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Any]]:
+    assert batch.advantages is not None
+    return (out.logprobs * batch.advantages).sum(), []
 
 
 def differences_on_rank(rank: int, world: int, family: str, folder: Path) -> dict[str, tuple[float, float]]:
@@ -174,7 +178,8 @@ def test_two_ranks_of_which_one_has_text_alone_train_as_transformers(family: str
 def test_the_embedded_engine_samples_with_images_as_transformers(family: str, folder: Path):
     """All prompts at once: greedy tokens are those of `generate`; logprobs, also of sampled tokens, are those of the
     forward of the complete row."""
-    lm, prompts = transformers_model(folder), {each.group_id: each for each in rows_of(family)}
+    lm = transformers_model(folder)
+    prompts = {each.group_id: with_answer(each, np.zeros(0)) for each in rows_of(family)}
     engine = build_embedded_engine(
         ModelConfig(path=str(folder), dtype="float32"), RolloutConfig(), torch.device("cpu"), "vision", ()
     )
@@ -183,7 +188,7 @@ def test_the_embedded_engine_samples_with_images_as_transformers(family: str, fo
         for kind, temperature in (("greedy", 0.0), ("first", 1.0), ("second", 1.0)):
             request = Request(
                 id=f"{kind} {name}",
-                context_ids=prompt.tokens[: prompt.prefix_len],
+                context_ids=prompt.tokens,
                 media=prompt.media,
                 media_spans=prompt.media_spans,
                 sampling=SamplingParams(temperature=temperature),
@@ -210,17 +215,18 @@ def sampled_difference(family: str, lm: Any, prompt: Sample, turn: Turn) -> floa
 
 
 def with_answer(prompt: Sample, answer: np.ndarray) -> Sample:
-    """A row of the same prompt with these tokens as its answer."""
-    tokens = np.concatenate([prompt.tokens[: prompt.prefix_len], answer]).astype(np.int32)
-    made = unsampled_row("sampled", tokens, np.arange(len(tokens)) >= prompt.prefix_len)
-    made.media, made.media_spans, made.prefix_len = prompt.media, prompt.media_spans, prompt.prefix_len
+    """A row of the same context with these tokens as its last answer."""
+    start = len(prompt) - (~prompt.mask[::-1]).argmax() if prompt.mask.any() else len(prompt)
+    tokens = np.concatenate([prompt.tokens[:start], answer]).astype(np.int32)
+    made = unsampled_row("sampled", tokens, np.arange(len(tokens)) >= start)
+    made.media, made.media_spans, made.prefix_len = prompt.media, prompt.media_spans, int(start)
     return made
 
 
 def num_generated(family: str, lm: Any, prompt: Sample, turn: Turn) -> int:
     """Of how many leading tokens `generate` is certain. The turn has them."""
     out = lm.generate(
-        **reference_inputs(family, with_answer(prompt, np.zeros(0))),
+        **reference_inputs(family, prompt),
         **{"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0},
         **{"output_scores": True, "return_dict_in_generate": True, "suppress_tokens": media_ids(lm.config)},
     )
