@@ -28,7 +28,7 @@ class VisionFamily:
     """config: fields of its config. process: an image -> what its processor makes of it. sizes: of two images; equal
     where the processor scales all images to one size. axis: on which the outputs of several images are joined; they
     are padded with 0 on the others. types: the keyword of the kinds of tokens, which its processor gives. model_type:
-    "" = the entry's name."""
+    "" = the entry's name. refused: a part of the error with which meshrl does not load it."""
 
     config: dict[str, Any]
     process: Processor
@@ -36,6 +36,7 @@ class VisionFamily:
     axis: int = 0
     types: str = ""
     model_type: str = ""
+    refused: str = ""
 
 
 def placed(*parts: int, begin: Sequence[int] = (), end: Sequence[int] = ()) -> list[int]:
@@ -99,11 +100,15 @@ def any_resolution(max_tiles: int) -> Processor:
     return process
 
 
-def rows_of_features(size: Size, draw: np.random.Generator) -> Processed:
-    """2 x 2 patches become one feature; a token ends each row of features."""
-    rows, cols = size[0] // (2 * P), size[1] // (2 * P)
-    ids = [*([IMAGE] * cols + [BREAK]) * (rows - 1), *[IMAGE] * cols, END]
-    return {"pixel_values": draw.standard_normal((1, 3, *size), np.float32), "image_sizes": np.array([size])}, ids
+def rows_of_features(merge: int) -> Processor:
+    """merge x merge patches become one feature; a token ends each row of features."""
+
+    def process(size: Size, draw: np.random.Generator) -> Processed:
+        rows, cols = size[0] // (merge * P), size[1] // (merge * P)
+        ids = [*([IMAGE] * cols + [BREAK]) * (rows - 1), *[IMAGE] * cols, END]
+        return {"pixel_values": draw.standard_normal((1, 3, *size), np.float32), "image_sizes": np.array([size])}, ids
+
+    return process
 
 
 def padded_patches(size: Size, draw: np.random.Generator) -> Processed:
@@ -181,7 +186,7 @@ def of_tower(
 ) -> VisionFamily:
     """A family that has a tower and a language model of other families. rest: other fields of its config, and of its
     entry."""
-    entry = {key: rest.pop(key) for key in ("axis", "types", "model_type") if key in rest}
+    entry = {key: rest.pop(key) for key in ("axis", "types", "model_type", "refused") if key in rest}
     config = {"text_config": {**COMMON, **text}, "vision_config": tower, **IDS, **rest}
     first, *others = sizes
     return VisionFamily(config, process, (first, others[0] if others else first), **entry)
@@ -200,6 +205,32 @@ DELTA = {
 }
 QWEN2, LLAMA = {"model_type": "qwen2"}, {"model_type": "llama"}
 DEEP = {"deepstack_visual_indexes": [0]}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 32,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    **SHORT_WINDOWS,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA4_TOWER = {
+    **TOWER,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 16,
+}
+AUDIO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 32,
+}
+GEMMA4_IDS = {"boi_token_id": BEGIN, "eoi_token_id": END, "video_token_id": VIDEO, "audio_token_id": VIDEO}
+PALIGEMMA = {"types": "token_type_ids", "projection_dim": 32, "hidden_size": 32, "refused": "vision tower"}
+TIED = {"tie_word_embeddings": True}
 
 FAMILIES: dict[str, VisionFamily] = {
     "qwen2_vl": of_grid({}),
@@ -211,6 +242,15 @@ FAMILIES: dict[str, VisionFamily] = {
     "llava": of_tower(LLAMA, {**TOWER, "model_type": "clip_vision_model"}, one_size(9), (12, 12)),
     "llava with siglip": of_tower(
         QWEN2, SIGLIP, one_size(9), (12, 12), model_type="llava", vision_feature_select_strategy="full"
+    ),
+    "llava with pixtral": of_tower(
+        {"model_type": "mistral", **HEADS},
+        {**TOWER, "model_type": "pixtral", "head_dim": 16},
+        rows_of_features(1),
+        *((8, 12), (12, 4)),
+        model_type="llava",
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
     ),
     "llava_next": of_tower(
         {"model_type": "mistral"},
@@ -230,11 +270,13 @@ FAMILIES: dict[str, VisionFamily] = {
     ),
     "internvl": of_tower(QWEN2, {**TOWER, "image_size": 16}, tiles(False), *TILE_SIZES, image_seq_length=4),
     "idefics3": of_tower(LLAMA, {**TOWER, "image_size": 16}, crops, *TILE_SIZES, axis=1, pad_token_id=0),
-    "smolvlm": of_tower(LLAMA, {**TOWER, "image_size": 16}, crops, *TILE_SIZES, axis=1, pad_token_id=0),
+    "smolvlm": of_tower(
+        {**LLAMA, **TIED}, {**TOWER, "image_size": 16}, crops, *TILE_SIZES, axis=1, pad_token_id=0, **TIED
+    ),
     "mistral3": of_tower(
         {"model_type": "mistral", **HEADS, "sliding_window": 6},
         {**TOWER, "head_dim": 16},
-        rows_of_features,
+        rows_of_features(2),
         *GRID_SIZES,
     ),
     "aya_vision": of_tower(
@@ -251,7 +293,7 @@ FAMILIES: dict[str, VisionFamily] = {
         projector_hidden_size=32,
     ),
     "gemma3": of_tower(
-        {"model_type": "gemma3_text", **HEADS, **SHORT_WINDOWS, "query_pre_attn_scalar": 8},
+        {"model_type": "gemma3_text", **HEADS, **SHORT_WINDOWS, "query_pre_attn_scalar": 8, **TIED},
         {**SIGLIP, "image_size": 16},
         one_size(4, **ENDS),
         (16, 16),
@@ -259,49 +301,38 @@ FAMILIES: dict[str, VisionFamily] = {
         mm_tokens_per_image=4,
         boi_token_index=BEGIN,
         eoi_token_index=END,
+        **TIED,
     ),
     "gemma4": of_tower(
-        {
-            "model_type": "gemma4_text",
-            "head_dim": 32,
-            "global_head_dim": 32,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 64,
-            **SHORT_WINDOWS,
-            "use_bidirectional_attention": "vision",
-            "final_logit_softcapping": 3.0,
-        },
-        {**TOWER, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2, "position_embedding_size": 16},
+        {**GEMMA4, "use_bidirectional_attention": "vision"},
+        GEMMA4_TOWER,
         placed_patches,
         *GRID_SIZES,
         types="mm_token_type_ids",
-        video_token_id=VIDEO,
-        boi_token_id=BEGIN,
-        eoi_token_id=END,
-        audio_token_id=VIDEO,
+        **GEMMA4_IDS,
     ),
-    "paligemma": of_tower(
-        {"model_type": "gemma", **HEADS},
-        SIGLIP,
-        one_size(9),
-        (12, 12),
-        types="token_type_ids",
-        projection_dim=32,
-        hidden_size=32,
+    "gemma4 with audio": of_tower(
+        {**GEMMA4, **TIED},
+        {**GEMMA4_TOWER, "standardize": True},
+        placed_patches,
+        *GRID_SIZES,
+        types="mm_token_type_ids",
+        model_type="gemma4",
+        audio_config=AUDIO,
+        **GEMMA4_IDS,
+        **TIED,
     ),
+    "paligemma": of_tower({"model_type": "gemma", **HEADS}, SIGLIP, one_size(9), (12, 12), **PALIGEMMA),
     "paligemma with gemma2": of_tower(
         {"model_type": "gemma2", **HEADS, **WINDOWS, "query_pre_attn_scalar": 8},
         SIGLIP,
         one_size(9),
         (12, 12),
-        types="token_type_ids",
-        projection_dim=32,
-        hidden_size=32,
+        **PALIGEMMA,
         model_type="paligemma",
     ),
 }
 
-REFUSED = ("paligemma", "paligemma with gemma2")  # all tokens of a prompt see each other
 SAMPLE = ("qwen2_vl", "gemma3", "llava", "qwen3_5")  # one of each mechanism; the other families are slow tests
 
 
@@ -324,8 +355,10 @@ def tiny_vision_lm(family: str, seed: int = 0, dtype: torch.dtype = torch.float3
         for p in lm.parameters():
             p += (0.1 if p.ndim == 1 else 0.15) * torch.randn_like(p)
         for name, buffer in lm.named_buffers():
-            if name.endswith("layer_scalar"):
+            if name.endswith(("layer_scalar", "std_bias", "std_scale")):
                 buffer.uniform_(0.5, 0.8)
+            elif name.endswith(("put_min", "put_max")):  # of clipped layers: infinite without a checkpoint
+                buffer.fill_(3.0 if name.endswith("max") else -3.0)
     lm.requires_grad_(not freezes)
     if freezes:
         lm.get_decoder().requires_grad_()
