@@ -1,4 +1,4 @@
-"""The task of `make vlm`: counting the figures of one colour in a drawing, and a LLaVA model of 0.3 million parameters.
+"""The task of `make vlm`: counting the red figures in a drawing, and a LLaVA model of 0.3 million parameters.
 
     python examples/vlm/task.py --out runs/vlm/seed_0/start --seed 0
 
@@ -20,11 +20,11 @@ import json
 import random
 from pathlib import Path
 
-NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 2_880
+NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 960
 DRAWING_SEED = 0  # of the drawings and their split into sets; the same for all training seeds
 CELL, CELLS = 8, 4  # pixels of a cell's side, cells of a drawing's side
 COLOURS = {"green": (40, 200, 60), "blue": (50, 80, 240), "red": (230, 40, 40)}  # merges of "red" come after "green"
-MOST, MOST_OTHERS = 4, 2  # figures of the colour that is asked for, and of each other one
+MOST, MOST_OTHERS = 4, 2  # red figures, and figures of each other colour
 SHAPES = ("rectangle", "ellipse")
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]
@@ -112,10 +112,9 @@ def make_data(folder, seed):
     images.mkdir()
     Image.new("RGB", (CELL * CELLS, CELL * CELLS), (128, 128, 128)).save(images / "grey.png")
     for i in range(NUM_HELDOUT + NUM_TRAIN + NUM_WARMUP):
-        colour = rng.choice(list(COLOURS))
-        counts = {name: rng.randint(0, MOST if name == colour else MOST_OTHERS) for name in COLOURS}
+        counts = {name: rng.randint(0, MOST if name == "red" else MOST_OTHERS) for name in COLOURS}
         drawing(counts, rng).save(images / f"{i:05}.png")
-        rows.append({"question": f"{colour}?", "answer": str(counts[colour]), "images": [f"images/{i:05}.png"]})
+        rows.append({"question": "red?", "answer": str(counts["red"]), "images": [f"images/{i:05}.png"]})
     heldout, train, warmup = rows[:NUM_HELDOUT], rows[NUM_HELDOUT:-NUM_WARMUP], rows[-NUM_WARMUP:]
     for order in (train, warmup):
         random.Random(seed).shuffle(order)

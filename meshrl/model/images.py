@@ -1,6 +1,6 @@
-"""The families of vision-language models that are trained with their tower, and what a config does not state: how arrays of
-several images are joined, which positions the tokens of an image have, which of them see each other, and the least
-image. A model's config has the rest.
+"""The families of vision-language models that are trained with their tower, and what a config does not state: how
+arrays of several images are joined, which positions the tokens of an image have, which of them see each other, how many
+features an image has, and the least image.
 
 Letters: P side of a patch, S side of a square image, in pixels.
 """

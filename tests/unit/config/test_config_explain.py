@@ -99,7 +99,7 @@ def test_explain_of_an_agent_with_turns_does_not_guess_its_longest_row(good: Pat
 
 
 def test_lines_of_explain_have_at_most_100_characters(write, good: Path):
-    short = explain(load_run_config(good, ["algo.aggregation=seq_mean_token_mean"]))
+    short = explain(load_run_config(good, ["algo.aggregation=seq_mean_token_mean", "model.dtype=float32"]))
     lines = [line for line in short.splitlines() if str(good.parent) not in line]
     assert max(map(len, lines)) <= 100
 

@@ -77,7 +77,9 @@ def test_explain_needs_the_config_json_of_a_folder_or_of_the_hubs_cache(
     (tmp_path / "run.yaml").write_text("data: {path: rows.jsonl}\nloop: {num_steps: 1}\n")
     texts = []
     for path in (str(model), "made/up"):
-        assert main(["train", str(tmp_path / "run.yaml"), "--explain", f"model.path={path}"]) == 0
+        assert (
+            main(["train", str(tmp_path / "run.yaml"), "--explain", f"model.path={path}", "model.dtype=bfloat16"]) == 0
+        )
         texts.append(capsys.readouterr().out)
         assert printed(texts[-1])["sampler's weights"].startswith("15.2 GB")
     assert f"# note: model.path: {model} has no weights (*.safetensors)" in texts[0]
@@ -219,7 +221,7 @@ def test_a_step_has_no_more_rows_than_answers(model: Path):
 def test_what_a_run_does_not_have_or_release_has_no_line(model: Path, tmp_path: Path):
     (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
     sft = {"path": str(tmp_path / "chat.jsonl"), "num_steps": 1, "rows_per_step": 2, "max_row_tokens": 64}
-    content = {"model": {"path": str(model)}, "sft": sft, "train": {"master_dtype": "bfloat16"}}
+    content = {"model": {"path": str(model), "dtype": "bfloat16"}, "sft": sft, "train": {"master_dtype": "bfloat16"}}
     loaded = load_sft_config(content, starts=False)
     text = described(loaded.config)
     assert printed(text) == {

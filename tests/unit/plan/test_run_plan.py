@@ -30,7 +30,7 @@ OTHER_NULLS = {
     "monitor": "wandb_project",
     "rollout": "endpoint.api_key_env endpoint.url sglang.api_key_env sglang.url",
     "run": "keep_models module_folder",
-    "sft": "chat_template eval_fraction eval_path eval_split format num_epochs prompt split subset system tools",
+    "sft": "images chat_template eval_fraction eval_path eval_split format num_epochs prompt split subset system tools",
 }
 OTHERS = {f"{section}.{name}" for section, names in OTHER_NULLS.items() for name in names.split()}
 
