@@ -1,4 +1,4 @@
-# make setup | fix | check | test | test-all | mutants | quickstart | smollm [SEED=0]; WORKERS=N: processes that run tests
+# make setup | fix | check | test | test-all | mutants | quickstart | smollm | vlm [SEED=0]; WORKERS=N: processes that run tests
 # Everything is installed once, into .venv; nothing is compiled. vLLM and SGLang have separate environments, .venv-vllm
 # and .venv-sglang: make setup-vllm | test-vllm | setup-sglang | test-sglang
 
@@ -25,7 +25,7 @@ test test-all mutants test-vllm test-sglang: export OMP_NUM_THREADS ?= 1
 test: export MESHRL_FUZZ_ROUNDS ?= 0.35  # the random part of the damaged files; test-all makes all of it
 unexport PYTHONDONTWRITEBYTECODE  # otherwise every process that a test starts compiles meshrl again
 
-.PHONY: help setup fix check test test-all mutants quickstart smollm setup-vllm test-vllm setup-sglang test-sglang
+.PHONY: help setup fix check test test-all mutants quickstart smollm vlm setup-vllm test-vllm setup-sglang test-sglang
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -72,6 +72,9 @@ quickstart: setup  ## train a tiny model with GRPO on two FSDP2 ranks, from rand
 
 smollm: setup  ## train SmolLM2-135M, a real model, on word problems; LORA=1 adapters alone; MODEL=FOLDER another model
 	$(PY) examples/smollm2/smollm2.py --seed $(SEED) $(if $(LORA),--lora) $(if $(MODEL),--model $(MODEL))
+
+vlm: setup  ## train a tiny vision-language model, which learns to count, in minutes; FREEZE=1 its language model alone
+	$(PY) examples/vlm/vlm.py --seed $(SEED) $(if $(FREEZE),--freeze)
 
 setup-vllm: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for CPUs and meshrl
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshrl.model import images
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -407,6 +409,25 @@ get LoRA adapters if `model.lora.targets` has `experts`, in JetMoE not; the tabl
 
 {notes}
 
+## {with_images} architectures with a vision tower
+
+They read text and images: `data.images` in [data.md](data.md) has the rows, and [the recipe](../examples/vlm/RECIPE.md)
+of `make vlm` trains a tiny one. `tests/contract/test_vision_families.py` compares each with Transformers' own eager
+forward in fp32, on a tiny model: rows of text and of images, several images in a row, images next to each other and of
+different sizes in a pack, shared prompts, and two FSDP2 ranks of which one has text alone. Logprobs and gradients
+differ by at most 1e-5, greedy answers of the embedded engine are those of `generate`, an export has the names and
+values of the files, and LoRA adapts the language model alone. `model.vision: freeze` trains the language model alone;
+without images in the rows, a tower is never computed, and exported as it is in the files. The tokens that stand for
+images have no probability: sampler and trainer mask them.
+
+Refused are rows with images under `train.mesh.ulysses` or `train.mesh.tp`, and images that Gemma 3's processor cuts
+into parts (`do_pan_and_scan`). Of several images in a prompt, LLaVA-OneVision's own processor makes no tiles; here each
+image is processed by itself.
+
+| architecture | model type | tokens of an image |
+| --- | --- | --- |
+{image_rows}
+
 ## Refused
 
 A model of these architectures is refused when it is loaded, with the reason.
@@ -455,4 +476,14 @@ def page() -> str:
         rows="\n".join(proven),
         notes="\n".join(f"- {note}" for note in notes),
         refused="\n".join(refused),
+        with_images=len(images.FAMILIES),
+        image_rows="\n".join(_image_row(family) for family in sorted(images.FAMILIES)),
     )
+
+
+def _image_row(family: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    facts = images.FAMILIES[family]
+    seen = {"": "see those before them", "image": "see each other", "window": "see each other in windows"}[facts.mutual]
+    return f"| {NAMES[family]} | {family} | {seen}{', by place in the image' if facts.has_grid else ''} |"
