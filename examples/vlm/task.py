@@ -20,7 +20,7 @@ import json
 import random
 from pathlib import Path
 
-NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 960
+NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 1_920
 DRAWING_SEED = 0  # of the drawings and their split into sets; the same for all training seeds
 CELL, CELLS = 8, 4  # pixels of a cell's side, cells of a drawing's side
 COLOURS = {"green": (40, 200, 60), "blue": (50, 80, 240), "red": (230, 40, 40)}  # merges of "red" come after "green"
@@ -111,10 +111,15 @@ def make_data(folder, seed):
     images, rng, rows = folder / "images", random.Random(DRAWING_SEED), []
     images.mkdir()
     Image.new("RGB", (CELL * CELLS, CELL * CELLS), (128, 128, 128)).save(images / "grey.png")
-    for i in range(NUM_HELDOUT + NUM_TRAIN + NUM_WARMUP):
+    seen = set()
+    while len(rows) < NUM_HELDOUT + NUM_TRAIN + NUM_WARMUP:
         counts = {name: rng.randint(0, MOST if name == "red" else MOST_OTHERS) for name in COLOURS}
-        drawing(counts, rng).save(images / f"{i:05}.png")
-        rows.append({"question": "red?", "answer": str(counts["red"]), "images": [f"images/{i:05}.png"]})
+        image, name = drawing(counts, rng), f"images/{len(rows):05}.png"
+        if image.tobytes() in seen:  # no drawing is in two sets
+            continue
+        seen.add(image.tobytes())
+        image.save(folder / name)
+        rows.append({"question": "red?", "answer": str(counts["red"]), "images": [name]})
     heldout, train, warmup = rows[:NUM_HELDOUT], rows[NUM_HELDOUT:-NUM_WARMUP], rows[-NUM_WARMUP:]
     for order in (train, warmup):
         random.Random(seed).shuffle(order)

@@ -35,6 +35,7 @@ def start(tmp_path_factory) -> Path:
         rows.append({"question": "red?", "answer": str(i % 5), "images": [f"images/{i}.png"]})
     rows.append({"question": "1?", "answer": "1"})  # a prompt without an image
     task.write_rows(folder / "train.jsonl", rows)
+    task.write_rows(folder / "text.jsonl", [{"question": f"{i}?", "answer": "1"} for i in range(4)])
     return folder
 
 
@@ -43,17 +44,18 @@ def run(start: Path, folder: Path, *changes: str) -> Path:
     return tiny_run.train(Path("examples/vlm/grpo.yaml"), "run", *paths, *QUICK, "reward.terms={}", *changes)
 
 
-@pytest.mark.parametrize("vision", ["train", "freeze"])
-def test_a_step_trains_the_tower_unless_it_is_frozen(start, tmp_path, vision):
+@pytest.mark.parametrize("case", ["trained", "frozen", "without images"])
+def test_a_step_trains_the_tower_unless_it_is_frozen_or_not_used(start, tmp_path, case):
     """Each prompt has answers of its own length, whatever is right: the reward is their length."""
-    done = run(start, tmp_path, f"model.vision={vision}", "reward.terms.length.kind=tiny_run:length")
+    changes = {"trained": [], "frozen": ["model.vision=freeze"], "without images": [f"data.path={start}/text.jsonl"]}
+    done = run(start, tmp_path, "reward.terms.length.kind=tiny_run:length", *changes[case])
     before, after = (
         AutoModelForImageTextToText.from_pretrained(path).state_dict()
         for path in (start, next(done.glob("checkpoints/step_000001/model")))
     )
     assert before.keys() == after.keys()
     changed = {name.split(".")[1] for name, values in before.items() if not torch.equal(values, after[name])}
-    trained = {"language_model"} | ({"vision_tower", "multi_modal_projector"} if vision == "train" else set())
+    trained = {"language_model"} | ({"vision_tower", "multi_modal_projector"} if case == "trained" else set())
     assert changed - {"weight"} == trained
 
 
