@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from meshrl.core.types import Prompt, Trajectory, Turn
+from meshrl.core.types import Media, Prompt, Trajectory, Turn
+from meshrl.data.images import thumbnail_of
 from meshrl.loops.evaluate import standard_error
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
@@ -36,6 +38,32 @@ def answer(question: str, text: str, score: float, index: int = 0, messages: Seq
     prompt = Prompt(id=question, ordinal=0, messages=[{"role": "user", "content": question}], answer="42")
     rewards = {"correct": score, "form": 0.0}
     return Trajectory(prompt=prompt, group_id=question, index=index, turns=[turn], rewards=rewards, reward=score)
+
+
+def image_media(digest: str, seed: int, source: str = "images/7.png", num_tokens: int = 16) -> Media:
+    """An image of one colour, as a prompt has it."""
+    outputs = {"pixel_values": np.ones((1, 3, 4, 4), np.float32)}
+    made = {
+        "digest": digest,
+        "source": source,
+        "num_tokens": num_tokens,
+        "thumbnail": thumbnail_of(Image.new("RGB", (40, 30), (60 * seed, 90, 30))),
+    }
+    return Media(kind="image", outputs=outputs, text="<image>" * num_tokens, **made)
+
+
+def about_image(media: Media, text: str = "3", score: float = 1.0, index: int = 0) -> Trajectory:
+    """An answer to a question about an image."""
+    trajectory = answer(f"how many in {media.digest}?", text, score, index)
+    prompt, turn = trajectory.prompt, trajectory.turns[0]
+    question = prompt.messages[0]["content"] if prompt.messages else ""
+    parts = [{"type": "image", "image": "image-0"}, {"type": "text", "text": question}]
+    prompt.messages, prompt.media = [{"role": "user", "content": parts}], {"image-0": media}
+    turn.context_ids, turn.media_spans = (
+        np.arange(1 + media.num_tokens, dtype=np.int32),
+        [("image-0", 1, media.num_tokens)],
+    )
+    return trajectory
 
 
 def settings(**values: Any) -> str:

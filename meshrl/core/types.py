@@ -32,6 +32,7 @@ class Media:
     outputs: the processor's arrays by model keyword, e.g. pixel_values [patches, dim], image_grid_thw [1, 3].
     num_tokens: its placeholder tokens in the text; equals the number of features that the vision tower returns.
     text: what a rendered prompt has for it, with its placeholders. digest: of its pixels and the processor's settings.
+    thumbnail: a small JPEG file for logs and pages, b"" = none.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Media:
     outputs: Mapping[str, np.ndarray]
     num_tokens: int
     text: str = ""
+    thumbnail: bytes = b""
 
 
 @dataclass(kw_only=True, slots=True)

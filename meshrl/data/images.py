@@ -25,6 +25,7 @@ from meshrl.data.files import as_data_error
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # read by decoders without other programs
 MAX_PIXELS = 1 << 26  # 8192 x 8192; decoded it takes 200 MB
+THUMBNAIL_SIDE = 256  # pixels of the longest side
 MAX_RATIO = 200  # of the sides; above it processors refuse an image, or round a side to nothing
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -113,6 +114,14 @@ def image_of(value: Any, folder: str | None) -> RowImage:
     if folder and not path.startswith(os.path.join(root, "")):
         raise DataError(f"image {value!r:.200} is not below {root}, the folder of the data file; copy or link it there")
     return RowImage(value, Path(path))
+
+
+def thumbnail_of(image: Image.Image) -> bytes:
+    """A JPEG file of the RGB image, with at most THUMBNAIL_SIDE pixels a side; about 20 kB for a photo."""
+    small, file = image.copy(), io.BytesIO()
+    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    small.save(file, "JPEG", quality=95, subsampling=0)  # drawings keep their edges and colours
+    return file.getvalue()
 
 
 def _of_data_url(url: str) -> RowImage:

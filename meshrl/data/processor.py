@@ -21,7 +21,7 @@ import numpy as np
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.types import Media
 from meshrl.data.chat import IMAGE_LITERALS, IMAGE_TOKEN
-from meshrl.data.images import RowImage
+from meshrl.data.images import RowImage, thumbnail_of
 from meshrl.data.media import MediaArrays
 
 _COUNTS = {"rows", "cols", "num_patches", "num_crops"}  # outputs that only count tokens: the model does not take them
@@ -124,11 +124,19 @@ class Vision:
             raise ConfigError(
                 f"{self._path}: for an image its processor writes no {token!r}, config.json's image token"
             )
-        return Media(kind="image", digest=digest, source=image.name, outputs=arrays, num_tokens=count, text=text)
+        return Media(
+            kind="image",
+            digest=digest,
+            source=image.name,
+            outputs=arrays,
+            num_tokens=count,
+            text=text,
+            thumbnail=thumbnail_of(pixels),
+        )
 
 
 def _num_bytes(media: Media) -> int:
-    return sum(array.nbytes for array in media.outputs.values())
+    return len(media.thumbnail) + sum(array.nbytes for array in media.outputs.values())
 
 
 def load_vision(path: str, tokenizer: Any, cache_bytes: int) -> Vision | None:

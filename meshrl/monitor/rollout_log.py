@@ -1,5 +1,5 @@
 """Writes and reads the trajectories of a step: one line each in rollouts/step_XXXXXX.jsonl. Torch is not imported, so
-that viewers start fast.
+that viewers start fast. rollouts/images/ has the thumbnails of prompts' images (thumbnails.py).
 
 A file contains a group's prompt and the context of its first turn once: in the lines of later attempts, null stands for
 those of the first line that has them. Only `read_rollouts` restores them.
@@ -22,6 +22,7 @@ from meshrl.core.files import replacing
 from meshrl.core.types import SCHEMA, Media, Prompt, SamplingParams, Times, Trajectory, Turn
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import data_errors, read_lines, to_line
+from meshrl.monitor.thumbnails import Thumbnails, read_thumbnail
 from meshrl.monitor.token_log import TokenTexts, TrainerValues, tokens_file, write_tokens
 
 Record = dict[str, Any]
@@ -32,8 +33,8 @@ T = TypeVar("T")
 class LoggedTrajectory:
     """A trajectory read from a file. texts: each turn's sampled tokens decoded, with special tokens.
 
-    The Trajectory is restored to the bit, except the arrays of its media: only their digest, source and size are
-    written.
+    The Trajectory is restored to the bit, except the arrays and the text of its media, which are not written. An image
+    whose thumbnail is gone has none.
     """
 
     step: int
@@ -46,7 +47,7 @@ class RolloutLog:
 
     decode: ids int32[R] -> text with special tokens. writes: counts failed writes, which end no run; by default the log
     has its own counter. every_steps: steps 1, 1 + every_steps, 1 + 2 * every_steps, ... have files, and all
-    evaluations; 0 = nothing has a file.
+    evaluations; 0 = nothing has a file. note: as for Thumbnails.
 
     Called in an event loop, a write only makes the lines; a thread writes them and the values of the tokens
     (FailedWrites.write). At most one step's waits in memory.
@@ -58,9 +59,11 @@ class RolloutLog:
         decode: Callable[[np.ndarray], str],
         writes: FailedWrites | None = None,
         every_steps: int = 1,
+        note: Callable[[str], None] = lambda text: None,
     ):
         self._folder, self._decode, self._every_steps = Path(folder) / "rollouts", decode, every_steps
         self._writes, self._token_texts = writes or FailedWrites(), TokenTexts(decode)
+        self._thumbnails = Thumbnails(self._folder, note)
 
     def has_file(self, step: int, name: str = "step") -> bool:
         """Whether this step has a file."""
@@ -86,7 +89,7 @@ class RolloutLog:
         self._writes.wait()
         path, lines = self._folder / f"{name}_{step:06d}.jsonl", list[str]()
         groups: dict[str, _Group] = {}
-        texts = self._texts(trajectories)
+        texts, images = self._texts(trajectories), self._thumbnails.missing(trajectories)
         for trajectory, of_turns in zip(trajectories, texts):
             record = _trajectory_record(trajectory, of_turns)
             # Null stands for the prompt and the first context of the group, if an earlier line has them.
@@ -109,6 +112,7 @@ class RolloutLog:
                 file.writelines(lines)
             if not append:
                 write_tokens(tokens_file(path), trajectories, texts, self._token_texts, trainer)
+            self._thumbnails.write(images)
 
         self._writes.write("rollouts", write_files)
         return path
@@ -164,6 +168,8 @@ def read_rollouts(path: str | Path, notes: list[str] | None = None) -> Iterator[
 
     def logged(record: Record) -> LoggedTrajectory:
         trajectory = _trajectory(record, groups.setdefault(record["group_id"], _Group()))
+        for media in trajectory.prompt.media.values() if record["prompt"] else ():
+            media.thumbnail = read_thumbnail(Path(path).parent, media.digest)
         return LoggedTrajectory(record["step"], trajectory, [turn["text"] for turn in record["turns"]])
 
     return read_records(path, logged, notes)

@@ -114,7 +114,9 @@ async def train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport
                         rollouts=groups.rollouts,
                         scorer=scorer,
                         layout=layout,
-                        rollout_log=RolloutLog(run.folder, decode, out.writes, cfg.monitor.rollout_log_every_steps),
+                        rollout_log=RolloutLog(
+                            run.folder, decode, out.writes, cfg.monitor.rollout_log_every_steps, out.note
+                        ),
                         cursor=task.train_prompts.state(),
                         evaluation=evaluation,
                     )

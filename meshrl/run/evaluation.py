@@ -121,7 +121,8 @@ class _Answers:
     def __init__(self, outputs: RunOutputs, cfg: RunConfig, task: Task, subject: Subject):
         self.trajectories: list[Trajectory] = []
         self._outputs, self._cfg, self._subject = outputs, cfg, subject
-        self._log = RolloutLog(outputs.folder, partial(text_of, task.tokenizer, special=True), outputs.writes)
+        decode = partial(text_of, task.tokenizer, special=True)
+        self._log = RolloutLog(outputs.folder, decode, outputs.writes, note=outputs.note)
         self._rewards = self._tokens = 0.0
 
     def add(self, group: list[Trajectory]) -> None:

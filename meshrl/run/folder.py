@@ -48,7 +48,7 @@ LOGS = "logs"  # of servers that ranks have started
 OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 _OF_A_RUN = (
     *(_METRICS, "checkpoints/best.json", _RESULT, "report.html", "view.html", "stacks.txt"),
-    *(NOTES_FILE, TRACES, LOGS, "tensorboard", "wandb"),
+    *(NOTES_FILE, TRACES, LOGS, "tensorboard", "wandb", "rollouts/images"),
 )
 
 
@@ -267,7 +267,7 @@ def bytes_of(folder: Path) -> int:
     """Bytes of the states, models, rollouts and metrics of a run, without those of earlier parts."""
     places = [path for _, path in step_folders(folder / "checkpoints")]
     files = [file for root in places for file in root.rglob("*")]
-    files += [folder / _METRICS, *step_files(folder / "rollouts", 0)]
+    files += [folder / _METRICS, *step_files(folder / "rollouts", 0), *(folder / "rollouts/images").glob("*.jpg")]
     total = 0
     for file in files:
         with suppress(OSError):  # a link without a target, or a file that another program has removed

@@ -13,6 +13,7 @@ from tiny_tokenizers import tiny_tokenizer
 from tiny_vision import FOLDERS, drawing, encoded, make_vision_folder
 
 from meshrl.core.errors import ConfigError, DataError
+from meshrl.core.types import Media
 from meshrl.data.chat import load_tokenizer, render
 from meshrl.data.images import image_of
 from meshrl.data.media import find_spans
@@ -72,16 +73,19 @@ def test_equal_images_have_equal_digests_and_another_setting_has_another(tmp_pat
     assert load(folder).media(image_of(IMAGES[0], None)).digest != as_png.digest
 
 
+def num_bytes(media: Media) -> int:
+    return len(media.thumbnail) + sum(array.nbytes for array in media.outputs.values())
+
+
 def test_the_cache_keeps_its_bytes_and_other_images_are_processed_again(tmp_path: Path, monkeypatch):
     vision = load(make_vision_folder(tmp_path))
-    size = sum(array.nbytes for array in vision.media(image_of(IMAGES[0], None)).outputs.values())
-    vision = load(tmp_path, cache_bytes=int(2.5 * size))
+    vision = load(tmp_path, cache_bytes=int(2.5 * num_bytes(vision.media(image_of(IMAGES[0], None)))))
     processed = list[str]()
     process = vision._process
     monkeypatch.setattr(vision, "_process", lambda image: processed.append(image.name) or process(image))
     media = [vision.media(image_of(drawing(40, 30, seed), None)) for seed in (0, 1, 0, 2, 0)]
     assert len(processed) == 3, "an image that was used lately is not processed again"
-    assert vision._num_cached_bytes == 2 * size
+    assert vision._num_cached_bytes == num_bytes(media[3]) + num_bytes(media[4])
     sent = pickle.loads(pickle.dumps(media[1]))
     assert type(sent.outputs) is dict and len(processed) == 4
     assert (sent.outputs["pixel_values"] == media[1].outputs["pixel_values"]).all() and len(processed) == 4

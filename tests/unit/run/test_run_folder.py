@@ -25,7 +25,7 @@ from meshrl.core.errors import MeshrlError, RewardError
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.run import folder as lease
 from meshrl.run import start
-from meshrl.run.folder import Start, run_name, set_aside
+from meshrl.run.folder import Start, bytes_of, run_name, set_aside
 from meshrl.run.inputs import Objects
 from meshrl.run.models import read_best
 from meshrl.run.outputs import LiveRun, live_run
@@ -386,3 +386,14 @@ def test_a_branch_adopts_the_evaluations_up_to_its_start_and_its_own_metrics_sta
         else:
             assert [(line.step, line.metrics["eval/mean_at_k"]) for line in lines] == [(0, 0.0), (2, 0.5)]
             assert all(line.evaluation == {"term": "answer"} for line in lines)
+
+
+def test_thumbnails_move_with_the_rollouts_of_an_earlier_run_and_stay_for_one_that_continues(tmp_path: Path):
+    image = tmp_path / "rollouts" / "images" / "a.jpg"
+    image.parent.mkdir(parents=True)
+    image.write_bytes(b"12345")
+    assert bytes_of(tmp_path) == 5
+    set_aside(tmp_path, Start(2, tmp_path, {}))
+    assert image.exists()
+    set_aside(tmp_path, None)
+    assert not image.exists() and (tmp_path / "earlier_1" / "rollouts" / "images" / "a.jpg").exists()
