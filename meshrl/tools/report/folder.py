@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from meshrl.config.reward import PassScore, full_rewards, has_passed
 from meshrl.config.values import scalar
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
-from meshrl.core.types import Trajectory
+from meshrl.core.types import Media, Trajectory
 from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import answer_files, read_rollouts
@@ -57,11 +57,13 @@ class LoggedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class LoggedPrompt:
-    """A held-out prompt and the answers to it in one evaluation. question: (role, text) of its messages."""
+    """A held-out prompt and the answers to it in one evaluation. question: (role, text) of its messages. media: the
+    images in them, by their ids."""
 
     question: list[tuple[str, str]]
     truth: str
     answers: list[LoggedAnswer] = field(default_factory=list)
+    media: dict[str, Media] = field(default_factory=dict)
 
     @property
     def is_right(self) -> bool:
@@ -221,21 +223,35 @@ def read_evaluation(path: Path, term: str, pass_score: PassScore) -> tuple[int, 
     for number, logged in enumerate(read_rollouts(path), start=1):
         with data_errors(f"{path}:{number}", "a trajectory"):
             trajectory, prompt = logged.trajectory, logged.trajectory.prompt
+            media = prompt.media
             if prompt.id not in asked:
-                asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], plain_text(prompt.answer))
+                question = [_message(m, media) for m in prompt.messages or ()]
+                asked[prompt.id] = LoggedPrompt(question, plain_text(prompt.answer), media=media)
             score = judged_score(trajectory, term)
             passed = has_passed(score, trajectory.rewards, pass_score)
             conversation = []  # what was sampled, as text with special tokens, and what tools answered
             for turn, text in zip(trajectory.turns, logged.texts, strict=True):
-                conversation += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
+                conversation += [_message(m, media) for m in turn.messages if m.get("role") != "assistant"]
                 conversation.append(("assistant", plain_text(text)))
             asked[prompt.id].answers.append(LoggedAnswer(conversation, score, passed, trajectory.status))
     with data_errors(str(path), "the rollouts of an evaluation"):
         return int(path.stem.rpartition("_")[2]), asked
 
 
-def _message(message: dict[str, Any]) -> tuple[str, str]:
-    return str(message.get("role", "")), plain_text(message.get("content"))
+def _message(message: dict[str, Any], media: Mapping[str, Media]) -> tuple[str, str]:
+    return str(message.get("role", "")), content_text(message.get("content"), media)
+
+
+def content_text(content: Any, media: Mapping[str, Media]) -> str:
+    """The text of a message's content, with [image FILE] in the places of images."""
+    if not (media and isinstance(content, list)):
+        return plain_text(content)
+    texts = []
+    for part in content:
+        known = isinstance(part, dict) and media.get(str(part.get("image")))
+        text = part.get("text", part) if isinstance(part, dict) else part
+        texts.append(f"[{known.kind} {known.source}]" if known else plain_text(text))
+    return "".join(texts)
 
 
 def plain_text(value: Any) -> str:

@@ -4,6 +4,7 @@ Each section is a function of the run's files; one without data is empty."""
 
 from __future__ import annotations
 
+import base64
 import fnmatch
 import math
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from meshrl.core.terminal import command, counted
+from meshrl.core.types import Media
 from meshrl.monitor.glossary import Entry, judge, meaning_of, unhealthy
 from meshrl.monitor.notes import REWARDS_FILE, important
 from meshrl.monitor.rollout_log import answer_files
@@ -321,7 +323,16 @@ def sample_row(asked: dict[str, LoggedPrompt], title: str = "") -> str:
         answers += f'<div class="{css}"><small>{escape(when)}: {score}{several}{truncated}</small>{texts}</div>'
     question = _messages([m for m in first.question if m[0] != "system"] + [("expected answer", first.truth)])
     name = f"<b>{title}</b>" if title else ""
-    return f'<div class="sample"><div>{name}{question}</div>{answers}</div>'
+    images = f"<div>{''.join(map(_image, first.media.values()))}</div>" if first.media else ""
+    return f'<div class="sample"><div>{name}{images}{question}</div>{answers}</div>'
+
+
+def _image(media: Media) -> str:
+    """The box of an image, whose tokens are context."""
+    data = base64.b64encode(media.thumbnail).decode()
+    shown = f'<img alt="" src="data:image/jpeg;base64,{data}">' if data else "no thumbnail "
+    about = f"{escape(media.source)} · {counted(media.num_tokens, 'token')}"
+    return f'<span class="image">{shown}<small>{about}</small></span>'
 
 
 def _messages(messages: Sequence[tuple[str, str]]) -> str:

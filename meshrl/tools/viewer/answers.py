@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -18,9 +18,9 @@ from rich.text import Text
 from meshrl.config.reward import has_passed
 from meshrl.core.errors import Failure, Graded, MeshrlError
 from meshrl.core.terminal import counted, printable
-from meshrl.core.types import Prompt
+from meshrl.core.types import Media, Prompt
 from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
-from meshrl.tools.report.folder import criterion_of, judged_score, plain_text, read_settings
+from meshrl.tools.report.folder import content_text, criterion_of, judged_score, read_settings
 from meshrl.tools.runs import require_run
 
 
@@ -113,7 +113,11 @@ def _question_parts(prompt: Prompt, number: str = "") -> Iterator[Any]:
     """The head of a group, the messages of its prompt, and the expected answer."""
     yield Text(printable(f"━━━ prompt{number}: {prompt.id}"), "bold cyan")
     for message in (*(prompt.messages or ()), {"role": "expected answer", "content": prompt.answer}):
-        yield from _message_parts(message)
+        yield from _message_parts(message, prompt.media)
+    for media in prompt.media.values():
+        place = f"rollouts/images/{media.digest}.jpg" if media.thumbnail else "no thumbnail"
+        line = f"  {media.kind} {media.source}: {counted(media.num_tokens, 'token')}, {place}"
+        yield Text(printable(line), "dim")
 
 
 def _answer_parts(group: str, logged: LoggedTrajectory) -> Iterator[Any]:
@@ -131,20 +135,20 @@ def _answer_parts(group: str, logged: LoggedTrajectory) -> Iterator[Any]:
             yield Text(printable(f"  {failure.kind}: {failure.message}"), "yellow")
     for turn, sampled in zip(trajectory.turns, logged.texts):
         for message in turn.messages or [{"role": "assistant", "content": sampled}]:
-            yield from _message_parts(message, len(trajectory.turns) > 1)
+            yield from _message_parts(message, trajectory.prompt.media, len(trajectory.turns) > 1)
 
 
 def _graded(result: Graded) -> str:
     return "failed" if isinstance(result, Failure) else "does not apply" if result is None else f"{result:.4g}"
 
 
-def _message_parts(message: dict[str, Any], with_role: bool = True) -> Iterator[Any]:
+def _message_parts(message: dict[str, Any], media: Mapping[str, Media], with_role: bool = True) -> Iterator[Any]:
     """The role and the indented content of a message, with the calls of tools that it has as fields."""
     if with_role:
         yield Text(printable(f"  {message.get('role')}:"), "dim")
     for content in (message.get("content"), *(message.get("tool_calls") or ())):
         if content is not None:
-            text = Text(printable(plain_text(content)).expandtabs(4))
+            text = Text(printable(content_text(content, media)).expandtabs(4))
             yield Padding(text, (0, 0, 0, 4), expand=False)
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -24,10 +24,12 @@ from meshrl.config.reward import PassScore, has_passed
 from meshrl.core.columns import columns_for
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.terminal import counted
+from meshrl.core.types import Media
 from meshrl.monitor.rollout_log import answer_files, read_records
+from meshrl.monitor.thumbnails import read_thumbnail
 from meshrl.monitor.token_log import TokenFile, read_token_file
 from meshrl.tools.page.document import data_block, document, package_text, write_page
-from meshrl.tools.report.folder import criterion_of, read_settings
+from meshrl.tools.report.folder import content_text, criterion_of, read_settings
 from meshrl.tools.state import read_part
 from meshrl.tools.viewer.answers import require_rollouts, step_name
 
@@ -53,12 +55,14 @@ class RolloutFile:
 
 @dataclass(slots=True)
 class Chunk:
-    """texts, values: compressed, as base64. groups, rows: of the index, a row for each answer."""
+    """texts, values: compressed, as base64. groups, rows: of the index, a row for each answer. images: the digests of
+    those in the prompts."""
 
     texts: str
     values: str
     groups: list[Record]
     rows: list[tuple[Any, ...]]
+    images: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ def _answer(record: Record, tokens: TokenFile | None, criterion: tuple[str, Pass
         turns.append({**same, "messages": messages, "tokens": count})
     prompt, reward = record["prompt"], record["reward"]
     shown = {
-        "prompt": prompt and {name: prompt[name] for name in ("id", "messages", "answer")},
+        "prompt": prompt and {name: prompt[name] for name in ("id", "messages", "answer", "media")},
         **{name: record[name] for name in ("rewards", "failure")},
         "turns": turns,
     }
@@ -131,8 +135,9 @@ def _answer(record: Record, tokens: TokenFile | None, criterion: tuple[str, Pass
         _preview(turns[-1]["text"]) if turns else "",
     )
     if prompt is not None:
+        media = {name: Media(outputs={}, **fields) for name, fields in prompt["media"].items()}
         texts = [m["content"] for m in prompt["messages"] or [] if isinstance(m, dict) and m.get("content")]
-        asked = _preview(texts[-1]) if texts else f"(prompt of {len(prompt['ids'] or [])} tokens)"
+        asked = _preview(content_text(texts[-1], media)) if texts else f"(prompt of {len(prompt['ids'] or [])} tokens)"
         prompt = str(prompt["id"]), asked
     return _Answer(shown, prompt, row, parts)
 
@@ -150,6 +155,7 @@ def _chunk(groups: dict[str, list[_Answer]], tokens: TokenFile | None) -> Chunk:
         packed(_values(tokens, parts)) if tokens is not None and parts else "",
         prompts,
         [(number, *answer.row) for number, group in enumerate(groups.values()) for answer in group],
+        [m["digest"] for answer in answers for m in ((answer.shown["prompt"] or {}).get("media") or {}).values()],
     )
 
 
@@ -211,9 +217,10 @@ def write_view(folder: Path, out: Path | None = None, steps: str | None = None) 
     damaged = list[str]()
     criterion = criterion_of(read_part(damaged, read_settings, folder / "config.yaml") or [])
     files = rollout_files(folder, criterion, steps)
-    chunks, notes = _read(files, folder)
+    images = dict[str, str]()
+    chunks, notes = _read(files, folder, images)
     notes += damaged
-    text = page(folder.resolve().name, files, chunks, notes)
+    text = page(folder.resolve().name, files, chunks, notes, images)
     out = out or folder / ("view.html" if steps is None else f"view_{steps}.html")
     return [f"wrote {write_page(out, text)}", *notes]
 
@@ -236,12 +243,16 @@ def rollout_files(folder: Path, criterion: tuple[str, PassScore], steps: str | N
     return chosen
 
 
-def _read(files: list[RolloutFile], folder: Path) -> tuple[list[list[Chunk]], list[str]]:
-    """The chunks of each file, within the limit of the page: the last steps first. Also lines about what is missing."""
+def _read(files: list[RolloutFile], folder: Path, images: dict[str, str]) -> tuple[list[list[Chunk]], list[str]]:
+    """The chunks of each file, within the limit of the page: the last steps first. Also lines about what is missing.
+    images: gets the thumbnails of the prompts, as base64 by digest."""
     chunks: dict[int, list[Chunk]] = {}
     room, left_out = MAX_PAGE_BYTES, list[RolloutFile]()
     for i in reversed(range(len(files))):
         for chunk in read_chunks(files[i]) if room > 0 else ():
+            new = {d: read_thumbnail(files[i].path.parent, d) for d in chunk.images if d not in images}
+            images |= {digest: base64.b64encode(content).decode() for digest, content in new.items() if content}
+            room -= sum(len(images.get(digest, "")) for digest in new)
             room -= len(chunk.texts) + len(chunk.values) + 160 * len(chunk.rows)
             if room > 0:
                 chunks.setdefault(i, []).append(chunk)
@@ -261,10 +272,14 @@ def _read(files: list[RolloutFile], folder: Path) -> tuple[list[list[Chunk]], li
     return [chunks.get(i, []) for i in range(len(files))], notes
 
 
-def page(name: str, files: list[RolloutFile], chunks: list[list[Chunk]], notes: list[str]) -> str:
-    """The complete page. The chunks come after the script, so that the list appears before they are read."""
+def page(
+    name: str, files: list[RolloutFile], chunks: list[list[Chunk]], notes: list[str], images: Mapping[str, str]
+) -> str:
+    """The complete page. The images and the chunks come after the script, so that the list appears before they are
+    read."""
     every = [chunk for of_file in chunks for chunk in of_file]
-    blocks = "".join(
+    blocks = "".join(f'<script type="text/plain" id="image-{d}">{data}</script>\n' for d, data in images.items())
+    blocks += "".join(
         f'<script type="text/plain" id="{kind}{i}">{text}</script>\n'
         for i, chunk in enumerate(every)
         for kind, text in (("texts", chunk.texts), ("values", chunk.values))

@@ -72,7 +72,9 @@
   // ---- search in the texts: each chunk is one long text in lower case, with segments of prompts and answers
 
   const haystacks = [];
-  const messageText = (message) => typeof message === "object" && message ? plain(message.content) + " " + plain(message.tool_calls) : plain(message);
+  const partText = (part) => part && part.type === "text" ? plain(part.text) : part && part.type === "image" ? "" : plain(part);
+  const contentText = (content) => Array.isArray(content) ? content.map(partText).join(" ") : plain(content);
+  const messageText = (message) => typeof message === "object" && message ? contentText(message.content) + " " + plain(message.tool_calls) : plain(message);
   const haystack = async (chunk) => {
     if (haystacks[chunk]) return haystacks[chunk];
     const texts = await readTexts(chunk), parts = [], ends = [], from = [], to = [];
@@ -316,11 +318,24 @@
     }
     return box;
   };
-  const messageBox = (message) => {
+  const imageBox = (media, name) => {
+    const of = media && media[name] || { source: name, num_tokens: 0 }, data = of.digest && $("image-" + of.digest), box = make("span", "image");
+    if (data) {
+      const image = make("img");
+      image.src = "data:image/jpeg;base64," + data.textContent;
+      image.alt = "";
+      box.append(image);
+    }
+    box.append(make("small", "", `${data ? "" : "no thumbnail: "}${of.source} · ${counted(of.num_tokens, "token")}`));
+    return box;
+  };
+  const messageBox = (message, media) => {
     const box = document.createDocumentFragment(), role = plain(message && message.role) || "message", of = make("div", "role");
     of.append(make("b", "", role), printable(message && message.name ? ` ${plain(message.name)}` : ""));
     const inner = make("div", role === "tool" ? "tool" : "");
-    inner.append(of, textBox(message && typeof message === "object" ? plain(message.content) : plain(message)));
+    const content = message && typeof message === "object" ? message.content : message;
+    if (Array.isArray(content)) inner.append(of, make("br"), ...content.map((part) => part && part.type === "image" ? imageBox(media, plain(part.image)) : textBox(partText(part))));
+    else inner.append(of, textBox(plain(content)));
     if (message && message.tool_calls) inner.append(make("div", "call", plain(message.tool_calls)));
     box.append(inner);
     return box;
@@ -349,7 +364,7 @@
     }
     return table;
   };
-  const answerCard = (answer, row, columns, place, withTokens) => {
+  const answerCard = (answer, row, columns, place, withTokens, media) => {
     const card = make("article", "card" + (row === place.row ? " chosen" : "")), title = make("h3"), age = answers.age[row];
     const status = words.status[answers.status[row]];
     const address = make("a", "", nameOf(row));
@@ -361,7 +376,7 @@
     for (const [number, depth] of inOrder(answer.turns)) {
       const turn = answer.turns[number], part = make("div", "turn" + (depth ? " branch" : ""));
       part.style.marginLeft = Math.min(depth, 8) * 12 + "px";
-      turn.messages.forEach((message) => part.append(messageBox(message)));
+      turn.messages.forEach((message) => part.append(messageBox(message, media)));
       const of = make("div", "role");
       of.append(make("b", "", answer.turns.length > 1 ? `turn ${number}` : "answer"),
         printable(` · ${turn.stop_reason}${turn.parent >= 0 ? ` · continues turn ${turn.parent}` : ""}${turn.reward == null ? "" : ` · reward ${short(turn.reward)}`}`));
@@ -408,8 +423,10 @@
     const prompt = members.map((member) => of(member).prompt).find((p) => p) || {};
     const title = make("h2", "", groups.prompt[group] || groups.id[group]), asked = make("div", "card");
     title.append(" ", make("small", "", `${at.kind === "eval" ? "evaluation after step" : "step"} ${at.step} · group ${numberOf(group)} · ${counted(members.length, "answer")}`));
-    (prompt.messages || []).forEach((message) => asked.append(messageBox(message)));
-    if (!(prompt.messages || []).length) asked.append(make("p", "note", groups.asked[group]));
+    (prompt.messages || []).forEach((message) => asked.append(messageBox(message, prompt.media)));
+    if (!(prompt.messages || []).length) {
+      asked.append(make("p", "note", groups.asked[group]), ...Object.keys(prompt.media || {}).map((name) => imageBox(prompt.media, name)));
+    }
     if (prompt.answer != null) asked.append(make("div", "role", "expected answer"), textBox(plain(prompt.answer)));
     const choice = make("div", "colour"), select = make("select"), legend = make("span", "", SCALES[colour]), label = make("label", "", "colour tokens by ");
     for (const name of Object.keys(SCALES)) { const option = make("option", "", name); option.selected = name === colour; select.append(option); }
@@ -422,7 +439,7 @@
     $("bar").hidden = true;
     const total = members.reduce((sum, member) => sum + Math.min(answers.tokens[member], TOKENS_SHOWN), 0);
     const cards = make("div", "answers");
-    cards.append(...members.map((member) => answerCard(of(member), member, columns, place, total <= TOKENS_OF_A_GROUP)));
+    cards.append(...members.map((member) => answerCard(of(member), member, columns, place, total <= TOKENS_OF_A_GROUP, prompt.media)));
     $("group").replaceChildren(title, others(group), asked, choice, cards);
     paintAll();
     chosen = row;

@@ -20,6 +20,7 @@ from meshrl.model.recipe import load_causal_lm
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.tools.viewer.attention import choose_weights, find_answer, write_attention
+from tests.made_runs import about_image, image_media
 
 
 def model_folder(folder, seed=0, **changes):
@@ -185,3 +186,10 @@ def test_a_checkpoint_without_a_model_is_converted(tmp_path, monkeypatch):
     assert (weights.step, weights.place, wanted) == (1, str(run / "checkpoints" / "step_000001" / "state"), 1)
     lines = write_attention(run, "eval_1/1/0")
     assert lines[0] == f"wrote {run / 'attention_eval_1_1_0.html'}" and "after step 1" in lines[1]
+
+
+def test_an_answer_about_an_image_is_refused_with_the_reason(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    RolloutLog(folder, lambda ids: "text").write(4, [about_image(image_media("a", 1))])
+    with pytest.raises(MeshrlError, match="answer 4/1/0 is about images, which the log has as thumbnails only"):
+        write_attention(folder, "4/1/0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.tools.compare.page import compare, difference_interval
 from meshrl.tools.report.page import write_report
-from tests.made_runs import answer, decode, made_run, settings
+from tests.made_runs import about_image, answer, decode, image_media, made_run, settings
 
 
 @pytest.fixture
@@ -167,3 +168,18 @@ def test_the_interval_of_a_difference_contains_the_true_one_in_95_of_100_compari
     differences = (rng.binomial(samples, after) - rng.binomial(samples, before)) / samples
     inside = [low <= 0 <= high for low, high in map(difference_interval, differences)]
     assert 0.93 < np.mean(inside) < 0.99
+
+
+def test_prompts_with_the_same_images_are_compared_also_if_models_process_them_differently(tmp_path):
+    runs = []
+    for name, tokens in (("a", 16), ("b", 64)):
+        runs.append(made_run(tmp_path / name, {2: [0] * 20}, [0.5, 0.5]))
+        media = [replace(image_media(name, 1, f"images/{i}.png"), num_tokens=tokens) for i in range(20)]
+        answers = [about_image(each, "1", 0.0) for each in media]
+        for i, trajectory in enumerate(answers):
+            trajectory.group_id = trajectory.prompt.id = f"q{i}"
+            trajectory.prompt.messages[0]["content"][1:] = []
+        RolloutLog(runs[-1], decode).write(2, answers, name="eval")
+    text, path = compare(runs, None)
+    assert "no common prompts" not in text and "20 prompts" in text
+    assert path.read_text(encoding="utf-8").count("<img ") > 0

@@ -13,7 +13,7 @@ from golden import check_golden
 from meshrl.cli import main
 from meshrl.core.errors import Failure
 from meshrl.monitor.rollout_log import RolloutLog
-from tests.made_runs import answer, decode, made_run, settings
+from tests.made_runs import about_image, answer, decode, image_media, made_run, settings
 
 HOSTILE = "\x1b[2J<script>\u202egnp.exe\x00\ud800\r\n\tend [bold]"
 
@@ -133,3 +133,14 @@ def test_a_run_without_rollouts_and_a_missing_run_are_explained(tmp_path, capsys
         ):
             assert main(["view", str(place), *options]) == 1
             assert capsys.readouterr().err.startswith(f"meshrl: {error}")
+
+
+def test_images_of_a_prompt_are_named_with_their_tokens_and_thumbnails(tmp_path: Path, capsys):
+    folder = made_run(tmp_path / "run", {}, [0.5])
+    RolloutLog(folder, decode).write(3, [about_image(image_media("a", 1)), about_image(image_media("b", 2))])
+    (folder / "rollouts" / "images" / "b.jpg").unlink()
+    assert main(["view", str(folder), "--step", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "    [image images/7.png]how many in a?\n" in printed
+    assert "  image images/7.png: 16 tokens, rollouts/images/a.jpg\n" in printed
+    assert "  image images/7.png: 16 tokens, no thumbnail\n" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from meshrl.monitor.sinks import JsonlSink
 from meshrl.tools.page.charts import Line, line_chart, number, stacked_chart
 from meshrl.tools.report.folder import LoggedAnswer, LoggedPrompt, read_run
 from meshrl.tools.report.page import write_report
-from tests.made_runs import answer, decode
+from tests.made_runs import about_image, answer, decode, image_media
 
 CONFIG = """\
 # resolved from gsm8k.yaml
@@ -239,3 +240,19 @@ def test_long_curves_are_drawn_in_a_bounded_number_of_points():
 )
 def test_numbers_are_short(value: float, unit: str, text: str):
     assert number(value, unit) == text
+
+
+def test_images_are_shown_beside_their_question(tmp_path: Path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(3, {"reward/mean": 0.5}, {})
+    sink.close()
+    kept, gone = image_media("a", 1), image_media("b", 2, "<img onerror=alert(1)>")
+    RolloutLog(tmp_path, decode).write(3, [about_image(kept), about_image(gone, "4", 0.0)])
+    (tmp_path / "rollouts" / "images" / "b.jpg").unlink()
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    text = visible_text(page)
+    assert re.findall(r"<img [^>]*>", page) == [
+        f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(kept.thumbnail).decode()}">'
+    ]
+    assert "images/7.png · 16 tokens" in text and "[image images/7.png]how many in a?" in text
+    assert "no thumbnail <img onerror=alert(1)> · 16 tokens" in text

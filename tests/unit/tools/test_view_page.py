@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -24,7 +25,8 @@ from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.token_log import TrainerValues, tokens_file
 from meshrl.tools.viewer import page as page_module
-from meshrl.tools.viewer.page import MAX_NATS, log_ratio_bytes, root_bytes, write_view
+from meshrl.tools.viewer.page import MAX_NATS, log_ratio_bytes, read_chunks, rollout_files, root_bytes, write_view
+from tests.made_runs import about_image, image_media
 
 __all__ = ["chromium"]
 HOSTILE = (
@@ -424,3 +426,45 @@ def test_bytes_stand_for_values_with_the_error_that_the_page_states():
         ratio = sign * np.sign(found) * 1e-6 * 10 ** ((np.abs(found) - 1) / 18) / size
         assert np.abs(ratio - 1).max() < 0.07
     assert log_ratio_bytes(np.array([np.nan, 0.0, 99.0, -99.0])).tolist() == [0, 128, 255, 1]
+
+
+@pytest.fixture
+def run_with_images(tmp_path: Path) -> Path:
+    """The thumbnail of the second prompt's image is gone."""
+    made = [
+        about_image(image_media("a", 1)),
+        about_image(image_media("a", 1), index=1),
+        about_image(image_media("b", 2)),
+    ]
+    for step in (1, 2):
+        RolloutLog(tmp_path, letters).write(step, made)
+    (tmp_path / "rollouts" / "images" / "b.jpg").unlink()
+    write_view(tmp_path)
+    return tmp_path
+
+
+def test_a_page_has_each_thumbnail_once(run_with_images: Path):
+    source = (run_with_images / "view.html").read_text()
+    data = base64.b64encode(image_media("a", 1).thumbnail).decode()
+    assert source.count(data) == 1 and f'id="image-a">{data}</script>' in source and 'id="image-b"' not in source
+
+
+def test_thumbnails_count_for_the_limit_of_the_page(run_with_images: Path, monkeypatch):
+    size = len(base64.b64encode(image_media("a", 1).thumbnail))
+    (chunk,) = read_chunks(rollout_files(run_with_images, ("", 1.0))[1])
+    monkeypatch.setattr(page_module, "MAX_PAGE_BYTES", len(chunk.texts) + len(chunk.values) + 160 * 3 + size)
+    assert "answers of the steps 1-2 are left out" in write_view(run_with_images)[1]
+    monkeypatch.setattr(page_module, "MAX_PAGE_BYTES", page_module.MAX_PAGE_BYTES + 1)
+    assert "answers of the steps 1-1 are left out" in write_view(run_with_images)[1]
+
+
+def test_images_are_shown_in_their_message_as_one_box(chromium: Chromium, run_with_images: Path):
+    page = opened(chromium, run_with_images, "2/1/1")
+    assert page.evaluate("document.querySelector('#group .image img').naturalWidth") == 40
+    assert text_of(page, "#group .image") == ["images/7.png · 16 tokens"]
+    assert text_of(page, "#group .card:not(article) .text-box")[0] == "how many in a?"
+    assert text_of(page, ".row .asked")[0].endswith(": [image images/7.png]how many in a?")
+    gone = opened(chromium, run_with_images, "2/2/0")
+    assert text_of(gone, "#group .image") == ["no thumbnail: images/7.png · 16 tokens"]
+    assert page.errors == gone.errors == []
+    assert filtered(page, "text", "many in b") == 2 and filtered(page, "text", "image-0") == 0
