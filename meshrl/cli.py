@@ -137,7 +137,7 @@ def _translate(args: argparse.Namespace) -> None:
 def _chat(args: argparse.Namespace) -> None:
     from meshrl.tools.chat import chat
 
-    chat([*args.compare, args.model], args.overrides, args.system, args.step)
+    chat([*args.compare, args.model], args.overrides, args.system, args.step, args.image)
 
 
 def _launch(args: argparse.Namespace) -> None:
@@ -391,6 +391,7 @@ _CHAT = [
         default=[],  # otherwise argparse calls it required
     ),
     _arg("--compare", "MODEL", "another model that answers, too", action="append", default=[]),
+    _arg("--image", "FILE", "image of the first question; may be given several times", action="append", default=[]),
     _arg("--system", "TEXT", "text of a system message (default: the chat template's)"),
     _STEP,
 ]

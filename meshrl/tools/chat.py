@@ -13,14 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.config.chat import ChatSettings, chat_settings
+from meshrl.config.data import MEDIA_CACHE_BYTES
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import EmbeddedConfig, RolloutConfig
 from meshrl.core.device import local_device
-from meshrl.core.errors import DataError, RequestError
+from meshrl.core.errors import ConfigError, DataError, RequestError
 from meshrl.core.terminal import print_message, print_output, printable
 from meshrl.core.types import Request, SamplingParams, turn_seed
-from meshrl.data.chat import Message, load_tokenizer, render, stop_token_ids
+from meshrl.data.chat import Message, image_literal, load_tokenizer, render, stop_token_ids
 from meshrl.data.decode import answer_text
+from meshrl.data.images import image_of
+from meshrl.data.media import find_spans
+from meshrl.data.processor import load_vision
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.run.folder import config_of
 from meshrl.run.subject import find_subject
@@ -30,11 +34,18 @@ _NOT_SAMPLING = {"seed", "dtype", "max_new_tokens", "stop", "stop_token_ids"}
 HELP = "/reset forgets the conversation; Ctrl-C stops an answer; /exit or Ctrl-D ends the chat"
 
 
-def chat(models: Sequence[str], words: Sequence[str], system: str | None, step: int | None = None) -> None:
+def chat(
+    models: Sequence[str],
+    words: Sequence[str],
+    system: str | None,
+    step: int | None = None,
+    images: Sequence[str] = (),
+) -> None:
     """Answer one question, or those that are typed until the end of the input, with each of these models.
 
     models: model folders, hub ids, or folders of runs, as find_subject; step: of the last one. words: settings, such as
-    temperature=0, and at most one question. system: the text of a system message.
+    temperature=0, and at most one question. system: the text of a system message. images: files that the
+    first question is about.
     """
     settings, question = chat_settings(words)
     with contextlib.ExitStack() as stack:
@@ -49,7 +60,7 @@ def chat(models: Sequence[str], words: Sequence[str], system: str | None, step: 
             print_message(f"loading {subject.text}")
             if (kind := config_of(subject.run).get("agent", {}).get("kind", "single_turn")) != "single_turn":
                 print_message(f"trained with agent.kind {kind}, but a chat uses no agent, and so none of its tools")
-            chats.append(Chat(model, name, system, settings))
+            chats.append(Chat(model, name, system, settings, images))
         if question is not None:
             _answer(chats, question)
             return
@@ -70,11 +81,19 @@ def chat(models: Sequence[str], words: Sequence[str], system: str | None, step: 
 
 
 class Chat:
-    """A conversation with one model, sampled with `settings`."""
+    """A conversation with one model, sampled with `settings`. Its first question begins with the images."""
 
-    def __init__(self, model: str, name: str, system: str | None, settings: ChatSettings):
+    def __init__(self, model: str, name: str, system: str | None, settings: ChatSettings, images: Sequence[str] = ()):
         self.name, self._settings = name, settings
         self._tokenizer = load_tokenizer(model)
+        self._vision = vision = load_vision(model, self._tokenizer, MEDIA_CACHE_BYTES)
+        if images and vision is None:
+            raise ConfigError(
+                f"{name} reads text only: its config.json has no vision_config. Remove --image, or give a "
+                "vision-language model"
+            )
+        read = [vision.media(image_of(path, "")) for path in images if vision]
+        self._media = {f"image-{i}": media for i, media in enumerate(read)}
         cfg = ModelConfig(path=model, dtype=settings.dtype)
         self._stops = stops = stop_token_ids(self._tokenizer, model)
         rollout = RolloutConfig(embedded=EmbeddedConfig(prefix_cache=True))
@@ -87,20 +106,28 @@ class Chat:
     def reset(self) -> None:
         """Forget the conversation."""
         self.messages = list(self._start)
+        self._asked_about = [{"type": "image", "image": name} for name in self._media]
 
     def answer(self, question: str) -> Iterator[str]:
         """The answer so far, after each of its tokens. What was sampled before an interruption is part of the
         conversation."""
         self._turn += 1
-        messages = [*self.messages, {"role": "user", "content": question}]
+        if literal := image_literal(self._tokenizer, question):
+            raise DataError(f"the question has {literal!r}, which stands for an image of the model; use --image FILE")
+        content = [*self._asked_about, {"type": "text", "text": question}] if self._asked_about else question
+        messages = [*self.messages, {"role": "user", "content": content}]
+        ids = render(self._tokenizer, messages, media=self._media)
         request = Request(
             id=str(self._turn),
-            context_ids=render(self._tokenizer, messages),
+            context_ids=ids,
+            media=self._media,
+            media_spans=find_spans(ids, self._media, self._vision.placeholder) if self._vision else [],
             sampling=SamplingParams(**self._settings.model_dump(exclude=_NOT_SAMPLING)),
             max_new_tokens=self._settings.max_new_tokens,
             seed=turn_seed(self._settings.seed, 0, 0, len(messages)),
         )
         self._engine.submit(request)
+        self._asked_about = []
         text, reason = "", None
         try:
             while reason is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 from itertools import pairwise
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tiny_models import tiny_qwen2
 from tiny_tokenizers import tiny_tokenizer
+from tiny_vision import drawing, make_vision_folder
 
 from meshrl.cli import main
 from meshrl.config.chat import ChatSettings
@@ -194,3 +196,63 @@ def test_a_run_with_an_agent_is_noted_because_no_tool_is_used(model, tmp_path, c
         chat([str(tmp_path / name)], ["temperature=0", "max_new_tokens=2", "dtype=float32", "ab?"], None)
         noted = "trained with agent.kind multi_turn, but a chat uses no agent" in capsys.readouterr().err
         assert noted == (name == "tools")
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vision-language model whose answers depend on the image, and two images."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    folder = make_vision_folder(tmp_path_factory.mktemp("vision") / "model", "llava")
+    config = AutoConfig.from_pretrained(folder)
+    config.text_config.initializer_range = config.vision_config.initializer_range = config.initializer_range = 0.5
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    for seed in (1, 2):
+        drawing(seed=seed).save(folder.parent / f"{seed}.png")
+    return folder
+
+
+def greedy_about(model: Path, images: list[Path], messages: list[dict]) -> str:
+    """The text of Transformers' own greedy answer, to the images of the first message."""
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoTokenizer, LlavaImageProcessorPil, LlavaProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    stated = json.loads((model / "processor_config.json").read_text())
+    kwargs = {name: value for name, value in stated.items() if name != "processor_class"}
+    processor = LlavaProcessor(LlavaImageProcessorPil.from_pretrained(model), tokenizer, **kwargs)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    opened = [Image.open(path) for path in images]
+    inputs = processor(images=opened, text=[text], return_tensors="pt", add_special_tokens=False)
+    lm = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    stops = list(stop_token_ids(tokenizer, str(model)))
+    banned = [[lm.config.image_token_id]]
+    out = lm.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=stops, bad_words_ids=banned)
+    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_images_belong_to_the_first_question_and_stay_in_the_conversation_until_a_reset(vision_model: Path):
+    files = [vision_model.parent / "1.png", vision_model.parent / "2.png"]
+    each = Chat(str(vision_model), "tiny", None, GREEDY, [str(path) for path in files])
+    parts = [{"type": "image", "image": f"image-{i}"} for i in range(2)]
+    messages: list[dict] = [{"role": "user", "content": [*parts, {"type": "text", "text": "ab?"}]}]
+    answers = [without_remark(list(each.answer("ab?"))[-1])]
+    assert answers[0] == greedy_about(vision_model, files, messages)
+    assert answers[0] != greedy_about(vision_model, files[::-1], messages), "the answer depends on the images"
+    messages += [{"role": "assistant", "content": answers[0]}, {"role": "user", "content": "and 12?"}]
+    assert without_remark(list(each.answer("and 12?"))[-1]) == greedy_about(vision_model, files, messages)
+    each.reset()
+    assert without_remark(list(each.answer("ab?"))[-1]) == answers[0]
+
+
+def test_images_that_can_not_be_read_and_models_of_text_are_refused(model, vision_model: Path, tmp_path, capsys):
+    image = str(vision_model.parent / "1.png")
+    assert main(["chat", model, "ab?", "--image", image]) == 2
+    assert "reads text only: its config.json has no vision_config. Remove --image" in capsys.readouterr().err
+    (tmp_path / "notes.png").write_text("no image")
+    for wrong, error in ((tmp_path / "gone.png", "gone.png"), (tmp_path / "notes.png", "is not an image")):
+        assert main(["chat", str(vision_model), "ab?", "--image", image, "--image", str(wrong)]) != 0
+        assert error in capsys.readouterr().err
+    assert main(["chat", str(vision_model), "an <image>?", "--image", image]) != 0
+    assert "the question has '<image>', which stands for an image" in capsys.readouterr().err
