@@ -64,7 +64,7 @@ def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]
     if any(turn.media_spans for turn in answer.trajectory.turns):
         raise MeshrlError(
             f"answer {answer.name} is about images, which the log has as thumbnails only; attention is computed for "
-            "prompts of text alone. `meshrl view` shows the images beside the answer"
+            "prompts of text alone. `meshrl view` shows them with the answer"
         )
     from meshrl.model.attention_maps import attention_maps  # imports torch
     from meshrl.model.recipe import load_causal_lm

@@ -242,7 +242,7 @@ def test_numbers_are_short(value: float, unit: str, text: str):
     assert number(value, unit) == text
 
 
-def test_images_are_shown_beside_their_question(tmp_path: Path):
+def test_images_are_shown_with_their_question(tmp_path: Path):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.write(3, {"reward/mean": 0.5}, {})
     sink.close()

@@ -451,11 +451,14 @@ def test_a_page_has_each_thumbnail_once(run_with_images: Path):
 
 def test_thumbnails_count_for_the_limit_of_the_page(run_with_images: Path, monkeypatch):
     size = len(base64.b64encode(image_media("a", 1).thumbnail))
-    (chunk,) = read_chunks(rollout_files(run_with_images, ("", 1.0))[1])
-    monkeypatch.setattr(page_module, "MAX_PAGE_BYTES", len(chunk.texts) + len(chunk.values) + 160 * 3 + size)
+    chunks = [chunk for file in rollout_files(run_with_images, ("", 1.0)) for chunk in read_chunks(file)]
+    first, last = (len(chunk.texts) + len(chunk.values) + 160 * 3 for chunk in chunks)
+    monkeypatch.setattr(page_module, "MAX_PAGE_BYTES", last + size)
     assert "answers of the steps 1-2 are left out" in write_view(run_with_images)[1]
     monkeypatch.setattr(page_module, "MAX_PAGE_BYTES", page_module.MAX_PAGE_BYTES + 1)
     assert "answers of the steps 1-1 are left out" in write_view(run_with_images)[1]
+    monkeypatch.setattr(page_module, "MAX_PAGE_BYTES", first + last + size + 1)
+    assert len(write_view(run_with_images)) == 1, "an image of both steps counts once"
 
 
 def test_images_are_shown_in_their_message_as_one_box(chromium: Chromium, run_with_images: Path):
