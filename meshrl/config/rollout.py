@@ -15,8 +15,10 @@ from meshrl.config.case import Case, Problem
 from meshrl.config.model import LoraConfig
 from meshrl.config.source import COMMAND_LINE
 from meshrl.config.values import show
+from meshrl.core.errors import ConfigError
 
 CAN_RELEASE_MEMORY = ("embedded", "vllm", "sglang")
+VLLM_IMAGE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images vLLM was tested with
 
 
 class RolloutMeshConfig(Slice):
@@ -126,7 +128,7 @@ OWN_ARGS = {  # set by meshrl: with other values its checks of weights and logpr
         --model --uds --host --port --dtype --max-model-len --max-num-seqs --tensor-parallel-size --data-parallel-size
         --pipeline-parallel-size --worker-extension-cls --logprobs-mode --generation-config --seed
         --kv-cache-memory-bytes --gpu-memory-utilization --skip-tokenizer-init --enable-scale-out --enable-sleep-mode
-        -tp -pp -dp
+        --mm-device-do-normalize --no-mm-device-do-normalize -tp -pp -dp
     """,
     "sglang": """
         --model-path --host --port --api-key --config --dtype --tp-size --tensor-parallel-size --dp-size
@@ -377,6 +379,15 @@ _NOT_INSTALLED = {
     "sglang": "SGLang is not installed here. Run scripts/install.sh --sglang, and set "
     "rollout.sglang.python=.venv-sglang/bin/python, or set rollout.sglang.url to a running server.",
 }
+
+
+def require_engine_for_images(engine: str, model_type: str) -> None:
+    """Raises: ConfigError if the engine takes no images with a model of this type."""
+    if engine != "embedded" and (engine != "vllm" or model_type not in VLLM_IMAGE_MODELS):
+        raise ConfigError(
+            f"rows have images, which rollout.engine {engine} does not take with a model of type {model_type}. Set "
+            f"rollout.engine: embedded; vllm takes images with {', '.join(VLLM_IMAGE_MODELS)}"
+        )
 
 
 def missing_server(rollout: RolloutConfig) -> Problem | None:

@@ -84,7 +84,7 @@ class ModelInputs:
         for row, start, stop in pieces:
             for media_id, first, _ in in_order(row):
                 if start <= first < stop:
-                    self._require_features(row.media[media_id])
+                    self.require_features(row.media[media_id])
                     for name, array in row.media[media_id].outputs.items():
                         outputs.setdefault(name, []).append(array)
         axis = 0 if self.family is None else self.family.axis
@@ -123,7 +123,7 @@ class ModelInputs:
         total, of_images = int(is_placeholder.sum()), sum(row.media[name].num_tokens for name, _, _ in row.media_spans)
         return "" if total == of_images else f"{total} placeholder tokens for images of {of_images} features"
 
-    def _require_features(self, media: Media) -> None:
+    def require_features(self, media: Media) -> None:
         """Raises: DataError for an image with other numbers of placeholders and of features, with which a model stops,
         or computes with the features of another image."""
         if self.family is not None and (num := self.family.features(self.config, media.outputs)) != media.num_tokens:

@@ -16,6 +16,7 @@ from meshrl.config.data import MEDIA_CACHE_BYTES
 from meshrl.config.kinds import REWARDS, needs_answer
 from meshrl.config.load import Loaded
 from meshrl.config.precedence import DEFAULT
+from meshrl.config.rollout import require_engine_for_images
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.terminal import counted
@@ -25,7 +26,7 @@ from meshrl.data.datasets import PromptMaker, SftRow, listed, load_sft_rows
 from meshrl.data.decode import ending_ids, text_of
 from meshrl.data.order import SftSource, content_of, load_eval_prompts, open_feed
 from meshrl.data.processor import load_vision
-from meshrl.model.limits import limits_of, text_config
+from meshrl.model.limits import full_config, limits_of, text_config
 from meshrl.reward.sandbox import Log
 from meshrl.reward.score import Scorer
 from meshrl.reward.self_test import NUM_REFERENCES, NUM_ROWS, try_built_in, try_on_answers, try_references
@@ -63,6 +64,8 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
         max_context_tokens=max_context_tokens,
         row_note=_note_on_bad_rows(bad, vision.num_animated if vision else 0),
     )
+    if vision is not None and any(prompt.media for prompt in _first_prompts(task)):
+        require_engine_for_images(cfg.rollout.engine, full_config(cfg.model.path).model_type)
     for prompt in _first_prompts(task)[:1] if agent.tools else ():
         own = f"the chat template of {cfg.model.path}"
         template = own if cfg.data.chat_template is None else f"data.chat_template = {cfg.data.chat_template[:200]}"

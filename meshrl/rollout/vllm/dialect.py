@@ -1,8 +1,8 @@
 """A vLLM server: its command line, its token endpoint (`/inference/v1/generate`) and its commands.
 
-The server gets token ids, so it neither tokenizes nor applies a template. vLLM's own EOS check is switched off: a
-turn ends at the stop ids that meshrl sends, as with every engine. Logprobs belong to the distribution that was sampled
-from (`--logprobs-mode processed_logprobs`).
+The server gets token ids and processed images, so it neither tokenizes nor applies a template. vLLM's own EOS check is
+switched off: a turn ends at the stop ids that meshrl sends, as with every engine. Logprobs belong to the distribution
+that was sampled from (`--logprobs-mode processed_logprobs`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from meshrl.config.rollout import VLLM_IMAGE_MODELS
 from meshrl.core.device import visible_devices
-from meshrl.core.errors import CapabilityError, EngineFailure, SyncError
+from meshrl.core.errors import CapabilityError, EngineFailure, RequestError
 from meshrl.core.types import Request
-from meshrl.model.limits import has_experts
+from meshrl.model.causal import MASKED
+from meshrl.model.inputs import TEXT_INPUTS, ModelInputs
+from meshrl.model.limits import full_config, has_experts
 from meshrl.plan.decisions import VLLM_CPU_CACHE_BYTES
 from meshrl.rollout.admission import Bounds, check_supported, topk_of
 from meshrl.rollout.base import Capabilities
@@ -33,6 +36,7 @@ from meshrl.rollout.server.dialect import (
 )
 from meshrl.rollout.server.http import HttpClient, is_up
 from meshrl.rollout.server.process import ServerProcess
+from meshrl.rollout.vllm.features import EncodedImages
 
 MAX_TOPK = 19  # vLLM returns at most 20 logprobs with each token, and one of them may be the sampled token
 _GENERATE = "/inference/v1/generate"
@@ -55,16 +59,26 @@ class VllmDialect(Dialect):
     drains_before_release = True  # vLLM crashed when its memory was released with requests in place
     no_release = "the server runs without --enable-sleep-mode; use rollout.release_memory"
 
-    def __init__(self, http: HttpClient, server: ServerProcess | None, can_release: bool):
+    def __init__(
+        self, http: HttpClient, server: ServerProcess | None, can_release: bool, inputs: ModelInputs = TEXT_INPUTS
+    ):
+        """inputs: of the server's model."""
         super().__init__(http, server)
         self.capabilities = Capabilities(release=can_release, in_flight=True)
+        self._inputs, self._images = inputs, EncodedImages(inputs, self._encode)
 
     # ---- requests
 
     def check(self, request: Request, bounds: Bounds) -> None:
         check_supported(
-            request, self.name, lambda name: 1 <= topk_of(name) <= MAX_TOPK, f"topk:N, N from 1 to {MAX_TOPK}"
+            request,
+            self.name,
+            lambda name: 1 <= topk_of(name) <= MAX_TOPK,
+            f"topk:N, N from 1 to {MAX_TOPK}",
+            takes_media=self._inputs.family is not None and self._inputs.config.model_type in VLLM_IMAGE_MODELS,
         )
+        if fault := self._inputs.fault(request, request.context_ids):
+            raise RequestError(f"request {request.id}: {fault}")
         if 0 < request.sampling.temperature < _LEAST_TEMPERATURE:
             raise CapabilityError(
                 f"request {request.id}: sampling.temperature is {request.sampling.temperature:g}; vLLM takes 0 "
@@ -72,7 +86,10 @@ class VllmDialect(Dialect):
             )
 
     async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
-        async with aclosing(self.http.stream(_GENERATE, _body(request, bounds))) as events:
+        body = _body(request, bounds, self._inputs.masked)
+        if request.media_spans:
+            body["features"] = await self._images.features(request)
+        async with aclosing(self.http.stream(_GENERATE, body)) as events:
             async for event in events:
                 yield part_of(event)
 
@@ -105,20 +122,26 @@ class VllmDialect(Dialect):
         return await self._memory("restore", parts)
 
     async def _memory(self, step: str, parts: set[str]) -> int:
-        answers = await self.call_workers(step, {"parts": sorted(parts)})
+        return sum(answer["num_bytes"] for answer in await self._answers(step, {"parts": sorted(parts)}))
+
+    async def _encode(self, arrays: dict[str, Any]) -> str:
+        return str((await self._answers("encode", {"arrays": arrays}))[0]["text"])
+
+    async def _answers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        answers = await self.call_workers(step, arguments)
         for answer in answers:
             if "error" in answer:
                 raise EngineFailure(f"{self.http.name}: {answer['error']}")
-        return sum(answer["num_bytes"] for answer in answers)
+        return answers
 
     async def _drop_caches(self) -> None:
-        """Drop the KV cache; keys and values of running requests are computed again."""
-        answer = await self.http.post("/reset_prefix_cache", reset_running_requests=True)
-        if not answer["success"]:
-            raise SyncError(f"{self.http.name}: vLLM could not drop its prefix cache, which belongs to the old weights")
+        """Drop the KV cache and the features of images, which /reset_prefix_cache would leave. Those of running
+        requests are computed again. vLLM answers with an error if it can't."""
+        await self.http.post("/pause", mode="keep", clear_cache=True)
 
 
-def _body(request: Request, bounds: Bounds) -> dict[str, Any]:
+def _body(request: Request, bounds: Bounds, masked: Sequence[int] = ()) -> dict[str, Any]:
+    """masked: ids that are never sampled, as in the trainer's head."""
     topk = max(map(topk_of, request.want), default=0)
     sampling = sampling_body(request, bounds) | {
         "ignore_eos": True,
@@ -127,6 +150,7 @@ def _body(request: Request, bounds: Bounds) -> dict[str, Any]:
         "logprobs": topk + 1 if topk else 0,
         "detokenize": False,
         "stream_interval": stream_interval(request),
+        "logit_bias": dict.fromkeys(masked, MASKED) or None,
     }
     return {
         "request_id": request.id,
@@ -156,7 +180,7 @@ def part_of(event: dict[str, Any]) -> AnswerPart:
 def start_vllm(spec: ServerSpec) -> VllmDialect:
     """Start the server and wait until it is ready. Blocks."""
     server, can_release = start_server(spec), spec.device.type == "cpu" or bool(spec.rollout.release_memory)
-    return VllmDialect(http_of(server), server, can_release)
+    return VllmDialect(http_of(server), server, can_release, ModelInputs(full_config(spec.model.path)))
 
 
 def start_server(spec: ServerSpec) -> ServerProcess:
@@ -208,8 +232,15 @@ def _command(spec: ServerSpec, folder: Path) -> list[str]:
         values["--kv-cache-memory-bytes"] = kv_cache_bytes
     else:
         values["--gpu-memory-utilization"] = cfg.gpu_memory_utilization
-    flags = [
-        "--skip-tokenizer-init",
+    if ModelInputs(full_config(spec.model.path)).family is not None:
+        values["--limit-mm-per-prompt"] = '{"video": 0}'
+        values["--mm-processor-cache-gb"] = 0  # each request carries its features
+        # Processed pixels are normalized; by default vLLM's model would normalize them again. vLLM's classes with a
+        # tower need a tokenizer to be built.
+        flags = ["--no-mm-device-do-normalize", *(["--skip-mm-profiling"] if on_cpu else [])]
+    else:
+        flags = ["--skip-tokenizer-init"]
+    flags += [
         "--enable-scale-out",  # enables the endpoint that takes and returns ids
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",

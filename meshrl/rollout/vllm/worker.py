@@ -10,17 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalKwargsItems
 
 from meshrl.core.errors import SyncError
 from meshrl.rollout.server.worker_weights import WorkerWeights
+from meshrl.rollout.vllm.features import array_of
 from meshrl.rollout.vllm.memory import WorkerMemory
 from meshrl.rollout.vllm.packed import PackedExperts, PackedLayers
 from meshrl.sync.layout import SyncHeader
@@ -41,7 +46,7 @@ class VllmWeights(WorkerWeights):
     def __init__(self, worker: Any):
         super().__init__(worker.get_model(), f"vllm worker {worker.rank}", _make_placeholder, worker.rank)
         self.worker, self.memory = worker, WorkerMemory(worker)
-        self.steps |= {"release": self.release, "restore": self.restore}
+        self.steps |= {"release": self.release, "restore": self.restore, "encode": self.encode}
         self.packed: PackedLayers = PackedLayers(self.model, -1)
         self._experts = PackedExperts(self.model)
         self._reloading = False
@@ -98,6 +103,19 @@ class VllmWeights(WorkerWeights):
 
     def restore(self, parts: list[str]) -> dict[str, Any]:
         return {"num_bytes": self.memory.restore(set(parts))}
+
+    @cached_property
+    def _processor(self) -> Any:
+        return MULTIMODAL_REGISTRY.create_processor(self.worker.model_config)
+
+    def encode(self, arrays: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The arrays of an image (features.py) as a request carries them."""
+        tensors = {name: torch.from_numpy(array_of(values)) for name, values in arrays.items()}
+        fields = self._processor._get_mm_fields_config(tensors, {})
+        (image,) = MultiModalKwargsItems.from_hf_inputs(tensors, fields)["image"]
+        if left_out := tensors.keys() - image.keys():
+            raise SyncError(f"vLLM's class of this model does not take {', '.join(sorted(left_out))} of an image")
+        return {"text": encode_mm_kwargs_item(image)}
 
 
 def _make_placeholder(layer: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:

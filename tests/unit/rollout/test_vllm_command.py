@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import tiny_lm
+from vision_families import config_of as vision_config
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
@@ -16,10 +17,13 @@ from meshrl.rollout.vllm.dialect import _command
 
 def command(folder: Path, family: str, device: str, *args: str) -> list[str]:
     tiny_lm(family).config.save_pretrained(folder)
+    return _command(spec_of(folder, device, *args), folder)
+
+
+def spec_of(folder: Path, device: str, *args: str) -> ServerSpec:
     cfg = RolloutConfig(engine="vllm", vllm=VllmConfig(args=list(args)))
     model = ModelConfig(path=str(folder))
-    spec = ServerSpec(model=model, rollout=cfg, device=torch.device(device), name="vllm", max_context_tokens=64)
-    return _command(spec, folder)
+    return ServerSpec(model=model, rollout=cfg, device=torch.device(device), name="vllm", max_context_tokens=64)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "qwen2"])
@@ -40,3 +44,12 @@ def test_the_users_kernel_of_experts_comes_last(tmp_path: Path):
     """Of two values, vLLM's parser takes the last."""
     words = command(tmp_path, "mixtral", "cuda", "--moe-backend=flashinfer_cutlass")
     assert words[-1] == "--moe-backend=flashinfer_cutlass"
+
+
+def test_a_model_with_a_tower_gets_processed_pixels_and_a_tokenizer(tmp_path: Path):
+    """vLLM would normalize the pixels again, and refuses its classes with a tower without a tokenizer."""
+    vision_config("qwen2_vl").save_pretrained(tmp_path)
+    words = _command(spec_of(tmp_path, "cpu"), tmp_path)
+    assert "--no-mm-device-do-normalize" in words and "--skip-tokenizer-init" not in words
+    words = command(tmp_path, "qwen2", "cpu")
+    assert "--no-mm-device-do-normalize" not in words and "--skip-tokenizer-init" in words
