@@ -9,6 +9,7 @@ from pydantic import Field
 
 from meshrl.config.base import COLOCATED, OF_SAMPLING, NotInSft, Slice, Unless
 from meshrl.config.case import Case, Problem
+from meshrl.core.errors import ConfigError
 
 MOST_TOKENS = 16384  # of a micro-batch, unless the config gives more
 
@@ -166,3 +167,15 @@ def _mesh(train: TrainConfig, ranks: int) -> Iterator[Problem]:
         peers = [key for key, size in (("train.mesh.ulysses", ulysses), (train.tp_key, tp)) if size > 1]
         void = keys[1:2] if strategy == "NO_SHARD" else keys[2:3]
         yield Problem((*keys[1:3], *peers, keys[3]), text, void=void)
+
+
+MESH_FOR_IMAGES = (
+    "train.mesh.ulysses or train.mesh.tp is larger than 1, and a row has an image: ranks that share tokens would each "
+    "need all images, and the tokens of an image could be on several of them. Set both to 1"
+)
+
+
+def require_mesh_for_images(train: TrainConfig) -> None:
+    """Raises: ConfigError if ranks share tokens."""
+    if train.mesh.ulysses > 1 or train.mesh.tp > 1:
+        raise ConfigError(MESH_FOR_IMAGES)

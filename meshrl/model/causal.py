@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshrl.config.train import MESH_FOR_IMAGES
 from meshrl.core.errors import ConfigError
 from meshrl.model.attention import ONLY_CACHE, AttentionContext, ContextCache
 from meshrl.model.inputs import ModelInputs
@@ -97,11 +98,7 @@ class CausalModel(torch.nn.Module):
         peers = self.peers
         if peers is not None:
             if self.inputs.family is not None and model_kwargs:
-                raise ConfigError(
-                    "train.mesh.ulysses or train.mesh.tp is larger than 1, and a row has an image: ranks that share "
-                    "tokens would each need all images, and the tokens of an image could be on several of them. Set "
-                    "both to 1"
-                )
+                raise ConfigError(MESH_FOR_IMAGES)
             tokens, position_ids = peers.own_tokens(tokens), peers.own_tokens(position_ids)
             if peers.ulysses is not None:
                 context = UlyssesAttention(context, peers.ulysses)

@@ -18,6 +18,7 @@ from meshrl.config.load import Loaded
 from meshrl.config.precedence import DEFAULT
 from meshrl.config.rollout import require_engine_for_images
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.train import require_mesh_for_images
 from meshrl.core.errors import ConfigError
 from meshrl.core.terminal import counted
 from meshrl.core.types import Prompt, Sample
@@ -66,6 +67,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     )
     if vision is not None and any(prompt.media for prompt in _first_prompts(task)):
         require_engine_for_images(cfg.rollout.engine, full_config(cfg.model.path).model_type)
+        require_mesh_for_images(cfg.train)
     for prompt in _first_prompts(task)[:1] if agent.tools else ():
         own = f"the chat template of {cfg.model.path}"
         template = own if cfg.data.chat_template is None else f"data.chat_template = {cfg.data.chat_template[:200]}"

@@ -179,7 +179,7 @@ def test_an_image_for_a_model_of_text_is_an_error_with_advice(files: Path, row: 
         load_prompts(write(files, row), make)
     sft = SftConfig(path="x", num_steps=1, messages="question")
     chat = [*user({"type": "image", "image": "img/a.png"}), {"role": "assistant", "content": "1"}]
-    with pytest.raises(DataError, match="has images; `meshrl sft` trains on text only"):
+    with pytest.raises(DataError, match="the model reads text only"):
         load_sft_rows(write(files, {"question": chat}), sft, tiny_tokenizer(), [1])
 
 

@@ -139,11 +139,12 @@ def test_memory_of_dropped_caches_is_returned_when_nothing_refers_to_it(lm: torc
     assert held == [0]
 
 
-def test_the_bytes_of_a_token_are_those_of_the_pages_where_the_config_states_others() -> None:
+def test_the_bytes_of_a_token_are_those_of_the_pages_where_others_were_assumed() -> None:
     """Layers of JetMoe have more heads than its config has of keys and values."""
     engine = tiny_engine(tiny_lm("jetmoe"), kv_cache_bytes=10**6)
     engine.submit(ask("a", [3]))
-    assert engine._runner.bound._token_bytes == TOKEN
+    assert engine._runner.bound._token_bytes == 2 * TOKEN
+    engine._runner.bound._token_bytes = TOKEN
     engine.step()
     engine.submit(ask("b", [3]))
     engine.step()

@@ -53,3 +53,16 @@ def test_rows_with_images_need_an_engine_that_takes_them(
         return
     with pytest.raises(ConfigError, match=rf"rollout\.engine {engine} does not take with a model of type {family}"):
         load_task(loaded.config, Objects(), True)
+
+
+@pytest.mark.parametrize("axis", ["tp", "ulysses"])
+def test_rows_with_images_need_ranks_that_share_no_tokens(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: str
+):
+    monkeypatch.chdir(tmp_path)
+    model = make_vision_folder(tmp_path / "model", "llava")
+    (model / "model.safetensors").touch()
+    mesh = [f"train.mesh.{axis}=2", "cluster.num_train_ranks=2", "cluster.executor=processes"]
+    loaded = load_run(config, [f"model.path={model}", *mesh])
+    with pytest.raises(ConfigError, match="is larger than 1, and a row has an image"):
+        load_task(loaded.config, Objects(), True)
