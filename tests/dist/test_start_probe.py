@@ -94,7 +94,7 @@ def test_mixtures_of_experts_pass_the_probe(pool, dtype):
     assert pool.run(_mixtures, 1, dtype) == [["passed"] * 6]
 
 
-def _one_row(cu_seqlens: list[int], device: torch.device, parents: Any = None) -> PackedAttention:
+def _one_row(cu_seqlens: list[int], device: torch.device, parents: Any = None, mutual: Any = None) -> PackedAttention:
     """All rows of a pack as one row."""
     return PackedAttention([0, cu_seqlens[-1]], device)
 

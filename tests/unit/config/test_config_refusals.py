@@ -122,7 +122,7 @@ BAD: list[tuple[str, list[str]]] = [
     ),
     ("model.lora.enabled=true model.lora.rank=0", ["model.lora.rank", ">= 1"]),
     ("model.lora.enabled=true model.lora.targets=[experts] train.mesh.tp=2", ["adapters of experts are not cut"]),
-    ("model.vision=freeze", ["text models only", "Use shard"]),
+    ("model.vision=replicate", ["must be train or freeze"]),
     ("model.dtype=float16", ["loss scaling", "Use bfloat16 or float32"]),
     # keys of single engines
     ("rollout.engine=vllm rollout.vllm.python=no/python", ["rollout.vllm.python = no/python", "no such program"]),
@@ -419,13 +419,13 @@ def test_all_problems_are_reported_at_once_with_file_line_and_command_line(write
     path = write(
         "base: run.yaml\nalgo:\n  advantge: grpo\n  kl: {coef: -1}\nloop:\n  samples_per_prompt: 1\n", "bad.yaml"
     )
-    message = _words(path, ["train.optimizer.lr=slow", "model.vision=freeze", "data.path=gone.jsonl"])
+    message = _words(path, ["train.optimizer.lr=slow", "model.vision=half", "data.path=gone.jsonl"])
     assert "6 problems" in message
     for words in (
         "algo.advantge = grpo [bad.yaml:3] unknown key. Nearest: algo.advantage",
         "algo.kl.coef = -1 [bad.yaml:4] allowed: number >= 0",
         "train.optimizer.lr = slow [command line] allowed: number > 0",
-        "model.vision = freeze [command line] not possible",
+        "model.vision = half [command line]",
         "loop.samples_per_prompt = 1 [bad.yaml:6] algo.advantage = grpo [default]",
         "data.path = gone.jsonl [command line] no such file",
     ):

@@ -8,7 +8,7 @@ import pytest
 from tiny_tokenizers import CHATML, DROPS_THINKING, SHOWS_TOOLS, THINKING, tiny_tokenizer
 
 from meshrl.core.errors import DataError
-from meshrl.data.chat import load_tokenizer, stop_token_ids
+from meshrl.data.chat import load_tokenizer, render_text, stop_token_ids
 from meshrl.tools.model_check.command import template_facts, template_lines
 
 HISTORY = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% else %}OLD{% endif %}"
@@ -52,10 +52,12 @@ def test_a_folder_without_a_template_is_one_line(tmp_path: Path):
 
 
 def test_a_template_that_leaves_out_texts_is_refused_when_the_tokenizer_is_loaded(tmp_path: Path):
-    """As those of some vision-language models, which read lists of texts and images."""
+    """Those of some vision-language models read lists of texts and images, which they get."""
     only_lists = CHATML.replace(
         "{{ m.content }}", "{% for part in m.content if part.text %}{{ part.text }}{% endfor %}"
     )
     tiny_tokenizer(only_lists).save_pretrained(tmp_path)
+    assert "what?" in render_text(load_tokenizer(tmp_path), [{"role": "user", "content": "what?"}])
+    tiny_tokenizer(CHATML.replace("{{ m.content }}", "")).save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"leaves out the text of user messages.*data\.chat_template"):
         load_tokenizer(tmp_path)
