@@ -213,7 +213,8 @@ def score(trajectory: Trajectory) -> float:
 
 
 def question(trajectory: Trajectory) -> str:
-    return str(trajectory.prompt.messages[-1]["content"])
+    content: Any = (trajectory.prompt.messages or [])[-1]["content"]
+    return content if isinstance(content, str) else " ".join(part.get("text", "[image]") for part in content)
 
 
 def answer(trajectory: Trajectory) -> str:
