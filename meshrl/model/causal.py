@@ -53,12 +53,12 @@ class CausalModel(torch.nn.Module):
         self.has_states = use_state_layers(lm)
         takes_cache = text.model_type in ONLY_CACHE or self.has_states
         self._cache_argument = cache_argument(signature(lm.base_model.forward).parameters) if takes_cache else None
+        self.inputs = ModelInputs(lm.config)
         read = unwrap(type(lm).forward).__code__.co_names  # some classes with a tower ignore keys of the text's config
-        has_tower = len(self.parts) > 2
+        has_tower = self.inputs.family is not None
         self._scale = 1.0 if has_tower and not HEAD_SCALES.keys() & set(read) else head_scale(text)
         softcap = getattr(text, "final_logit_softcapping", None)
         self._softcap = None if has_tower and "final_logit_softcapping" not in read else softcap
-        self.inputs = ModelInputs(lm.config)
         masked = torch.zeros(self.vocab_size)
         masked[self.inputs.masked] = MASKED
         self.register_buffer("masked", masked if self.inputs.masked else None, persistent=False)

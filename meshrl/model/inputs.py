@@ -147,12 +147,12 @@ class ModelInputs:
         """The reverse of `keys`."""
         return keys if self.placeholder is None else np.where(keys < 0, self.placeholder, keys)
 
-    def smallest(self, digest: str = "smallest") -> tuple[np.ndarray, Media]:
+    def smallest(self) -> tuple[np.ndarray, Media]:
         """A small image, and the ids of its tokens."""
         assert self.family is not None
         outputs = dict(self.family.smallest(self.config))
         num_tokens = self.family.features(self.config, outputs)
-        media = Media(kind="image", digest=digest, source=digest, outputs=outputs, num_tokens=num_tokens)
+        media = Media(kind="image", digest="smallest", source="smallest", outputs=outputs, num_tokens=num_tokens)
         return np.full(num_tokens, self.placeholder, np.int32), media
 
 

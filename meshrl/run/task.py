@@ -143,6 +143,8 @@ def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, lis
     held_out = list[SftRow]()
     vision = load_vision(path, tokenizer, MEDIA_CACHE_BYTES)
     rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size, bad, held_out, vision)
+    if any(row.media for row in rows):
+        require_mesh_for_images(cfg.train)
     if cfg.sft.eval_path is not None:
         table, own = objects.table("sft.eval_path") or cfg.sft.eval_path, {"split": cfg.sft.eval_split}
         of_file = cfg.sft.model_copy(update=own)

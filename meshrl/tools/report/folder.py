@@ -239,10 +239,10 @@ def read_evaluation(path: Path, term: str, pass_score: PassScore) -> tuple[int, 
 
 
 def _message(message: dict[str, Any], media: Mapping[str, Media]) -> tuple[str, str]:
-    return str(message.get("role", "")), content_text(message.get("content"), media)
+    return str(message.get("role", "")), text_with_images(message.get("content"), media)
 
 
-def content_text(content: Any, media: Mapping[str, Media]) -> str:
+def text_with_images(content: Any, media: Mapping[str, Media]) -> str:
     """The text of a message's content, with [image FILE] in the places of images."""
     if not (media and isinstance(content, list)):
         return plain_text(content)

@@ -20,7 +20,7 @@ from meshrl.core.errors import Failure, Graded, MeshrlError
 from meshrl.core.terminal import counted, printable
 from meshrl.core.types import Media, Prompt
 from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
-from meshrl.tools.report.folder import content_text, criterion_of, judged_score, read_settings
+from meshrl.tools.report.folder import criterion_of, judged_score, read_settings, text_with_images
 from meshrl.tools.runs import require_run
 
 
@@ -148,7 +148,7 @@ def _message_parts(message: dict[str, Any], media: Mapping[str, Media], with_rol
         yield Text(printable(f"  {message.get('role')}:"), "dim")
     for content in (message.get("content"), *(message.get("tool_calls") or ())):
         if content is not None:
-            text = Text(printable(content_text(content, media)).expandtabs(4))
+            text = Text(printable(text_with_images(content, media)).expandtabs(4))
             yield Padding(text, (0, 0, 0, 4), expand=False)
 
 

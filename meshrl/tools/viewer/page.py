@@ -29,7 +29,7 @@ from meshrl.monitor.rollout_log import answer_files, read_records
 from meshrl.monitor.thumbnails import read_thumbnail
 from meshrl.monitor.token_log import TokenFile, read_token_file
 from meshrl.tools.page.document import data_block, document, package_text, write_page
-from meshrl.tools.report.folder import content_text, criterion_of, read_settings
+from meshrl.tools.report.folder import criterion_of, read_settings, text_with_images
 from meshrl.tools.state import read_part
 from meshrl.tools.viewer.answers import require_rollouts, step_name
 
@@ -137,7 +137,9 @@ def _answer(record: Record, tokens: TokenFile | None, criterion: tuple[str, Pass
     if prompt is not None:
         media = {name: Media(outputs={}, **fields) for name, fields in prompt["media"].items()}
         texts = [m["content"] for m in prompt["messages"] or [] if isinstance(m, dict) and m.get("content")]
-        asked = _preview(content_text(texts[-1], media)) if texts else f"(prompt of {len(prompt['ids'] or [])} tokens)"
+        asked = (
+            _preview(text_with_images(texts[-1], media)) if texts else f"(prompt of {len(prompt['ids'] or [])} tokens)"
+        )
         prompt = str(prompt["id"]), asked
     return _Answer(shown, prompt, row, parts)
 

@@ -10,9 +10,10 @@ import pytest
 from tiny_run import write_run
 from tiny_vision import drawing, encoded, make_vision_folder
 
+from meshrl.config.load import load_sft_config
 from meshrl.core.errors import ConfigError
 from meshrl.run.inputs import Objects, load_run
-from meshrl.run.task import load_task
+from meshrl.run.task import load_sft_source, load_task
 
 SERVERS = {
     "vllm": (f"rollout.vllm.python={sys.executable}",),
@@ -66,3 +67,14 @@ def test_rows_with_images_need_ranks_that_share_no_tokens(
     loaded = load_run(config, [f"model.path={model}", *mesh])
     with pytest.raises(ConfigError, match="is larger than 1, and a row has an image"):
         load_task(loaded.config, Objects(), True)
+
+
+def test_sft_rows_with_images_need_ranks_that_share_no_tokens(config: Path, tmp_path: Path):
+    model = make_vision_folder(tmp_path / "model", "llava")
+    (model / "model.safetensors").touch()
+    rows = {"path": str(tmp_path / "rows.jsonl"), "prompt": "question", "num_steps": 1, "rows_per_step": 2}
+    content = {"model": {"path": str(model)}, "sft": rows, "cluster": {"num_train_ranks": 2}}
+    load_sft_source(load_sft_config(content).config, Objects())
+    shared = load_sft_config({**content, "train": {"mesh": {"tp": 2}}})
+    with pytest.raises(ConfigError, match="is larger than 1, and a row has an image"):
+        load_sft_source(shared.config, Objects())
