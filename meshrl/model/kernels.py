@@ -110,8 +110,9 @@ def backward_kernel(
     places = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     columns = tl.minimum(first + places, V - 1)
     target, t = tl.load(targets + tokens), tl.load(temperature + tokens)[:, None]
-    z = _logits(hidden, weight, bias, tokens, columns, D, scale, softcap, BLOCK_D)
-    logq = z / t - tl.load(lse + tokens)[:, None]
+    z = _logits(hidden, weight, None, tokens, columns, D, scale, softcap, BLOCK_D)
+    logq = (z if bias is None else z + tl.load(bias + columns).to(tl.float32)[None, :]) / t
+    logq -= tl.load(lse + tokens)[:, None]
     p = tl.exp(logq)
     g = tl.load(grad_logp + tokens)[:, None]
     grad = tl.where(columns[None, :] == target[:, None], g, 0.0) - g * p
@@ -124,8 +125,6 @@ def backward_kernel(
     if bias_sums is not None:
         sums = tl.sum(tl.where(rows[:, None] < N, grad, 0.0), 0)
         tl.store(bias_sums + block.to(tl.int64) * width + places, sums, mask=places < width)
-    if bias is not None:
-        z -= tl.load(bias + columns).to(tl.float32)[None, :]
     if softcap is not None:
         grad *= 1 - (z / softcap) * (z / softcap)
     grad *= scale
