@@ -14,7 +14,7 @@ from meshrl.core.errors import SyncError
 from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.recipe import cast_parameters
 
-pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(400)]
 CONTEXT = list(range(5, 40))
 
 

@@ -142,6 +142,7 @@ async def test_a_released_cache_holds_requests_until_it_is_restored(server):
     assert (await waiting).times.cached_tokens == 0
 
 
+@pytest.mark.slow
 async def test_tensor_parallel_workers_take_their_slices_and_prove_them(tmp_path: Path):
     """In bf16, with an untied head. Each worker reads the same transfers; both have the only KV head."""
     lm, other = (tiny_vllm_lm(seed, torch.bfloat16, tie_word_embeddings=False) for seed in range(2))
@@ -163,19 +164,16 @@ async def test_a_head_with_stale_packed_weights_is_named_by_the_read_back_proof(
 
 async def test_requests_fail_with_the_reason_when_their_server_dies(faulty):
     engine = await synced(faulty, tiny_vllm_lm())
-    tasks = [
-        asyncio.create_task(engine.generate(ask(str(i), LONG, max_new_tokens=310, ignore_eos=True)))
-        for i in range(96)  # many seconds of work, so that most of them are running or waiting at the kill
-    ]
-    while engine.stats().decode_tokens == 0:
-        await asyncio.sleep(0.01)
-    for process in psutil.Process(faulty._process.pid).children(recursive=True):
-        if process.name().startswith("VLLM"):  # its engine core and worker
-            process.kill()
-    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    assert errors, "the server answered all requests before it was killed"
-    assert all(isinstance(error, EngineEnded) and "vllm has ended" in str(error) for error in errors)
+    children = psutil.Process(faulty._process.pid).children(recursive=True)
+    workers = [process for process in children if process.name().startswith("VLLM")]  # its engine core and worker
+    for process in workers:
+        process.suspend()  # so that none is answered before the kill
+    tasks = [asyncio.create_task(engine.generate(ask(str(i), LONG, max_new_tokens=310))) for i in range(8)]
+    await asyncio.sleep(0.2)
+    for process in workers:
+        process.kill()
+    errors = await asyncio.gather(*tasks, return_exceptions=True)
+    assert workers and all(isinstance(error, EngineEnded) and "vllm has ended" in str(error) for error in errors)
     with pytest.raises(EngineEnded):
         await engine.generate(ask("late", LONG))
     await engine.close()
