@@ -111,7 +111,8 @@ class PromptMaker:
             raise MissingAnswerError(f"{blank}; give the row an answer, or remove the row")
         with as_data_error(f"{raw.where}: "):
             messages = messages_of(row["content"], row["name"], self.tokenizer.chat_template, raw.is_filled)
-            media = media_of(self.vision, messages, row["images"], raw.folder, self.tokenizer, draft)
+            limit = ("data.max_prompt_tokens", self.cfg.max_prompt_tokens)
+            media = media_of(self.vision, messages, row["images"], raw.folder, self.tokenizer, limit, draft)
             continues = self.cfg.continue_last and messages[-1]["role"] == "assistant"
             _require_open(messages, row["name"], continues)
             own_tools = tools_of(row["tools"], f"column {self.cfg.tools!r}", raw.is_filled)
@@ -188,9 +189,11 @@ def media_of(
     column: Any,
     folder: str | None,
     tokenizer: Any,
+    limit: tuple[str, int],
     draft: bool = False,
 ) -> dict[str, Media]:
-    """The images of a row by their ids, which the messages get, too. column: the row's images outside of them."""
+    """The images of a row by their ids, which the messages get, too. column: the row's images outside of them. limit:
+    the key and the value of the tokens that a row may have, which no image may exceed alone."""
     given = column if isinstance(column, list | tuple) else [] if column is None else [column]
     placed = placed_images(messages, given, tokenizer)
     if placed and vision is None:
@@ -200,6 +203,12 @@ def media_of(
         )
     images = [image_of(each, folder) for each in placed]
     made = [vision.draft(image) if draft else vision.media(image) for image in images if vision]
+    for each in made:
+        if each.num_tokens > limit[1]:
+            raise DataError(
+                f"image {each.source!r} has {each.num_tokens:,} tokens, so no row with it fits into {limit[0]} = "
+                f"{limit[1]:,}; raise the limit, make the image smaller, or limit its size in the processor's files"
+            )
     return {f"image-{i}": each for i, each in enumerate(made)}
 
 
@@ -318,6 +327,7 @@ def load_sft_rows(
     eval_fraction. vision: of a vision-language model.
     """
     stops, of_fraction = tuple(stop_ids), set[str]()
+    limit = ("sft.max_row_tokens", cfg.max_row_tokens)
 
     def make(raw: RawRow) -> SftRow:
         raw.require_read()
@@ -325,7 +335,7 @@ def load_sft_rows(
         content, name = column_of(raw.data, column, key, raw.where), f"column {column!r}"
         with as_data_error(f"{raw.where}: "):
             messages = messages_of(content, name, tokenizer.chat_template, raw.is_filled, cfg.prompt is not None)
-            media = media_of(vision, messages, raw.data.get(cfg.images or IMAGES), raw.folder, tokenizer)
+            media = media_of(vision, messages, raw.data.get(cfg.images or IMAGES), raw.folder, tokenizer, limit)
             if cfg.prompt is not None:
                 _require_open(messages, name, False)
                 answer = answer_text(column_of(raw.data, cfg.answer, "sft.answer", raw.where), cfg.answer)

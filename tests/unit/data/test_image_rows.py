@@ -195,6 +195,32 @@ def test_placeholders_count_against_the_limit_of_a_prompt(files: Path, folder: P
         open_feed(maker(folder, path=str(files / "train.jsonl"), max_prompt_tokens=short - 1), 0)
 
 
+def test_an_image_that_alone_exceeds_the_limit_is_an_error_with_file_and_line(files: Path, tmp_path_factory):
+    folder = make_vision_folder(tmp_path_factory.mktemp("large"))
+    settings = folder / "preprocessor_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_pixels": 28 * 28 * 64}))
+    (files / "img" / "large.png").write_bytes(encoded(drawing(28 * 41, 28)))
+    rows = [{"question": "a", "answer": "1", "images": ["img/a.png"]}] * 2
+    rows += [{"question": "<image><image>", "answer": "1", "images": ["img/a.png", "img/large.png"]}]
+    path = write(files, *rows)
+    expected = r"train\.jsonl:3: image 'img/large\.png' has 41 tokens, so no row .* {} = 40; raise the limit"
+    for_prompts = expected.format(r"data\.max_prompt_tokens")
+    make = maker(folder, path=str(path), max_prompt_tokens=40)
+    for load in (load_prompts, lambda path, make: open_feed(make, 0)):
+        with pytest.raises(DataError, match=for_prompts):
+            load(path, make)
+    with pytest.raises(DataError, match=for_prompts):
+        load_eval_prompts(maker(folder, eval_sets={"large": {"path": str(path)}}, max_prompt_tokens=40))
+    sft = SftConfig(path=str(path), num_steps=1, prompt="question", max_row_tokens=40)
+    with pytest.raises(DataError, match=expected.format(r"sft\.max_row_tokens")):
+        load_sft_rows(path, sft, make.tokenizer, [1], vision=make.vision)
+    bad = list[str]()
+    fitting, left_out = load_prompts(path, maker(folder, bad=bad, bad_rows="leave_out", max_prompt_tokens=40))
+    assert (len(fitting), left_out, len(bad)) == (2, 0, 1) and "train.jsonl:3" in bad[0]
+    fitting, left_out = load_prompts(path, maker(folder, max_prompt_tokens=41))
+    assert (len(fitting), left_out) == (2, 1), "an image that fits, in a row that does not"
+
+
 def rows_of_drawings(files: Path, num_rows: int) -> Path:
     for i in range(num_rows):
         (files / "img" / f"{i}.png").write_bytes(encoded(drawing(28, 28 if i % 3 else 56, i)))
