@@ -101,6 +101,15 @@ FOLDERS = {
         {"image_seq_length": 1},
     ),
 }
+PIXTRAL = VisionFolder(  # a llava with another processor, which needs torchvision
+    "[IMG]",
+    "[IMG]",
+    "PixtralImageProcessorPil",
+    {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
+    {"model_type": "pixtral", **SQUARE},
+    ("[IMG_BREAK]", "[IMG_END]"),
+    processor={"processor_class": "PixtralProcessor", "patch_size": 14},
+)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
@@ -108,12 +117,14 @@ TEMPLATE = (
 )
 
 
-def make_vision_folder(folder: Path, family: str = "qwen2_vl", template: str = TEMPLATE) -> Path:
-    """A folder with all files but weights."""
+def make_vision_folder(
+    folder: Path, family: str = "qwen2_vl", template: str = TEMPLATE, made: VisionFolder | None = None
+) -> Path:
+    """A folder with all files but weights. made: in place of the family's own."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    made = FOLDERS[family]
+    made = made or FOLDERS[family]
     tokenizer = tiny_tokenizer(template.replace("IMAGE", made.written))
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [*made.tokens, made.placeholder]}, replace_extra_special_tokens=False

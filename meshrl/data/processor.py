@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.config.model import IMAGE_MODELS
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.types import Media
 from meshrl.data.chat import IMAGE_LITERALS, IMAGE_TOKEN
@@ -154,13 +155,16 @@ def _load_processor(path: str, config: Any, tokenizer: Any) -> Any:
 
     source = {"local_files_only": Path(path).is_dir()}
     try:
-        family = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
         # Not by AutoImageProcessor, which needs torchvision before Transformers 5.19.
         of_images, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(path, **source)
+        stated, _ = transformers.ProcessorMixin.get_processor_dict(path, **source)
+        # As AutoProcessor: the folder's class first. Pixtral is a llava with Pixtral's processor.
+        named = stated.get("processor_class") or of_images.get("processor_class")
+        is_known = named in {PROCESSOR_MAPPING_NAMES[kind] for kind in IMAGE_MODELS}
+        family = getattr(transformers, named if is_known else PROCESSOR_MAPPING_NAMES[config.model_type])
         kind = re.sub("(Fast|Pil)$", "", of_images["image_processor_type"])
         name = f"{kind}Pil" if hasattr(transformers, f"{kind}Pil") else kind
         images = getattr(transformers, name).from_pretrained(path, **source)
-        stated, _ = family.get_processor_dict(path, **source)
 
         class TextAndImages(family):  # type: ignore[misc, valid-type]
             """The family's processor, which takes None in place of its video processor."""

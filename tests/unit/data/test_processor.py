@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tiny_tokenizers import tiny_tokenizer
-from tiny_vision import FOLDERS, drawing, encoded, make_vision_folder
+from tiny_vision import FOLDERS, PIXTRAL, drawing, encoded, make_vision_folder
 
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.types import Media
@@ -25,6 +26,10 @@ NEXT_TO_EACH_OTHER = [
     {"role": "assistant", "content": "ab"},
     {"role": "user", "content": [{"type": "text", "text": "12"}, {"type": "image", "image": "image-2"}]},
 ]
+
+HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
+WITH_TORCHVISION = pytest.mark.skipif(not HAS_TORCHVISION, reason="no torchvision: see tests/vllm_servers.py")
+WITHOUT_TORCHVISION = pytest.mark.skipif(HAS_TORCHVISION, reason="torchvision is installed")
 
 
 def load(folder: Path, cache_bytes: int = 1 << 30) -> Vision:
@@ -162,6 +167,35 @@ def test_a_folder_without_an_image_processor_is_an_error_only_for_images(tmp_pat
         vision.media(image_of(IMAGES[0], None))
 
 
+@WITH_TORCHVISION
+def test_pixtral_is_a_llava_with_the_processor_that_its_folder_names(tmp_path: Path):
+    from transformers import AutoProcessor
+
+    vision = load(make_vision_folder(tmp_path, "llava", made=PIXTRAL))
+    media = {"image-0": vision.media(image_of(drawing(42, 28), None))}
+    row = "[IMG][IMG][IMG]"
+    assert media["image-0"].text == f"{row}[IMG_BREAK]{row}[IMG_END]" and media["image-0"].num_tokens == 6
+    messages = [{"role": "user", "content": [{"type": "image", "image": "image-0"}]}]
+    theirs = AutoProcessor.from_pretrained(tmp_path)
+    text = theirs.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = theirs(text=[text], images=[drawing(42, 28)], add_special_tokens=False)["input_ids"][0]
+    assert render(vision._tokenizer, messages, media=media).tolist() == list(expected)
+
+
+@WITHOUT_TORCHVISION
+def test_the_class_that_a_folder_names_decides_what_it_needs(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"this llava can't be loaded: .*meshrl\[vision\]"):
+        load(make_vision_folder(tmp_path, "llava", made=PIXTRAL)).media(image_of(IMAGES[0], None))
+
+
+def test_a_class_that_meshrl_does_not_know_is_that_of_the_family(tmp_path: Path):
+    folder = make_vision_folder(tmp_path, "llava")
+    stated = json.loads((folder / "processor_config.json").read_text())
+    (folder / "processor_config.json").write_text(json.dumps(stated | {"processor_class": "TheirProcessor"}))
+    assert load(folder).media(image_of(IMAGES[0], None)).num_tokens == 4
+
+
+@WITHOUT_TORCHVISION
 @pytest.mark.parametrize("family", ["mistral3", "lfm2_vl"])
 def test_families_that_import_torchvision_name_the_extra(tmp_path: Path, family: str):
     folder = make_vision_folder(tmp_path)
@@ -171,6 +205,7 @@ def test_families_that_import_torchvision_name_the_extra(tmp_path: Path, family:
     )
     kind = {"mistral3": "PixtralImageProcessor", "lfm2_vl": "Lfm2VlImageProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind[family]}))
+    (folder / "processor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"meshrl\[vision\]"):
         load(folder).media(image_of(IMAGES[0], None))
 
