@@ -480,3 +480,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[
         [_arg("word", "WORD", "list only keys with this word in name or meaning", nargs="?")],
     ),
 }
+
+if __name__ == "__main__":
+    sys.exit(main())

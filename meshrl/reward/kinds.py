@@ -144,19 +144,23 @@ def make_grader(
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
         is_verl = {"solution_str", "ground_truth"} <= set(signature.parameters)
         verl = tuple(p for p in VERL if is_verl and p not in args and (open_ended or p in signature.parameters))
-        first, lists = [*signature.parameters][:2], [name for name in signature.parameters if name in _LISTS]
-        if not is_verl and lists and first[0] != "completion":
+        first = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
+        lists = [name for name in signature.parameters if name in _LISTS]
+        if not is_verl and lists and first[:1] != ["completion"]:
             answers = ", answer=[answer]" if "answer" in signature.parameters else ""
             raise TypeError(
                 f"the function takes {', '.join(lists)} as the lists of a batch, but a call here has one completion. "
                 "For a function of TRL write `def score(completion, answer, prompt): return trl_function(prompts=["
                 f"prompt['messages']], completions=[[{{'role': 'assistant', 'content': completion}}]]{answers})[0]`"
             )
-        if not is_verl and first[:1] != ["completion"] and ("completion" in first or set(first) & set(OFFERED)):
+        has_both = len(first) == 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        if not is_verl and (not has_both or "completion" in first[1:] or set(first) & set(OFFERED)):
             raise TypeError(
-                f"the first two arguments are the completion and the answer, in this order; this function has {first}"
+                f"the first two arguments are the completion and the answer, in this order; this function has {first}. "
+                f"Write `def {getattr(function, '__name__', 'score')}(completion, answer, ...)`, also where it reads "
+                "no answer"
             )
-        answered = {"solution_str", "ground_truth"} if is_verl else set(list(signature.parameters)[:2])
+        answered = {"solution_str", "ground_truth"} if is_verl else set(first)
         named = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         accepted = [name for name in named if name not in answered]
         unknown = [] if open_ended else [name for name in args if name not in accepted]

@@ -84,6 +84,12 @@ def test_help_names_every_command_and_imports_neither_torch_nor_pydantic(tmp_pat
         assert f"    {command} " in done.stdout
 
 
+def test_the_module_of_the_command_line_runs_as_the_package_does():
+    modules = ("meshrl", "meshrl.cli")
+    runs = [subprocess.run([sys.executable, "-m", m, "--version"], capture_output=True, text=True) for m in modules]
+    assert runs[0].stdout.startswith("meshrl ") and runs[0].stdout == runs[1].stdout
+
+
 def test_configs_are_checked_and_explained_without_torch(good: Path, good_sft: Path):
     rule = "reward.terms.answer={kind: math_answer, args: {rul: exact}}"
     train = ["train", "run.yaml", "loop.num_steps=5"]

@@ -211,6 +211,14 @@ def no_arguments():
     return 1.0
 
 
+def no_answer(completion, *, prompt):
+    return 1.0
+
+
+def prompt_second(completion, prompt):
+    return 1.0
+
+
 class Judge:
     """A client object whose call is async."""
 
