@@ -198,7 +198,7 @@ class SharedDevice:
         elif self._offloads:
             self._on_host = True  # also if only a part of them is
             for engine in self._engines.values():
-                engine.release({"params"})
+                engine.release()
         if self.is_shared:
             empty_cache(self._device)
 
@@ -211,15 +211,15 @@ class SharedDevice:
     def policy(self) -> Iterator[None]:
         """The policy's parameters are on the device during this block."""
         engine = self._engines[POLICY.name]
-        engine.restore({"params"})
+        engine.restore()
         try:
             yield
         finally:
             if self._on_host:
-                engine.release({"params"})
+                engine.release()
 
     def _restore(self) -> None:
         if self._on_host:
             for engine in self._engines.values():
-                engine.restore({"params"})
+                engine.restore()
             self._on_host = False

@@ -87,8 +87,8 @@ class TrainConfig(Slice):
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the stored parameters and optimizer moments; bfloat16 loses the small steps of lr 1e-6 in rounding"""
     optimizer_offload: bool = False
-    """AdamW's moments are in host memory except during the optimizer step, which takes longer by the time to copy them
-    to the device and back; for accelerators: on a CPU nothing is moved"""
+    """AdamW's moments are in host memory. The optimizer step copies them to the device and back in pieces of 256 MiB,
+    two at a time, and takes longer by the time of these copies; for accelerators: on a CPU nothing is moved"""
     param_offload: Annotated[bool, OF_SAMPLING, COLOCATED] = False
     """parameters, also those of the reference model, are in host memory while colocated samplers work; for
     accelerators: on a CPU nothing is moved"""

@@ -16,7 +16,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -251,6 +251,28 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device's queued work, so that a timed span ends with the work. Nothing to do on the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+@contextmanager
+def queues(device: torch.device) -> Iterator[Sequence[AbstractContextManager[object]]]:
+    """Two contexts. The work that is queued in one is done in its order, at the same time as that of the other, after
+    what was queued before this block and before what is queued after it. On the CPU they have no effect."""
+    if device.type == "cpu":
+        yield [nullcontext()] * 2
+        return
+    current, both = torch.accelerator.current_stream(device), _streams(device)
+    for stream in both:
+        stream.wait_stream(current)
+    try:
+        yield both
+    finally:
+        for stream in both:
+            current.wait_stream(stream)
+
+
+@lru_cache  # the allocator reuses memory only within a stream
+def _streams(device: torch.device) -> list[torch.Stream]:
+    return [torch.Stream(device) for _ in range(2)]
 
 
 def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -136,7 +136,11 @@ def memory_lines(run_plan: RunPlan) -> str:
     num_rollout_ranks = config.cluster.num_rollout_ranks
     _, num_shards, num_ulysses, num_tp = train.mesh_shape(config.cluster.num_train_ranks)
     shards = f"sharded over {num_shards * num_ulysses}" + (f" x tp {num_tp}" if num_tp > 1 else "")
-    waits = ", in host memory except in the optimizer step" if train.optimizer_offload else ""
+    waits = (
+        ", in host memory; the optimizer step has at most 537 MB of them on the device"
+        if train.optimizer_offload
+        else ""
+    )
     leaves = ", in host memory while samplers work" if train.param_offload and not num_rollout_ranks else ""
     inputs = "inputs of blocks and head" if train.activation_checkpointing else "of all blocks"
     notes = {"weights": f", {shards}{leaves}", "moments": waits, "reference": leaves}

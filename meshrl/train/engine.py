@@ -5,13 +5,13 @@ All methods are collectives: every rank of the mesh calls them in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -58,7 +58,6 @@ from meshrl.train.weights import RankWeights, rank_weights
 if TYPE_CHECKING:
     from meshrl.model.causal import PreTrainedModel
 
-Part = Literal["params", "optimizer"]
 MAX_SKIPPED_IN_A_ROW = 5
 RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
 
@@ -91,7 +90,9 @@ class TrainEngine:
         self.model, self.mesh, self.cfg, self.role = model, mesh, cfg, role
         self.lora, self.compute_dtype, self.device = recipe.lora, recipe.compute_dtype, recipe.device
         self.coordinates = coordinates(mesh.shape, mesh.get_rank())
-        self.optimizer = build_optimizer(model, cfg.optimizer) if role.optimizer is not None else None
+        self._moments_on_host = cfg.optimizer_offload and has_own_memory(self.device)
+        trains = role.optimizer is not None
+        self.optimizer = build_optimizer(model, cfg.optimizer, self._moments_on_host) if trains else None
         self._host = HostMemory(self.device)
         self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
@@ -253,13 +254,11 @@ class TrainEngine:
         if not skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.restore({"optimizer"})
             with timed("optimizer", "compute", self.device):
                 self.optimizer.step()
                 bad = not_finite(trained_weights(self.model.lm), self.compute_dtype)
             self.num_optimizer_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self._offload_optimizer()
         return StepReport(grad_norm=norm, skipped=skipped, not_finite=bad[0] if bad else "")
 
     def _balance_experts(self, routing: Routing, batches: Sequence[Batch]) -> None:
@@ -403,9 +402,8 @@ class TrainEngine:
         """Load a state that any number of ranks saved (a collective). The parameters must be on the device. If it
         fails, nothing is changed."""
         reshard(self.model)
-        counters = load_state(Path(folder), self.role.name, self.model.lm, self.optimizer, self.device, reference)
-        self.num_optimizer_steps, self.num_skipped_in_a_row = counters
-        self._offload_optimizer()
+        parts = self.model.lm, self.optimizer, self.device, reference, self._moments_on_host
+        self.num_optimizer_steps, self.num_skipped_in_a_row = load_state(Path(folder), self.role.name, *parts)
 
     def state_bytes(self) -> int:
         """Bytes of this rank's share of a checkpoint."""
@@ -413,35 +411,27 @@ class TrainEngine:
 
     # ---- memory of the device
 
-    def release(self, parts: Collection[Part]) -> None:
-        """Move these tensors to host memory. Saving reads them there; everything else needs `restore` first, except
-        that `optim_step` restores the optimizer's state by itself. A collective, with frozen parameters."""
+    def release(self) -> None:
+        """Move the parameters to host memory. Saving reads them there; everything else needs `restore` first. A
+        collective, with frozen parameters."""
         reshard(self.model)
         base_digest(self.model.lm)  # saved with adapters, and computed once
         if not self.role.trains:
             reference_digest(self.model.lm)
-        self._host.release(self._tensors(parts))
+        self._host.release(self.model.parameters())
 
-    def restore(self, parts: Collection[Part]) -> None:
-        """Move these tensors back to the device, those that were released."""
-        self._host.restore(self._tensors(parts))
-
-    def _offload_optimizer(self) -> None:
-        if self.cfg.optimizer_offload and has_own_memory(self.device):
-            self._host.release(self._tensors({"optimizer"}))
-
-    def _tensors(self, parts: Collection[Part]) -> list[torch.Tensor]:
-        slots = self.optimizer.state.values() if self.optimizer and "optimizer" in parts else ()
-        state = [t for slot in slots for t in slot.values() if isinstance(t, torch.Tensor)]
-        return state + (list(self.model.parameters()) if "params" in parts else [])
+    def restore(self) -> None:
+        """Move the parameters back to the device, if they were released."""
+        self._host.restore(self.model.parameters())
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds on its device: params, grads, optimizer, buffers."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        slots = [] if self.optimizer is None or self._moments_on_host else self.optimizer.state.values()
         return {
-            "params": _num_bytes(self._tensors({"params"})),
+            "params": _num_bytes(list(self.model.parameters())),
             "grads": _num_bytes(grads),
-            "optimizer": _num_bytes(self._tensors({"optimizer"})),
+            "optimizer": _num_bytes([t for slot in slots for t in slot.values() if isinstance(t, torch.Tensor)]),
             "buffers": _num_bytes(list(self.model.buffers())),
         }
 

@@ -1,12 +1,22 @@
-"""Move tensors of a device to host memory and back, in place: tensors and their views stay the same objects."""
+"""Move tensors of a device to host memory and back, in place: tensors and their views stay the same objects. Tensors
+that are always in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshrl.parallel.fsdp import local_shard
+
+
+def host_zeros(p: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape, dtype and sharding of a parameter, in host memory, page-locked if the parameter is not."""
+    local = local_shard(p.detach())
+    zeros = torch.zeros(local.shape, dtype=local.dtype, pin_memory=local.device.type != "cpu")
+    # DTensor.from_local would move the shard to the mesh's device.
+    return DTensor(zeros, p._spec, requires_grad=False) if isinstance(p, DTensor) else zeros
 
 
 class HostMemory:

@@ -27,6 +27,7 @@ from meshrl.parallel.boxes import LocalBox, boxes, replica
 from meshrl.parallel.fsdp import local_shard
 from meshrl.sync.digest import bits_of
 from meshrl.train.checkpoint import SavedTensors, Tensors
+from meshrl.train.offload import host_zeros
 
 Counters = tuple[int, int]
 NO_TENSORS: Tensors = {}
@@ -59,9 +60,10 @@ def load_state(
     optimizer: torch.optim.Optimizer | None,
     device: torch.device,
     reference: Tensors = NO_TENSORS,
+    on_host: bool = False,
 ) -> Counters:
     """Fill the model of a role and its optimizer in place, and set the generators (a collective). Returns the counters.
-    If it fails, nothing is changed."""
+    on_host: whether the optimizer's state is in host memory. If it fails, nothing is changed."""
     saved = SavedTensors(folder, role)
     tensors, counters = _model_tensors(lm), torch.zeros(2, dtype=torch.int64)
     theirs, own = _adapters_in(saved.entries), _adapters_in(tensors)
@@ -85,8 +87,8 @@ def load_state(
         if name in parameters:
             entry, p = saved.entries[key], parameters[name]
             is_number = not entry.shape  # such as AdamW's step; else the slot has the parameter's shape
-            number = torch.zeros((), dtype=entry.dtype, device=local_shard(p).device)
-            tensors[key] = number if is_number else torch.zeros_like(p.detach())
+            number = torch.zeros((), dtype=entry.dtype, device="cpu" if on_host else local_shard(p).device)
+            tensors[key] = number if is_number else host_zeros(p) if on_host else torch.zeros_like(p.detach())
             slots.setdefault(p, {})[slot] = tensors[key]
     generators = {f"rng.{dist.get_rank()}.{kind}": rng for kind, rng in generator_states(device).items()}
     mine = {name: rng for name, rng in generators.items() if name in saved.entries}

@@ -15,22 +15,26 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 
 
-class Parts:
-    """An engine of which parts are on the device."""
+class Trainer:
+    """on_device: whether its parameters are."""
 
-    def __init__(self, *parts: str):
-        self.parts = set(parts)
+    on_device = True
 
-    def release(self, parts: set[str]) -> None:
-        self.parts -= parts
+    def release(self) -> None:
+        self.on_device = False
 
-    def restore(self, parts: set[str]) -> None:
+    def restore(self) -> None:
+        self.on_device = True
+
+
+class Sampler:
+    """parts: those on the device."""
+
+    def __init__(self) -> None:
+        self.parts: set[str] = set()
+
+    async def restore(self, parts: set[str]) -> None:
         self.parts |= parts
-
-
-class ServedParts(Parts):
-    async def restore(self, parts: set[str]) -> None:  # type: ignore[override]
-        super().restore(parts)
 
 
 def test_parameters_leave_the_device_while_a_sampler_works_and_are_there_when_weights_are_sent(
@@ -39,8 +43,8 @@ def test_parameters_leave_the_device_while_a_sampler_works_and_are_there_when_we
     """The second sync follows an evaluation, without a training phase in between."""
     monkeypatch.setattr(rank_sync, "has_own_memory", lambda device: True)
     monkeypatch.setattr(rank_sync, "empty_cache", lambda device: None)
-    policy, reference = Parts("params"), Parts("params")
-    sampler: Any = ServedParts()
+    policy, reference = Trainer(), Trainer()
+    sampler: Any = Sampler()
     engines: Any = {"policy": policy, "reference": reference}
     spec = worker_spec(train=TrainConfig(param_offload=True), rollout=RolloutConfig(engine="vllm", release_memory=True))
     device = SharedDevice(spec, torch.device("cpu"), engines, sampler)
@@ -49,16 +53,16 @@ def test_parameters_leave_the_device_while_a_sampler_works_and_are_there_when_we
         if follows_training:
             device.for_training()
         device.make_room("weights")
-        assert policy.parts == reference.parts == {"params"} and sampler.parts == set()
+        assert policy.on_device and reference.on_device and sampler.parts == set()
         asyncio.run(device.restore_sampler("weights"))
         device.make_room("kv_cache")
-        assert policy.parts == reference.parts == set()
+        assert not policy.on_device and not reference.on_device
         asyncio.run(device.restore_sampler("kv_cache"))
         with device.policy():  # such as an export while the sampler works
-            assert policy.parts == {"params"} and reference.parts == set()
-        assert policy.parts == set() and sampler.parts == {"weights", "kv_cache"}
-        sampler.release({"weights", "kv_cache"})
+            assert policy.on_device and not reference.on_device
+        assert not policy.on_device and sampler.parts == {"weights", "kv_cache"}
+        sampler.parts.clear()
     device.for_training()
-    assert policy.parts == reference.parts == {"params"}
+    assert policy.on_device and reference.on_device
     with device.policy():
-        assert policy.parts == {"params"}
+        assert policy.on_device
