@@ -416,9 +416,9 @@ of `make vlm` trains a tiny one. `tests/contract/test_vision_families.py` compar
 forward in fp32, on a tiny model: rows of text and of images, several images in a row, images next to each other and of
 different sizes in a pack, shared prompts, and two FSDP2 ranks of which one has text alone. Logprobs and gradients
 differ by at most 1e-5, greedy answers of the embedded engine are those of `generate`, an export has the names and
-values of the files, and LoRA adapts the language model alone. `model.vision: freeze` trains the language model alone;
-without images in the rows, a tower is never computed, and exported as it is in the files. The tokens that stand for
-images have no probability: sampler and trainer mask them. vLLM takes images of [three of
+values of the files, and LoRA adapts a tower only with `vision` in `model.lora.targets`. `model.vision: freeze` trains
+the language model alone; without images in the rows, a tower is never computed, and exported as it is in the files. The
+tokens that stand for images have no probability: sampler and trainer mask them. vLLM takes images of [three of
 them](rollout_engines.md#images).
 
 Refused are rows with images under `train.mesh.ulysses` or `train.mesh.tp`, and images that Gemma 3's processor cuts

@@ -17,6 +17,7 @@ from meshrl.core.files import Unreadable, is_there, read_json
 
 _ON = OnlyWith("model.lora.enabled", True, "model.lora is off")
 EXPERTS = "experts"  # in model.lora.targets: the joint tensors of a mixture's experts
+VISION = "vision"  # in model.lora.targets: the linear layers of the vision tower and its projector
 
 
 class LoraConfig(Slice):
@@ -28,8 +29,9 @@ class LoraConfig(Slice):
     """an adapter's output is multiplied by alpha / rank; twice the rank is usual"""
     targets: Annotated[list[str], _ON] = Field(["all-linear"])
     """linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear instead of such
-    names = all linear layers except the head; experts, besides these or alone = the experts of a mixture, which are
-    joint tensors (peft's target_parameters). With experts, samplers get merged weights, train.mesh.tp is 1, and
+    names = all linear layers of the language model except the head; vision, besides these or alone = all of the vision
+    tower and its projector; experts, likewise = the experts of a mixture, which are joint tensors (peft's
+    target_parameters). With experts, samplers get merged weights, train.mesh.tp is 1, and
     train.activation_checkpointing should be true, else the merged experts of all layers stay until the backward pass.
     Trainer and sampler compute with the sum of weight and adapter in model.dtype: in bfloat16 a change far below 1/256
     of a weight has no effect before it has grown"""
@@ -67,8 +69,8 @@ class ModelConfig(Slice):
     """low-rank adapters"""
     vision: Literal["train", "freeze"] = "train"
     """of a model with a vision tower: train (or shard) = the tower and its projector are sharded and trained like the
-    language model; freeze = they are sharded, and have neither gradients nor optimizer state. LoRA adapts the language
-    model alone"""
+    language model; freeze = they are sharded, and have neither gradients nor optimizer state. LoRA adapts them only
+    with vision in model.lora.targets"""
 
     @field_validator("attn_implementation", mode="before")
     @classmethod
@@ -82,7 +84,11 @@ class ModelConfig(Slice):
 
 
 def model_problems(case: Case) -> Iterator[Problem]:
-    key, text = "model.path", case.config.model.path
+    model = case.config.model
+    if model.vision == "freeze" and model.lora.enabled and VISION in model.lora.targets:
+        text = f"adapters in a tower that is not trained. Leave {VISION} out, or set model.vision: train."
+        yield Problem(("model.lora.targets", "model.vision"), text)
+    key, text = "model.path", model.path
     path, places = case.find(key)
     is_gguf = text.lower().endswith(".gguf")
     to_folder = f"A GGUF file is converted first: meshrl convert {text} FOLDER, then {key}=FOLDER."

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from meshrl.config.model import EXPERTS, LoraConfig
+from meshrl.config.model import EXPERTS, VISION, LoraConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.folder import write_tensors
-from meshrl.model.parts import TEXT, part_of, parts_of
+from meshrl.model.parts import TEXT, is_vision, part_of, parts_of
 from meshrl.parallel.boxes import Box, boxes, index_of
 from meshrl.parallel.fsdp import full_tensor, local_shard
 
@@ -360,24 +360,26 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> tuple[list[str]
     """Full names of the layers, and of the joint tensors, that get adapters. peft itself would accept targets that are
     no linear layer, and ignore targets that do not exist. Routers get no adapter."""
     parts = parts_of(lm)
-    linear = [name for name, m in lm.named_modules() if type(m) is torch.nn.Linear and part_of(name, parts) == TEXT]
-    joint, targets = joint_experts(lm), [target for target in cfg.targets if target != EXPERTS]
-    if len(targets) < len(cfg.targets) and not joint:
-        raise ConfigError(
-            f"model.lora.targets has {EXPERTS}, but {str(path)!r} has no joint tensors in modules named {EXPERTS}. "
-            f"Leave it out; experts that are linear layers are among {ALL_LINEAR}"
-        )
-    if len(targets) == len(cfg.targets):
-        joint = []
-    if joint and not targets:
-        return [], joint
+    every = [name for name, m in lm.named_modules() if type(m) is torch.nn.Linear]
+    linear, of_vision = [n for n in every if part_of(n, parts) == TEXT], [n for n in every if is_vision(n, parts)]
+    joint, targets = joint_experts(lm), [target for target in cfg.targets if target not in (EXPERTS, VISION)]
+    for target, layers, kind in (
+        (EXPERTS, joint, "joint tensors in modules named experts"),
+        (VISION, of_vision, "linear layers in a vision tower"),
+    ):
+        if target in cfg.targets and not layers:
+            more = f"; experts that are linear layers are among {ALL_LINEAR}" if target == EXPERTS else ""
+            raise ConfigError(f"model.lora.targets has {target}, but {str(path)!r} has no {kind}. Leave it out{more}")
+    joint, of_vision = joint if EXPERTS in cfg.targets else [], of_vision if VISION in cfg.targets else []
+    if (joint or of_vision) and not targets:
+        return of_vision, joint
     if not linear:
         raise ConfigError(
             f"model.lora.enabled is true, but {str(path)!r} has no linear layers (torch.nn.Linear) except its head. "
             "Set it to false"
         )
     if targets == [ALL_LINEAR]:
-        return linear, joint
+        return linear + of_vision, joint
     meant = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in targets}
     unused = [target for target, names in meant.items() if not names]
     if unused or not meant:
@@ -387,7 +389,7 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> tuple[list[str]
             f"model.lora.targets has {', '.join(unused) or 'no name'}, but the linear layers of {str(path)!r}, except "
             f"its head, are {linear_names}{experts}. Give some of these names, or {ALL_LINEAR} instead of them"
         )
-    return [name for name in linear if any(name in names for names in meant.values())], joint
+    return [name for name in linear if any(name in names for names in meant.values())] + of_vision, joint
 
 
 def _peft_config(cfg: LoraConfig, layers: list[str], parameters: list[str], path: str) -> Any:

@@ -30,7 +30,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.types import POLICY, Request, Sample, SamplingParams, Turn, unsampled_row
 from meshrl.model.facts import model_facts
 from meshrl.model.folder import stored_tensors
-from meshrl.model.lora import is_adapter, named_weights, randomize_adapters
+from meshrl.model.lora import is_adapter, named_weights, randomize_adapters, weight_name
 from meshrl.model.parts import HEAD, TEXT, part_of
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh
@@ -254,31 +254,37 @@ def test_an_export_has_the_names_and_values_of_the_files(family: str, folder: Pa
     assert [name for name, tensor in theirs.items() if not torch.equal(tensor, ours[name])] == []
 
 
-def lora_on_rank(rank: int, world: int, family: str, folder: Path) -> dict[str, Any]:
-    """Adapters of which parts, those without a gradient, and differences of logprobs: of the adapted from the loaded
-    model, and of the exported from the adapted one."""
+def lora_on_rank(rank: int, world: int, family: str, folder: Path, targets: list[str]) -> dict[str, Any]:
+    """Adapters of which parts, those without a gradient although their weight has one in the full model, and
+    differences of logprobs: of the adapted from the loaded model, and of the exported from the adapted one."""
     rows = rows_of(family)
     loaded = transformers_scores(family, transformers_model(folder), rows)
-    engine = built_engine(folder, world, LoraConfig(enabled=True, rank=4, alpha=2))
+    engine = built_engine(folder, world, LoraConfig(enabled=True, rank=4, alpha=2, targets=targets))
     with torch.no_grad():
         randomize_adapters(engine.model.lm)
     got = engine_scores(engine, rows, [list(range(len(rows)))])
     adapters = {name: p.grad for name, p in named_weights(engine.model.lm) if is_adapter(name)}
+    used = {name for name, gradient in loaded.gradients.items() if gradient.any()}
+    without = [name for name, g in adapters.items() if g is None or not full_tensor(g).any()]
     engine.model.zero_grad()
     engine.export(folder.parent / "merged")
     merged = transformers_scores(family, transformers_model(folder.parent / "merged"), rows)
     return {
         "parts": {part_of(name, engine.model.parts) for name in adapters},
-        "without gradient": [name for name, g in adapters.items() if g is None or not full_tensor(g).any()],
+        "without gradient": [name for name in without if weight_name(name) in used],
         "change": logprob_distance(got, loaded),
         "merged": logprob_distance(merged, got),
     }
 
 
 @of_each_family
-def test_lora_adapts_the_language_model_alone(family: str, folder: Path, pool: RankPool):
-    (found,) = pool.run(lora_on_rank, 1, family, folder)
-    assert found["parts"] <= {TEXT, HEAD} and found["without gradient"] == []
+@pytest.mark.parametrize("targets", [["all-linear"], ["all-linear", "vision"], ["vision"]], ids="+".join)
+def test_lora_adapts_the_tower_where_the_targets_have_vision(
+    family: str, folder: Path, pool: RankPool, targets: list[str]
+):
+    (found,) = pool.run(lora_on_rank, 1, family, folder, targets)
+    assert (TEXT in found["parts"]) == ("all-linear" in targets) and HEAD not in found["parts"]
+    assert bool(found["parts"] - {TEXT}) == ("vision" in targets) and found["without gradient"] == []
     assert found["change"] > 0.01 and found["merged"] <= TOLERANCE
 
 

@@ -123,6 +123,10 @@ BAD: list[tuple[str, list[str]]] = [
     ("model.lora.enabled=true model.lora.rank=0", ["model.lora.rank", ">= 1"]),
     ("model.lora.enabled=true model.lora.targets=[experts] train.mesh.tp=2", ["adapters of experts are not cut"]),
     ("model.vision=replicate", ["must be train or freeze"]),
+    (
+        "model.lora.enabled=true model.lora.targets=[all-linear,vision] model.vision=freeze",
+        ["model.lora.targets", "adapters in a tower that is not trained", "model.vision: train"],
+    ),
     ("model.dtype=float16", ["loss scaling", "Use bfloat16 or float32"]),
     # keys of single engines
     ("rollout.engine=vllm rollout.vllm.python=no/python", ["rollout.vllm.python = no/python", "no such program"]),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
+from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from examples.vlm import task
@@ -57,6 +58,23 @@ def test_a_step_trains_the_tower_unless_it_is_frozen_or_not_used(start, tmp_path
     changed = {name.split(".")[1] for name, values in before.items() if not torch.equal(values, after[name])}
     trained = {"language_model"} | ({"vision_tower", "multi_modal_projector"} if case == "trained" else set())
     assert changed - {"weight"} == trained
+
+
+def test_adapters_of_the_tower_are_trained_sampled_with_and_merged(start, tmp_path):
+    """In the second step the sampler has adapters that are not 0: the proof of each step re-scores its tokens."""
+    lora = ["model.lora.enabled=true", "model.lora.targets=[all-linear, vision]", "train.optimizer.lr=1e-2"]
+    done = run(start, tmp_path, "reward.terms.length.kind=tiny_run:length", "loop.num_steps=2", *lora)
+    steps = tiny_run.steps_of(done, ())
+    assert len(steps) == 2 and all(step["proof/logprob_abs_diff_mean"] < 1e-5 for step in steps)
+    model = done / "checkpoints" / "step_000002" / "model"
+    before, after = (AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in (start, model))
+    base = AutoModelForImageTextToText.from_pretrained(start)
+    merged = PeftModel.from_pretrained(base, model / "adapter").merge_and_unload().state_dict()
+    torch.testing.assert_close(after, merged)
+    layers = {name for name, module in base.named_modules() if type(module) is torch.nn.Linear} - {"lm_head"}
+    changed = {name for name, values in before.items() if not torch.equal(values, after[name])}
+    assert changed == {f"{name}.weight" for name in layers}, "all other weights are those of the base to the bit"
+    assert {name.split(".")[1] for name in changed} == {"language_model", "vision_tower", "multi_modal_projector"}
 
 
 class OtherImages(ModelInputs):
