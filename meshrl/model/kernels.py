@@ -25,10 +25,11 @@ import triton
 import triton.language as tl
 
 from meshrl.model.attention import Rotation
-from meshrl.model.logprob import Head
+from meshrl.model.logprob import Head, gradient_to_add_to
 
 BLOCK_N, BLOCK_V, BLOCK_D = 128, 128, 64
 SPLIT = 32 * BLOCK_V  # columns of a program
+SLOPES = 1 << 27  # numbers of dL/dlogits that exist at one time: 256 MiB
 GROUP = 16  # blocks of tokens whose programs run side by side, so that they find each other's operands in the L2 cache
 LAUNCH = {"num_warps": 8, "num_stages": 3}
 
@@ -167,9 +168,10 @@ class TiledLogprob(torch.autograd.Function):
         grad_ent = None if grad_ent is None else grad_ent.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         grad_hidden = torch.zeros(n, d, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        total = gradient_to_add_to(ctx, ctx.saved_tensors[1])
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] and total is None else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
-        blocks, width = triton.cdiv(n, BLOCK_N), max(1, chunk * v // max(1, n) // BLOCK_V) * BLOCK_V
+        blocks, width = triton.cdiv(n, BLOCK_N), max(1, min(chunk * v, SLOPES) // max(1, n) // BLOCK_V) * BLOCK_V
         for first in range(0, v, width):
             part = slice(first, min(first + width, v))
             dz = hidden.new_empty(n, part.stop - first)
@@ -182,6 +184,8 @@ class TiledLogprob(torch.autograd.Function):
             grad_hidden += Head(weight[part].T).logits(dz)  # their product in fp32
             if grad_weight is not None:
                 torch.mm(dz.T, hidden, out=grad_weight[part])
+            if total is not None:
+                total[part] += dz.T @ hidden
             if grad_bias is not None and bias_sums is not None:
                 grad_bias[part] = bias_sums.sum(0)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None, None

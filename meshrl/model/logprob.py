@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshrl.core.device import has_triton
 from meshrl.model.prepack import Product, prepacked
@@ -166,8 +168,9 @@ class _ChunkedLogprob(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden)
         single, grad_weight = 0 < len(hidden) <= chunk, None
-        if ctx.needs_input_grad[1] and not single:
-            grad_weight = torch.zeros_like(weight, dtype=dtype)
+        total = gradient_to_add_to(ctx, weight) if weight.dtype == dtype else None
+        if ctx.needs_input_grad[1] and total is None and not single:
+            total = grad_weight = torch.zeros_like(weight, dtype=dtype)
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if ctx.needs_input_grad[2] else None
         head = Head(weight if is_stored else _wide_on_cpu(weight), bias, scale, softcap)
         for a in range(0, hidden.shape[0], chunk):
@@ -201,14 +204,29 @@ class _ChunkedLogprob(torch.autograd.Function):
             low = chunk_logits.to(weight.dtype)
             del chunk_logits, logq, p, dz, entropy
             grad_hidden[part] = low @ weight
-            if grad_weight is not None:
-                _add_product(grad_weight, low, x.to(weight.dtype))
+            if total is not None:
+                _add_product(total, low, x.to(weight.dtype))
             elif ctx.needs_input_grad[1]:
                 grad_weight = low.T @ x.to(weight.dtype)
             del low
         del head  # before the gradient is cast: it may have an fp32 copy of the weight
         grads = [None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)]
         return grad_hidden, *grads, None, None, None, None, None, None, None
+
+
+def gradient_to_add_to(ctx: Any, weight: torch.Tensor) -> torch.Tensor | None:
+    """`.grad` of the head's weight, if it exists and this backward pass would add to it: then the pass may add in place
+    and return None, which needs no second gradient of this size. No hook may wait for the returned gradient, and
+    `torch.autograd.grad` adds to no `.grad`."""
+    if not ctx.needs_input_grad[1] or not weight.is_leaf or weight.grad is None or torch.is_grad_enabled():
+        return None
+    if isinstance(weight, DTensor) or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    try:
+        is_added = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+    except RuntimeError:  # torch.autograd.grad of this weight
+        return None
+    return weight.grad if is_added else None
 
 
 def _may_store(hidden: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -102,6 +102,58 @@ def test_gradients_do_not_depend_on_how_many_logits_may_exist(chunk):
     _require_equal(_inputs(SIZES["odd sizes"], torch.float16), chunk=chunk, **HEADS["all"])
 
 
+def test_slopes_have_a_limit_whatever_number_of_tokens_is_allowed(monkeypatch):
+    """256 MiB for 16-bit numbers. The result is that of one slice."""
+    assert kernels.SLOPES * 2 == 256 << 20
+    tokens, dim, vocab = 48, 16, 256
+    x = _inputs((tokens, dim, vocab), torch.bfloat16)
+    for limit in (tokens * 64, tokens):
+        monkeypatch.setattr(kernels, "SLOPES", limit)
+        with _Shapes() as shapes:
+            _results(x, chunk=1000)
+        width = max(limit // tokens, kernels.BLOCK_V)
+        assert (tokens, width) in shapes.seen and (tokens, 2 * width) not in shapes.seen
+        _require_equal(x, chunk=1000, **HEADS["all"])
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_the_gradient_of_a_head_is_added_in_place(head):
+    """To that of an earlier micro-batch: the sum is that of both to the bit."""
+    x, grads = _inputs(SIZES["odd sizes"], torch.bfloat16), []
+    weight = x["weight"].requires_grad_()
+    start = torch.randn_like(weight)
+    for first in (None, start.detach().clone()):
+        weight.grad = first
+        sum(each.sum() for each in _scored(x, **head)).backward()
+        assert first is None or weight.grad is first
+        grads.append(weight.grad)
+    assert torch.equal(grads[1], start + grads[0])
+
+
+def _entropies(steps: int, exact: bool) -> torch.Tensor:
+    """Mean entropies in a training of fp32 (fp64) masters whose rounded copies are scored."""
+    x, found = _inputs((16, 16, 400), torch.float32), []
+    masters = [x[name].to(torch.float64 if exact else torch.float32) for name in ("hidden", "weight")]
+    for _ in range(steps):
+        hidden, weight = (m.bfloat16().to(m.dtype if exact else torch.bfloat16).requires_grad_() for m in masters)
+        logp, entropy = _scored({**x, "hidden": hidden, "weight": weight, "temperature": torch.ones(16)}, chunk=1000)
+        (0.004 * entropy.sum() - 0.004 * logp.sum()).backward()
+        for master, copy in zip(masters, (hidden, weight), strict=True):
+            master -= copy.grad
+        found.append(entropy.detach().double().mean())
+    return torch.stack(found)
+
+
+def test_slices_do_not_drift_from_fp64_over_50_steps(monkeypatch):
+    """A gradient of hidden states that is rounded before slices are summed is 3e-4 off by then."""
+    monkeypatch.setattr(kernels, "SLOPES", 1)
+    slices, exact = _entropies(50, False), _entropies(50, True)
+    assert exact[-1] < 0.8 * exact[0]
+    torch.testing.assert_close(slices, exact, rtol=2e-3, atol=0)
+    monkeypatch.setattr(kernels, "SLOPES", 1 << 27)
+    torch.testing.assert_close(slices, _entropies(50, False), rtol=5e-5, atol=0)
+
+
 def test_a_frozen_head_gets_no_gradient_and_no_entropy_is_computed_unasked(monkeypatch):
     monkeypatch.delattr(torch, "mm")  # the product of the head's gradient
     x = _inputs(SIZES["odd sizes"], torch.bfloat16)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any
 
 import pytest
 import torch
+from live_storages import LiveStorages
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.model import logprob
@@ -216,24 +216,6 @@ def test_how_many_copies_of_a_chunk_a_cpu_needs(dtype, copies_of_a_chunk):
     assert copies.count == copies_of_a_chunk
 
 
-class _Live(TorchDispatchMode):
-    """Most bytes, at one time, of existing results of operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.results: list[weakref.ref[torch.Tensor]] = []
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
-        if isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in given:
-            self.results = [ref for ref in (*self.results, weakref.ref(out)) if ref() is not None]
-            storages = [t.untyped_storage() for ref in self.results if (t := ref()) is not None]
-            self.peak = max(self.peak, sum(storage.nbytes() for storage in storages))
-        return out
-
-
 @pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 1), (torch.bfloat16, 1.5)], ids=["fp32", "bf16"])
 def test_fewer_tokens_at_one_time_need_less_memory(monkeypatch, dtype, copies):
     """The memory is that of one chunk's logits (in bf16 also of a cast copy, and of the weight in fp32), and for a
@@ -244,7 +226,7 @@ def test_fewer_tokens_at_one_time_need_less_memory(monkeypatch, dtype, copies):
     def peak(chunk: int, trained: bool) -> float:
         hidden, weight = (torch.randn(n, dim).to(dtype).requires_grad_() for n in (tokens, vocab))
         arguments = (torch.randint(vocab, (tokens,)), torch.full((tokens,), 0.7))
-        with _Live() as live:
+        with LiveStorages() as live:
             head = Head(weight.requires_grad_(trained))
             logp, ent = logprob.token_logprobs(hidden, head, *arguments, chunk_tokens=chunk, entropy=True)
             (logp.sum() + ent.sum()).backward()
@@ -255,6 +237,96 @@ def test_fewer_tokens_at_one_time_need_less_memory(monkeypatch, dtype, copies):
     assert frozen == sorted(frozen, reverse=True) and trained == sorted(trained, reverse=True)
     assert all(rows <= copies * chunk + (copies > 1) * dim + 10 * block for rows, chunk in zip(frozen, chunks))
     assert all(rows - of_frozen <= 1.1 * dim for rows, of_frozen in zip(trained, frozen))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_chunks_need_at_most_100_mib_beyond_gradients(monkeypatch, trained):
+    """Of 1,024 tokens and vocabulary 32,768, of which an eighth is here, in fp32 with an entropy in the loss, by 128
+    tokens at a time, in the first micro-batch of a step and in the next one."""
+    share, dim = 8, 1792
+    vocab, tokens = 32768 // share, 2048 // share
+    monkeypatch.setattr(logprob, "BLOCK_LOGITS", logprob.BLOCK_LOGITS // share)
+    monkeypatch.setattr(logprob, "SAVED_LOGITS_ON_CPU", 0)
+    hidden, weight = (torch.randn(n, dim).requires_grad_() for n in (tokens, vocab))
+    head, arguments = Head(weight.requires_grad_(trained)), (torch.randint(vocab, (tokens,)), torch.ones(tokens))
+    for made in (hidden.nbytes + weight.nbytes * trained, 0):
+        with LiveStorages() as live:
+            logp, ent = logprob.token_logprobs(hidden, head, *arguments, chunk_tokens=128, entropy=True)
+            (logp.sum() + ent.sum()).backward()
+        assert live.peak - made < (100 << 20) / share
+        del logp, ent
+
+
+def _in_place(chunk: int, head: dict[str, Any], start: torch.Tensor, times: int = 1) -> list[torch.Tensor]:
+    """`.grad` of the weight, before and after `times` backward passes of one graph."""
+    x = _inputs(torch.float64)
+    weight = x["weight"].requires_grad_()
+    weight.grad = start.clone()
+    logp, ent = _chunked({**x, "hidden": x["hidden"].requires_grad_()}, chunk, **head)
+    total, before = logp.sum() + 0.3 * ent.sum(), weight.grad
+    for _ in range(times):
+        total.backward(retain_graph=True)
+    return [before, weight.grad]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_the_gradient_of_a_head_is_added_to_that_of_earlier_micro_batches_in_place(head, times):
+    x, start = _inputs(torch.float64), torch.randn(V, D, dtype=torch.float64)
+    before, after = _in_place(7, head, start, times)
+    logp, ent = _dense({**x, "weight": x["weight"].requires_grad_()}, **head)
+    (want,) = torch.autograd.grad(logp.sum() + 0.3 * ent.sum(), x["weight"])
+    assert after is before
+    torch.testing.assert_close(after, start + times * want, rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_of_a_16_bit_head_are_summed_in_fp32_before_they_are_added():
+    x, grads = _inputs(torch.bfloat16), list[torch.Tensor]()
+    weight = x["weight"].requires_grad_()
+    for start in (None, torch.zeros_like(weight)):
+        weight.grad = start
+        sum(each.sum() for each in _chunked(x, 1)).backward()
+        grads.append(weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_a_gradient_that_is_asked_for_is_returned_and_added_to_no_other():
+    """By torch.autograd.grad, in the weight or in the hidden states alone."""
+    x, start = _inputs(torch.float64), torch.ones(V, D, dtype=torch.float64)
+    weight, hidden = x["weight"].requires_grad_(), x["hidden"].requires_grad_()
+    found = []
+    for score in (lambda y: _chunked(y, 7), _dense):
+        weight.grad = start.clone()
+        total = sum(each.sum() for each in score(x))
+        found += torch.autograd.grad(total, weight, retain_graph=True)
+        torch.autograd.grad(total, hidden, retain_graph=True)
+        assert torch.equal(weight.grad, start)
+        total.backward(inputs=[hidden])
+        assert torch.equal(weight.grad, start)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_the_weight_sees_its_gradient(hook):
+    x, seen = _inputs(torch.float64), list[torch.Tensor]()
+    weight = x["weight"].requires_grad_()
+    weight.grad = torch.zeros_like(weight)
+    getattr(weight, hook)(lambda t: seen.append(t.detach().clone()))
+    sum(each.sum() for each in _chunked(x, 7)).backward()
+    assert len(seen) == 1 and weight.grad.abs().sum() > 0
+
+
+def test_a_tied_head_and_its_embedding_add_up_over_micro_batches():
+    x, found = _inputs(torch.float64), list[torch.Tensor]()
+    ids = torch.arange(N) % V
+    for score in (lambda y: _chunked(y, 7), _dense):
+        weight = x["weight"].detach().clone().requires_grad_()
+        for shift in range(3):
+            hidden = torch.nn.functional.embedding((ids + shift) % V, weight).tanh() + x["hidden"]
+            logp, ent = score({**x, "hidden": hidden, "weight": weight})
+            (logp.sum() - ent.sum()).backward()
+        found.append(weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
