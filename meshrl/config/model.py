@@ -32,7 +32,8 @@ class LoraConfig(Slice):
     names = all linear layers of the language model except the head; vision, besides these or alone = all of the vision
     tower and its projector; experts, likewise = the experts of a mixture, which are joint tensors (peft's
     target_parameters). With experts, samplers get merged weights, train.mesh.tp is 1, and
-    train.activation_checkpointing should be true, else the merged experts of all layers stay until the backward pass.
+    train.activation_checkpointing should not be false, else the merged experts of all layers stay until the backward
+    pass.
     Trainer and sampler compute with the sum of weight and adapter in model.dtype: in bfloat16 a change far below 1/256
     of a weight has no effect before it has grown"""
 

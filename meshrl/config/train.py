@@ -60,8 +60,11 @@ class TrainConfig(Slice):
     """FULL_SHARD shards parameters, gradients and optimizer state; SHARD_GRAD_OP keeps parameters gathered after
     forward; HYBRID_SHARD has dp_replicate copies of the sharded model; NO_SHARD has the full model in every rank. With
     one rank, or ranks of tp alone, FSDP2 has nothing to shard, whatever the value"""
-    activation_checkpointing: bool = True
-    """recompute each block's activations in backward: far less memory for about 30 % more compute"""
+    activation_checkpointing: Literal[True, False, "block", "submodule", "selective"] = True
+    """which activations of a block are recomputed in backward instead of stored: true or block = all but its input, for
+    about a fourth to a third more compute; submodule = those of its MLP or experts, and of its norms; selective = all
+    but matrix products and the output of attention, for 1 % more compute at most; false = none. Results are equal to
+    the bit. docs/perf/README.md has the share of memory that each saves"""
     torch_compile: bool = False
     """compile the decoder blocks of trained and reference model by torch.compile, once for packs of any length; results
     are equal within rounding, and the first steps take minutes longer. Attention, head and embedded samplers are not
@@ -127,6 +130,12 @@ def train_problems(case: Case) -> Iterator[Problem]:
     if config.model.lora.on_experts and config.train.mesh_shape(config.cluster.num_train_ranks)[3] > 1:
         text = "the adapters of experts are not cut. Use tp 1, and dp_shard for less memory, or leave experts out."
         yield Problem(("model.lora.targets", config.train.tp_key), text)
+    mode = config.train.activation_checkpointing
+    if config.train.torch_compile and mode in ("submodule", "selective"):
+        text = (
+            f"torch.compile can't compile blocks of which {mode} recomputes a part. Use true, which it can, or false."
+        )
+        yield Problem(("train.activation_checkpointing", "train.torch_compile"), text)
     if not all(0 <= beta < 1 for beta in config.train.optimizer.betas):
         yield Problem(("train.optimizer.betas",), "both must be at least 0 and below 1.")
     if case.purpose != "eval" and config.train.scheduler.warmup_steps >= config.num_updates:

@@ -34,8 +34,9 @@ from meshrl.model.parts import is_vision
 from meshrl.model.routing import require_routing
 from meshrl.model.tensor_parallel import cut_model, uncut_layers
 from meshrl.model.verify import ComparedModel, in_fp32, require_same
+from meshrl.parallel.checkpointing import checkpoint_blocks
 from meshrl.parallel.compute_dtype import compute_in
-from meshrl.parallel.fsdp import checkpoint_blocks, is_sharded, reshard, shard_model
+from meshrl.parallel.fsdp import is_sharded, reshard, shard_model
 from meshrl.parallel.mesh import Peers, fsdp_mesh
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Recipe:
     trains: bool = False
     mesh: DeviceMesh | None = None
     compute_dtype: torch.dtype = torch.float32
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | str = False
     keep_unsharded: bool = False
     torch_compile: bool = False
     synced: bool = False
@@ -133,8 +134,7 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
         compute_in(recipe.compute_dtype, model, blocks)
     if tp is not None:
         cut_model(model, tp)
-    if recipe.activation_checkpointing:
-        checkpoint_blocks(blocks)
+    checkpoint_blocks(blocks, recipe.activation_checkpointing)
     if is_sharded(mesh):
         shard_model(
             model,

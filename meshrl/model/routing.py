@@ -39,8 +39,9 @@ class RouterSums:
         probs = _probabilities(logits)
         weights = rows.to(probs.dtype)
         self.selected[router].index_add_(0, selected.flatten(), rows.repeat_interleave(selected.shape[-1]))
-        self.probabilities[router] += weights @ probs
-        self.entropy[router] += weights @ torch.special.entr(probs).sum(-1)
+        # No matrix product, because checkpointing.py may store products by their order, and this is not repeated.
+        self.probabilities[router] += (weights[:, None] * probs).sum(0)
+        self.entropy[router] += (weights * torch.special.entr(probs).sum(-1)).sum()
 
     def metrics(self) -> list[Metric]:
         """Of all ranks' sums. `router/balance_loss` is 1 if all experts have the same load."""

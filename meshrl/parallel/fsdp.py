@@ -1,29 +1,15 @@
-"""FSDP2 over a CausalModel: one group for each block, and the root group for embedding, norm and head; and activation
-checkpointing: store only a block's input, and recompute its activations in the backward pass."""
+"""FSDP2 over a CausalModel: one group for each block, and the root group for embedding, norm and head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
 from math import prod
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from meshrl.parallel.timing import time_fsdp, timed_collective
-
-
-def checkpoint_blocks(blocks: Iterable[torch.nn.Module]) -> None:
-    """Call it before FSDP shards the blocks, so that FSDP's hooks are not part of what is recomputed.
-
-    Transformers' own checkpointing needs train mode, in which some families compute at random (sampled experts, router
-    jitter, skipped layers).
-    """
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def is_sharded(dp_mesh: DeviceMesh) -> bool:

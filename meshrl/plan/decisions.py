@@ -216,7 +216,7 @@ def deadlines_of(cluster: ClusterConfig, rollout: RolloutConfig | None) -> dict[
 def micro_batch(model: ModelConfig, train: TrainConfig, numbers: ModelNumbers) -> Decision:
     """The value of train.max_tokens_per_microbatch when it is null: a power of two, and a function of the configs
     alone, so that a run's micro-batches are the same on every machine."""
-    stored = numbers.hidden_size if train.activation_checkpointing else stored_numbers(numbers, train.torch_compile)
+    stored = stored_numbers(numbers, train.torch_compile, train.activation_checkpointing)
     num_bytes = stored * numbers.num_layers * (4 if model.dtype == "float32" else 2)
     fitting = 1 << (ACTIVATION_BYTES // num_bytes).bit_length() - 1
     tokens = min(MOST_TOKENS, max(FEWEST_TOKENS, fitting))
@@ -224,9 +224,13 @@ def micro_batch(model: ModelConfig, train: TrainConfig, numbers: ModelNumbers) -
     return Decision("train.max_tokens_per_microbatch", tokens, reason)
 
 
-def stored_numbers(numbers: ModelNumbers, compiled: bool = False) -> int:
+def stored_numbers(numbers: ModelNumbers, compiled: bool = False, mode: bool | str = False) -> int:
     """About how many numbers a decoder block stores of each token for its backward pass: what its norms, products and
-    attention read again. torch.compile computes some of them again. With activation checkpointing it stores its input
-    alone."""
+    attention read again. torch.compile computes some of them again. mode: of train.activation_checkpointing
+    (benchmarks/activation_memory.py)."""
     hidden, inner = numbers.hidden_size, numbers.intermediate_size or 4 * numbers.hidden_size
+    if mode in (True, "block"):
+        return hidden
+    if mode:
+        return 7 * hidden if mode == "submodule" else 6 * hidden + 2 * inner
     return 7 * hidden + 3 * inner if compiled else 10 * hidden + 4 * inner

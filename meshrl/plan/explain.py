@@ -142,7 +142,7 @@ def memory_lines(run_plan: RunPlan) -> str:
         else ""
     )
     leaves = ", in host memory while samplers work" if train.param_offload and not num_rollout_ranks else ""
-    inputs = "inputs of blocks and head" if train.activation_checkpointing else "of all blocks"
+    inputs = "inputs of blocks and head" if train.activation_checkpointing in (True, "block") else "of all blocks"
     notes = {"weights": f", {shards}{leaves}", "moments": waits, "reference": leaves}
     notes["activations"] = f", {inputs}, {sizes.micro_batch:,} tokens"
     trainer = [(part, size_text(size) + notes.get(part, "")) for part, size in sizes.train.items() if size]

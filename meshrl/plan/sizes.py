@@ -117,14 +117,18 @@ def _train_memory(
     train, lora, width = config.train, config.model.lora.enabled, 4 if config.model.dtype == "float32" else 2
     replicas, shards, ulysses, tp = train.mesh_shape(num_ranks)
     hidden = tokens * model.hidden_size * width // tp
-    block = stored_numbers(model, train.torch_compile) * tokens * width // tp + 2 * (tp - 1) * hidden
+    mode = train.activation_checkpointing
+    block, stored = (
+        stored_numbers(model, train.torch_compile, kind) * tokens * width // tp + 2 * (tp - 1) * hidden
+        for kind in (False, mode)
+    )
     num_inputs = model.num_layers + 3  # of blocks, of the last norm, also in fp32, and of the head
     logits = min(tokens, train.logprob_chunk_tokens or tokens) * ceil(model.vocab_size / tp)
     is_sharded = replicas * shards * ulysses > 1
     is_copied = is_sharded or not (lora or config.model.dtype == train.master_dtype)
     keeps_all = train.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD")
     if not is_sharded:
-        keeps_all = not train.activation_checkpointing
+        keeps_all = mode in (False, "submodule")  # selective computes the copies again
     copies = memory.blocks if keeps_all else memory.block * (2 if is_sharded else 1)
     gradients = 0 if lora else memory.block + (memory.block * 4 // width if is_sharded else 0)  # and reduced in fp32
     return {
@@ -132,7 +136,7 @@ def _train_memory(
         "gradients": memory.gradients,
         "moments": 2 * memory.gradients,
         "reference": memory.reference if has_reference else 0,
-        "activations": num_inputs * hidden if train.activation_checkpointing else model.num_layers * block,
+        "activations": num_inputs * hidden if mode in (True, "block") else model.num_layers * stored,
         "within a block": block,
         "logits": 3 * 4 * (logits if train.logprob_chunk_tokens else min(logits, CHUNK_LOGITS)),
         "blocks in use": (copies + gradients) * is_copied,

@@ -93,6 +93,7 @@ def _sizes(folder: Path, model: dict[str, Any], train: dict[str, Any], num_ranks
 
 STORES = {"activation_checkpointing": False}
 TRAIN = {"sharded": {}, "replicated": {"sharding_strategy": "NO_SHARD"} | STORES, "tp": {"mesh": {"tp": 2}} | STORES}
+TRAIN["submodule"] = {"activation_checkpointing": "submodule"}
 
 
 @pytest.mark.parametrize("train", TRAIN.values(), ids=TRAIN)

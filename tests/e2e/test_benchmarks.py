@@ -89,6 +89,13 @@ def test_cpu_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_activation_memory(tmp_path: Path) -> None:
+    line = smoke("activation_memory", tmp_path)
+    assert len(bars(line)) == 2 * 5 and all(bar["holds"] for bar in line["bars"])
+
+
+@pytest.mark.slow
 def test_engine_overhead(tmp_path: Path) -> None:
     line = smoke("engine_overhead", tmp_path, "--only", "engine")
     assert bars(line) == {"engine_overhead"}

@@ -56,7 +56,12 @@ BAD: list[tuple[str, list[str]]] = [
     ("algo.loss.kind=[gspo]", ["algo.loss.kind = ", "must be ppo_clip, gspo, cispo or sapo"]),
     ("algo.loss.tau_pos=2", ["algo.loss.tau_pos = 2", "no effect: algo.loss.kind is ppo_clip"]),
     ("algo.loss.tau_neg=2", ["algo.loss.tau_neg = 2", "no effect: algo.loss.kind is ppo_clip"]),
-    ("train.activation_checkpointing=3", ["true | false"]),
+    ("train.activation_checkpointing=3", ["must be true, false, block, submodule or selective."]),
+    ("train.activation_checkpointing=submodules", ["Nearest: submodule."]),
+    (
+        "train.activation_checkpointing=selective train.torch_compile=true",
+        ["train.torch_compile", "blocks of which selective recomputes a part. Use true"],
+    ),
     ("model.attn_implementation=flash_attention_3", ["auto, sdpa, flash or eager. Nearest: flash."]),
     ("loop.num_steps=2.5", ["integer >= 1"]),
     ("loop.num_steps=0", ["integer >= 1"]),

@@ -22,7 +22,7 @@ from meshrl.model.costs import model_memory
 from meshrl.model.own_attention import use_context_attention
 from meshrl.model.parts import eager_attention
 from meshrl.model.recipe import load_causal_lm
-from meshrl.parallel.fsdp import checkpoint_blocks
+from meshrl.parallel.checkpointing import checkpoint_blocks
 
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 _ROPE = {"rope_theta": 1e4, "factor": 2.0}
@@ -151,7 +151,7 @@ def test_a_checkpointed_block_is_computed_again_with_the_rows_of_its_own_pack(mo
     lm = tiny(model_type)
     model = CausalModel(lm)
     want = _gradients(lm, score_pack(model, SAMPLES)[0])
-    checkpoint_blocks(list(model.layers))
+    checkpoint_blocks(list(model.layers), True)
     first = score_pack(model, SAMPLES)[0]
     score_pack(model, SAMPLES[:2], share_prefix=False)
     for name, gradient in _gradients(lm, first).items():

@@ -15,7 +15,7 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.recipe import cast_parameters
 from meshrl.model.routing import require_routing
 from meshrl.model.verify import require_replay
-from meshrl.parallel.fsdp import checkpoint_blocks
+from meshrl.parallel.checkpointing import checkpoint_blocks
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(40) * 7 % 60 + 1
@@ -64,7 +64,7 @@ def test_every_router_is_counted_and_its_selection_recorded(family):
 
 def test_a_recomputed_forward_counts_nothing():
     model = CausalModel(tiny_lm("qwen3_moe"))
-    checkpoint_blocks(list(model.layers))
+    checkpoint_blocks(list(model.layers), True)
     routing = require_routing(model.routing, "", "")
     routing.begin(torch.ones_like(TOKENS), None, counts=True)
     hidden = model.hidden(TOKENS, torch.arange(len(TOKENS)), PackedAttention([0, len(TOKENS)], CPU))
