@@ -160,8 +160,11 @@ def _load_processor(path: str, config: Any, tokenizer: Any) -> Any:
         stated, _ = transformers.ProcessorMixin.get_processor_dict(path, **source)
         # As AutoProcessor: the folder's class first. Pixtral is a llava with Pixtral's processor.
         named = stated.get("processor_class") or of_images.get("processor_class")
-        is_known = named in {PROCESSOR_MAPPING_NAMES[kind] for kind in IMAGE_MODELS}
-        family = getattr(transformers, named if is_known else PROCESSOR_MAPPING_NAMES[config.model_type])
+        own, known = (
+            PROCESSOR_MAPPING_NAMES[config.model_type],
+            {PROCESSOR_MAPPING_NAMES[kind] for kind in IMAGE_MODELS},
+        )
+        family: Any = getattr(transformers, str(named if named in known else own))
         kind = re.sub("(Fast|Pil)$", "", of_images["image_processor_type"])
         name = f"{kind}Pil" if hasattr(transformers, f"{kind}Pil") else kind
         images = getattr(transformers, name).from_pretrained(path, **source)
