@@ -16,7 +16,7 @@ from bare_fsdp2 import BareLoop
 from bare_tp import BareTP
 from bare_ulysses import ChunkedModel
 from measure import Report, Timing, alternate, median, paired_ratio
-from mesh_bytes import KINDS, CountedBytes, Shape, Work, step_bytes
+from mesh_bytes import KINDS, CountedBytes
 from torch.distributed.tensor import DTensor
 from workload import micro_batches, model_folder
 
@@ -27,6 +27,7 @@ from meshrl.core.device import keep_freed_memory
 from meshrl.core.types import POLICY
 from meshrl.model.recipe import load_causal_lm
 from meshrl.parallel.mesh import build_mesh
+from meshrl.plan.traffic import Shape, Work, step_bytes
 from meshrl.train.engine import TrainEngine
 
 WORLD = 2

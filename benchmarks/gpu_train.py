@@ -50,13 +50,12 @@ from workload import gsm8k_groups, training_samples
 
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
-from meshrl.config.model import ModelConfig
+from meshrl.config.run import SftRunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import empty_cache, free_bytes, reset_peak_memory
 from meshrl.core.types import POLICY, Sample
 from meshrl.model.attention import AttentionSpec, PackedAttention
-from meshrl.model.costs import model_memory
-from meshrl.plan.decisions import stored_numbers
+from meshrl.model.costs import run_memory
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
@@ -88,21 +87,14 @@ ROWS: dict[str, Callable[[int, int], list[Sample]]] = {"row": one_row, "rows": g
 
 
 def predicted_bytes(shape: str, cfg: TrainConfig, tokens: int) -> int:
-    """Bytes of a step: masters and moments; the gradients, or what backward reads if that is more; what it reads in one
-    block and about the gradients of that; embedding and head in bf16 with their gradients; without checkpointing all
-    blocks in bf16. Masters, gradients, moments and stored numbers are those of `--explain` and of a run's
-    micro-batches."""
-    config = config_of(shape)
+    """Bytes of a step of one micro-batch, without the libraries, by the plan of `meshrl plan`."""
+    sft = {"path": "rows.jsonl", "num_steps": 1, "rows_per_step": 1, "max_row_tokens": tokens}
+    train = cfg.model_dump(exclude_unset=True) | {"max_tokens_per_microbatch": tokens}
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        memory = model_memory(ModelConfig(path=folder, dtype="bfloat16"), cfg, 1)
-    token = config.hidden_size * gpu_predict.HALF
-    block = stored_numbers(config, cfg.torch_compile) * gpu_predict.HALF
-    stored = config.num_hidden_layers * tokens * (token if cfg.activation_checkpointing else block)
-    inside = tokens * (block + 2 * token + 2 * config.intermediate_size * gpu_predict.HALF)
-    words = 2 * config.vocab_size * token * (1 if config.tie_word_embeddings else 2)
-    copies = 0 if cfg.activation_checkpointing else memory.weights - words // 2
-    return memory.masters + 2 * memory.gradients + max(memory.gradients, stored) + inside + words + copies
+        config_of(shape).save_pretrained(folder)
+        model = {"path": folder, "dtype": "bfloat16"}
+        _, (rank,) = run_memory(SftRunConfig.model_validate({"model": model, "train": train, "sft": sft}), "cuda")
+    return max(rank.total(phase) for phase in ("train", "optimizer")) - rank.device["libraries"]["train"]
 
 
 def measure_steps(report: Report, args: Any, device: torch.device, gemm: float, roofline: Roofline) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -160,17 +161,11 @@ def _launch(args: argparse.Namespace) -> None:
         print_message(f"wrote {args.out}; submit it with: sbatch {args.out}", sys.stdout)
 
 
-def _plan_schedule(args: argparse.Namespace) -> None:
-    from meshrl.config.load import load_run_config
-    from meshrl.run.inputs import load_run
-    from meshrl.tools.schedule.advise import advise
+def _plan(args: argparse.Namespace) -> None:
+    from meshrl.tools.memory_plan import plan_command
 
-    config = load_run(args.config, args.overrides, starts=False).config
-
-    def check(keys: Sequence[str]) -> object:
-        return load_run_config(args.config, [*args.overrides, *keys], starts=False)
-
-    print_output(advise(config, check, args.measured, args.assume, args.gpus))
+    schedule = (args.measured, args.assume) if args.schedule else None
+    print_output(plan_command(args.config, args.overrides, args.gpus, args.gpu_memory, args.json, schedule), end="")
 
 
 def _diagnose(args: argparse.Namespace) -> None:
@@ -277,6 +272,14 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _memory_size(text: str) -> int:
+    """Bytes, of a text such as 80GB or 24 GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])(i?)B", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{printable(text)!r} is not a size with its unit, such as 80GB or 80GiB")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2].upper()) + 1))
+
+
 def _new_folder(text: str) -> Path:
     """A path where nothing is yet: this is checked before the imports of a command, which take seconds."""
     if os.path.lexists(text):
@@ -337,7 +340,14 @@ _LAUNCH = [
 ]
 _PLAN = [
     *_RUN_CONFIG,
-    _arg("--schedule", None, "compare the schedules; the only prediction so far", action="store_true", required=True),
+    _arg(
+        "--gpu-memory",
+        "SIZE",
+        "memory of each GPU, such as 80GB: prints whether the run fits, and what makes it fit",
+        type=_memory_size,
+    ),
+    _arg("--json", None, "print the memory as JSON", action="store_true"),
+    _arg("--schedule", None, "compare the speed of the schedules instead", action="store_true"),
     _arg(
         "--from",
         "RUN",
@@ -453,7 +463,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[
     "sft": (partial(_train, True), "train a model with supervised fine-tuning (SFT) on chat data", _TRAIN),
     "eval": (_evaluate, "evaluate a model on its held-out rows, with loop.eval_samples answers per prompt", _EVAL),
     "launch": (_launch, "write a Slurm batch file for a run on several nodes", _LAUNCH),
-    "plan": (_plan_schedule, "predict the speed of each loop.kind and of each split of the GPUs", _PLAN),
+    "plan": (_plan, "show what a run needs in its GPUs' memory, or (--schedule) the speed of each schedule", _PLAN),
     "init": (_init, "write a folder with configs and a reward function for your own rows and a model", _INIT),
     "translate": (_translate, "write a config from one of verl, TRL or prime-rl", _TRANSLATE),
     "chat": (_chat, "talk to a model in the terminal: one question, or a conversation", _CHAT),

@@ -31,6 +31,7 @@ from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
     device_name,
     dist_backend,
+    free_bytes,
     has_own_memory,
     keep_few_primitives,
     keep_freed_memory,
@@ -41,7 +42,7 @@ from meshrl.core.device import (
     seed_generators,
     set_threads,
 )
-from meshrl.core.errors import CapabilityError
+from meshrl.core.errors import CapabilityError, ConfigError
 from meshrl.core.types import POLICY, REFERENCE, Metric, Request, Sample, Turn
 from meshrl.model.attention import attention_text
 from meshrl.model.costs import peak_flops
@@ -53,6 +54,8 @@ from meshrl.monitor.recorder import PROFILE_FILE, TRACED, recorder, write_rank
 from meshrl.monitor.status import RankProcess
 from meshrl.parallel.mesh import build_mesh
 from meshrl.parallel.timing import settle
+from meshrl.plan.disk_use import size_text
+from meshrl.plan.memory import ERROR
 from meshrl.process.diagnosis import family, own_memory
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
@@ -122,6 +125,14 @@ class RankWorker:
             releases = spec.num_rollout_ranks == 0 and spec.rollout.releases(has_own_memory(self.device))
             spec = replace(spec, rollout=spec.rollout.model_copy(update={"release_memory": releases}))
         self.spec = spec
+        need = spec.planned_bytes
+        free = None if need is None else free_bytes(self.device)
+        if need is not None and free is not None and need * (1 - ERROR) > free:
+            raise ConfigError(
+                f"by its plan, rank {spec.rank} needs {size_text(need)} of its device, of which {size_text(free)} are "
+                "free. `meshrl plan CONFIG --gpu-memory SIZE` prints the parts of each phase and what lowers them; "
+                "run.ignore_plan=true starts the run all the same"
+            )
         seed_generators(spec.seed, spec.rank)
         facts = None
         if spec.trains:

@@ -120,6 +120,24 @@ def plan_of(cfg: RunConfig | SftRunConfig) -> RunPlan:
     return make_plan(cfg, numbers, this_machine(cfg.cluster))
 
 
+def _planned_bytes(cfg: RunConfig | SftRunConfig) -> tuple[int | None, int | None]:
+    """Of a rank that trains and of one that only samples, where they have accelerators: the largest phase, without the
+    libraries and the cache of an embedded engine, which takes what is left."""
+    if cfg.run.ignore_plan or (cfg.cluster.executor != "ray" and device_type() == "cpu"):
+        return None, None
+    from meshrl.model.costs import run_memory  # imports the model's code
+
+    try:
+        _, ranks = run_memory(cfg, None)
+    except ConfigError:
+        return None, None  # the ranks raise it
+    for rank in ranks:
+        for part in ("libraries", "sampler's cache"):
+            rank.device.pop(part, None)
+    needs = [rank.total(rank.peak) for rank in ranks]
+    return needs[0], needs[-1]
+
+
 def this_machine(cluster: ClusterConfig) -> Machine:
     """What is known of the machines of the ranks: Ray chooses them later."""
     return Machine(None if cluster.executor == "ray" else device_type(), is_launched())
@@ -143,7 +161,7 @@ async def launched(
     cfg = cfg if model is None else cfg.model_copy(update={"model": model})
     numbers, num_ranks = model_numbers(cfg.model.path), (num_train_ranks, num_rollout_ranks)
     run_plan = make_plan(cfg, numbers, this_machine(cluster), num_ranks)
-    planned = run_plan.config
+    planned, needs = run_plan.config, _planned_bytes(cfg) if num_train_ranks else (None, None)
     specs = [
         WorkerSpec(
             rank=own.rank,
@@ -158,6 +176,7 @@ async def launched(
             seed=cfg.run.seed,
             logs=logs,
             nodes=run_plan.ranks[-1].machine + 1,
+            planned_bytes=needs[0 if own.trains else 1],
             deadlines=planned.cluster.deadlines.model_dump(),
         )
         for own in run_plan.ranks

@@ -25,20 +25,26 @@ from typing import Any
 import torch
 
 from meshrl.config.model import ModelConfig
+from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import device_name
-from meshrl.model import attention
+from meshrl.core.errors import ConfigError
+from meshrl.core.types import REFERENCE
+from meshrl.model.activations import trace
 from meshrl.model.causal import CausalModel
-from meshrl.model.facts import as_config_error, unfilled
-from meshrl.model.limits import full_config
+from meshrl.model.facts import as_config_error, without_values
+from meshrl.model.limits import full_config, model_numbers
 from meshrl.model.lora import EXPERTS_SUFFIX, add_adapters
-from meshrl.model.parts import text_attention
 from meshrl.model.recipe import DTYPES, cast_parameters, freeze_vision
 from meshrl.model.state_layers import StateLayer
 from meshrl.model.tensor_parallel import cut_model
 from meshrl.parallel.exchange import Axis
 from meshrl.parallel.tp import TensorParallel
-from meshrl.plan.sizes import ModelMemory
+from meshrl.plan.decisions import Machine
+from meshrl.plan.memory import ModelMemory, PlannedRun, RankMemory, rank_memory
+from meshrl.plan.run_plan import make_plan
+from meshrl.plan.sizes import micro_batch_tokens
+from meshrl.plan.traffic import Shape
 
 # Dense bf16 FLOP/s by a part of the product name, the more special names first. From NVIDIA's and AMD's data sheets;
 # those of NVIDIA print the double for sparse matrices. For consumer cards: with accumulation in fp32.
@@ -185,27 +191,63 @@ def _measured(dtype: torch.dtype, num_threads: int) -> float:
             return 2.0 * _PRODUCT**3 / fastest
 
 
-def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> ModelMemory:
-    """Raises: ConfigError."""
-    attention.register()
+def run_memory(
+    cfg: RunConfig | SftRunConfig, device: str | None, device_bytes: int | None = None
+) -> tuple[PlannedRun, tuple[RankMemory, ...]]:
+    """What each kind of rank of a run has in its memory. device: a type; None = an accelerator.
+
+    Raises: ConfigError."""
+    numbers, num_ranks = model_numbers(cfg.model.path), cfg.cluster.num_train_ranks
+    run_plan = make_plan(cfg, numbers, Machine(device))
+    config = run_plan.config
+    tokens, longest, is_single = micro_batch_tokens(config, num_ranks)
+    memory = model_memory(config.model, config.train, num_ranks, (tokens, longest), has_kernel=device != "cpu")
+    job = PlannedRun(
+        config=config,
+        model=numbers,
+        memory=memory,
+        num_train_ranks=num_ranks,
+        tokens=tokens,
+        is_single=is_single,
+        has_reference=REFERENCE in run_plan.roles,
+        device=device,
+        device_bytes=device_bytes,
+    )
+    return job, rank_memory(job)
+
+
+def model_memory(
+    cfg: ModelConfig,
+    train: TrainConfig,
+    num_train_ranks: int,
+    pack: tuple[int, int] | None = None,
+    has_kernel: bool = False,
+) -> ModelMemory:
+    """pack: tokens of a micro-batch and of its rows; None = without activations. has_kernel: as in `activations.trace`.
+
+    Raises: ConfigError."""
     config, compute, masters = full_config(cfg.path), DTYPES[cfg.dtype], DTYPES[train.master_dtype]
-    with as_config_error(cfg.path, ImportError), torch.device("meta"):
-        lm = unfilled(config, text_attention(config.model_type), compute)
-    model = CausalModel(lm)
+    with torch.device("meta"):
+        model = _without_values(cfg, config)
     _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
     num_shards *= num_ulysses
     weights, token = _num_bytes(model.parameters(), 1), token_bytes(model, compute)
-    if cfg.lora.enabled:
-        add_adapters(lm, cfg.lora, masters, cfg.path)
-    else:
-        cast_parameters(lm, masters)
-        freeze_vision(model, cfg.vision == "freeze")
+    _train_only(model, cfg, train)
+    if not cfg.lora.enabled:
+        cast_parameters(model.lm, masters)
     trained = _num_bytes((p for p in model.parameters() if p.requires_grad), 1)
     if num_tp > 1:
         cut_model(model, TensorParallel(Axis(num_tp, 0, None)))
     own = sum(ceil(p.shape[0] / num_shards) * p[0].numel() for p in model.parameters())
     numbers = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    total = sum(p.numel() for p in model.parameters())
+    total, activations, untraced = sum(p.numel() for p in model.parameters()), None, ""
+    if pack is not None:
+        with torch.device("meta"):
+            traced = _train_only(_without_values(cfg, config), cfg, train)
+        try:
+            activations = trace(traced, *pack, has_kernel, train.activation_checkpointing)
+        except ConfigError as cause:
+            untraced = str(cause)
     return ModelMemory(
         weights=weights,
         trained=trained,
@@ -215,8 +257,43 @@ def model_memory(cfg: ModelConfig, train: TrainConfig, num_train_ranks: int) -> 
         blocks=sum(numbers) * compute.itemsize,
         block=max(numbers) * compute.itemsize,
         root=(total - sum(numbers)) * compute.itemsize,
+        head=model.head().weight.numel() * compute.itemsize,
         token=token,
+        activations=activations,
+        untraced=untraced,
+        shape=None if cfg.lora.enabled else _shape(model),
     )
+
+
+def _shape(model: CausalModel) -> Shape:
+    """Of a model that tp has cut."""
+    text, own = model.lm.config.get_text_config(), attention_module(model.layers[0])
+    in_blocks = {id(p) for block in model.blocks for p in block.parameters()}
+    heads = 0 if model.routing is not None or own is None or model.has_states else text.num_attention_heads
+    return Shape(
+        num_layers=len(model.layers),
+        hidden=text.hidden_size,
+        heads=heads,
+        key_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=0 if own is None else head_sizes(own)[0],
+        blocks=[tuple(p.shape) for p in model.parameters() if id(p) in in_blocks],
+        root=[tuple(p.shape) for p in model.parameters() if id(p) not in in_blocks],
+        replicated=[tuple(p.shape) for name, p in model.named_parameters() if "norm" in name],
+    )
+
+
+def _without_values(cfg: ModelConfig, config: Any) -> CausalModel:
+    with as_config_error(cfg.path, ImportError):
+        return CausalModel(without_values(config, cfg.attn_implementation, DTYPES[cfg.dtype]))
+
+
+def _train_only(model: CausalModel, cfg: ModelConfig, train: TrainConfig) -> CausalModel:
+    """The model, of which that is trained which a run of this config trains."""
+    if cfg.lora.enabled:
+        add_adapters(model.lm, cfg.lora, DTYPES[train.master_dtype], cfg.path)
+    else:
+        freeze_vision(model, cfg.vision == "freeze")
+    return model
 
 
 def _num_bytes(parameters: Iterable[torch.nn.Parameter], num_shards: int) -> int:

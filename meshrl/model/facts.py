@@ -88,14 +88,9 @@ def model_facts(path: str | Path, implementation: str = "auto") -> ModelFacts:
             lm, weights = meta_copy(full), LoadedWeights(full)
         else:
             weights = StoredWeights(matched, names)
-        if config.model_type in attention.OWN_CODE:
-            from meshrl.model.own_attention import use_context_attention
-
-            use_context_attention(lm, implementation)
-        lm.config.use_cache = False
-        _disable_dropout(lm)
+        lm = _with_own_attention(lm, implementation)
         parts = parts_of(lm)
-    return ModelFacts(str(path), lm.eval(), weights, parts)
+    return ModelFacts(str(path), lm, weights, parts)
 
 
 def require_config(path: str | Path) -> None:
@@ -133,6 +128,24 @@ def unfilled(config: Any, name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model with initial values, and this attention; that of a tower is Transformers' own."""
     attn = _of_parts(config, name)
     return auto_class(config).from_config(config, attn_implementation=attn, dtype=dtype, trust_remote_code=False)
+
+
+def without_values(config: Any, implementation: str, dtype: torch.dtype) -> Any:
+    """A model as meshrl computes it, of a config alone; call it where tensors have no values, since none is useful."""
+    attention.register()
+    return _with_own_attention(
+        unfilled(config, text_attention(config.model_type, implementation), dtype), implementation
+    )
+
+
+def _with_own_attention(lm: Any, implementation: str) -> Any:
+    if lm.config.model_type in attention.OWN_CODE:
+        from meshrl.model.own_attention import use_context_attention
+
+        use_context_attention(lm, implementation)
+    lm.config.use_cache = False
+    _disable_dropout(lm)
+    return lm.eval()
 
 
 def _of_parts(config: Any, name: str) -> str | dict[str, str]:

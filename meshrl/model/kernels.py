@@ -26,10 +26,10 @@ import triton.language as tl
 
 from meshrl.model.attention import Rotation
 from meshrl.model.logprob import Head, gradient_to_add_to
+from meshrl.plan.decisions import SLOPES
 
 BLOCK_N, BLOCK_V, BLOCK_D = 128, 128, 64
 SPLIT = 32 * BLOCK_V  # columns of a program
-SLOPES = 1 << 27  # numbers of dL/dlogits that exist at one time: 256 MiB
 GROUP = 16  # blocks of tokens whose programs run side by side, so that they find each other's operands in the L2 cache
 LAUNCH = {"num_warps": 8, "num_stages": 3}
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
@@ -68,8 +69,8 @@ def _attend(module: Any, *qkv: torch.Tensor, **kwargs: Any) -> Any:
 
 @lru_cache
 def _slopes(num_heads: int, device: torch.device) -> torch.Tensor:
-    """What ALiBi subtracts for each token of distance, float32[H]."""
-    with torch.inference_mode(False):
+    """What ALiBi subtracts for each token of distance, float32[H]; with values, also in a trace without them."""
+    with torch.inference_mode(False), _disable_current_modes():
         two = torch.ones(1, 2, device=device)
         return build_alibi_tensor(two, num_heads, torch.float32)[:, 0, 1]  # type: ignore[no-any-return]
 

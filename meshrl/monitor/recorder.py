@@ -55,9 +55,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Bytes at the end of a phase: allocated_bytes of an accelerator and its peak_bytes in the phase, or resident_bytes
-    and peak_resident_bytes of a process on a CPU; with the profiler also those of params, grads, optimizer and buffers.
-    """
+    """Bytes at the end of a phase: allocated_bytes of an accelerator, or resident_bytes and peak_resident_bytes of a
+    process on a CPU; peak_bytes in the phase; with the profiler also those of params, grads, optimizer and buffers."""
 
     at_ns: int
     phase: str
@@ -339,8 +338,7 @@ class Recorder:
             self._phase_memory[phase] = max(size, self._phase_memory.get(phase, 0))
 
     def take_memory(self) -> dict[str, int]:
-        """The largest memory of each phase since the last call: its peak on an accelerator; on a CPU, the resident
-        memory at its end."""
+        """The largest memory of each phase since the last call: its peak; without one, the memory at its end."""
         taken, self._phase_memory = self._phase_memory, {}
         return taken
 

@@ -26,7 +26,9 @@ CACHE_SHARE = 0.8  # of an accelerator's free memory; the rest is for logits and
 HOST_BUCKET_BYTES, DEVICE_BUCKET_BYTES = 64 << 20, 1 << 30  # on accelerators a transfer has to pay for more calls
 CHUNK_LOGITS = 1 << 28  # logits that exist at one time on an accelerator, where about three copies of them exist
 CHUNK_LOGITS_ON_CPU = 1 << 25
+SLOPES = 1 << 27  # numbers of dL/dlogits in 16 bits that exist at one time: 256 MiB
 VLLM_CPU_CACHE_BYTES = 1 << 30
+PIECE_BYTES = 256 << 20  # of both moments that optimizer_offload copies to a device at a time; two pieces are there
 SAVED_LOGITS_ON_CPU = 1 << 27  # that a forward may store for its backward pass: 512 MiB
 
 RULES = {  # null or auto of these keys is a rule that needs neither the model nor other keys

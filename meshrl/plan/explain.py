@@ -3,7 +3,7 @@ that the run decides, and the bytes on a rank and on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, cast
@@ -12,11 +12,11 @@ from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.terminal import counted
-from meshrl.plan.decisions import CACHE_SHARE
-from meshrl.plan.disk_use import disk_use, size_text
+from meshrl.plan.disk_use import disk_use
+from meshrl.plan.memory import PHASES, PlannedRun, RankMemory
 from meshrl.plan.ranks import RankPlan
 from meshrl.plan.run_plan import RunPlan, make_plan
-from meshrl.plan.sizes import SamplerMemory, micro_batches
+from meshrl.plan.sizes import micro_batches
 
 Sizes = list[tuple[str, str]]  # (what, how much): upper bounds, not predictions
 BY_RULE = "by rule"  # in place of a value that only the rank can decide
@@ -129,61 +129,26 @@ def _update_sizes(config: RunConfig | SftRunConfig) -> Sizes:
     ]
 
 
-def memory_lines(run_plan: RunPlan) -> str:
-    """Comment lines: the bytes on a rank, and on disk, of a plan that has them."""
-    config, train, sizes = run_plan.config, run_plan.config.train, run_plan.sizes
-    assert sizes is not None
-    num_rollout_ranks = config.cluster.num_rollout_ranks
-    _, num_shards, num_ulysses, num_tp = train.mesh_shape(config.cluster.num_train_ranks)
-    shards = f"sharded over {num_shards * num_ulysses}" + (f" x tp {num_tp}" if num_tp > 1 else "")
-    waits = (
-        ", in host memory; the optimizer step has at most 537 MB of them on the device"
-        if train.optimizer_offload
-        else ""
-    )
-    leaves = ", in host memory while samplers work" if train.param_offload and not num_rollout_ranks else ""
-    inputs = "inputs of blocks and head" if train.activation_checkpointing in (True, "block") else "of all blocks"
-    notes = {"weights": f", {shards}{leaves}", "moments": waits, "reference": leaves}
-    notes["activations"] = f", {inputs}, {sizes.micro_batch:,} tokens"
-    trainer = [(part, size_text(size) + notes.get(part, "")) for part, size in sizes.train.items() if size]
-    trainer.append(("sum", f"{size_text(sum(sizes.train.values()))}, in training"))
-    sampler = _sampler_lines(config, sizes.sampler)
-    if not num_rollout_ranks:
-        trainer, sampler = trainer + sampler, []
-    texts = []
-    for rank, lines in (("train rank", trainer), ("rank that samples", sampler)):
-        heading = f"# memory of a {rank}, at most, without libraries and fragmentation:"
-        texts += [heading, *(f"#   {label:<17}  {size}" for label, size in lines)] if lines else []
-    evaluates = isinstance(config, RunConfig) and config.data.is_evaluated
-    return "\n".join([*texts, f"# {disk_use(config, sizes.state, sizes.model, evaluates)}"])
+def memory_lines(job: PlannedRun, ranks: Sequence[RankMemory]) -> str:
+    """Comment lines: the bytes on each kind of rank in each phase, and on disk."""
+    evaluates, memory = isinstance(job.config, RunConfig) and job.config.data.is_evaluated, job.memory
+    disk = disk_use(job.config, 3 * memory.trained, memory.weights, evaluates)
+    texts = [text.replace("\n", "\n# ") for text in (*(memory_table(rank) for rank in ranks), disk)]
+    return "\n".join(f"# {text}" for text in texts)
 
 
-def _sampler_lines(config: RunConfig | SftRunConfig, sizes: SamplerMemory | None) -> Sizes:
-    if sizes is None or isinstance(config, SftRunConfig):
-        return []
-    rollout, is_colocated = config.rollout, not config.cluster.num_rollout_ranks
-    releases = is_colocated and rollout.releases(on_accelerators=True)
-    freed = f",{' on accelerators' if rollout.release_memory is None else ''} freed while the trainer works"
-    weights = size_text(sizes.weights) + freed * releases
-    if is_colocated and rollout.engine == "embedded":
-        releases, freed = True, ", freed while the trainer works"  # it drops its cache in any case
-    return [("sampler's weights", weights), ("sampler's cache", _cache(config, sizes) + freed * releases)]
+def memory_table(rank: RankMemory) -> str:
+    """A row for each part, a column for each phase."""
+    unit, factor = ("GB", 1e9) if rank.total(rank.peak) >= 1e9 else ("MB", 1e6)
 
+    def cells(sizes: Mapping[str, int]) -> str:
+        return "".join(f"{sizes[phase] / factor:>10.2f}" if sizes.get(phase) else f"{'':>10}" for phase in PHASES)
 
-def _cache(config: RunConfig, sizes: SamplerMemory) -> str:
-    rollout, token = config.rollout, sizes.token
-    if token is None:
-        return "unknown for this model"
-    if sizes.rows:
-        needed, bound = sizes.tokens * token, rollout.embedded.kv_cache_bytes
-        size = f"{sizes.rows} rows, together {sizes.tokens:,} tokens x {token:,} bytes"
-        if bound is not None and bound < needed:
-            return f"at most {size_text(bound)}, {bound / needed:.0%} of {size}; rows wait when it is full"
-        limit = f", or {CACHE_SHARE:.0%} of the free memory of an accelerator" if bound is None else ""
-        if sizes.eval_tokens:
-            limit += f"; in evaluations at most {size_text(min(sizes.eval_tokens * token, bound or 1 << 62))}"
-        return f"at most {size_text(needed)} ({size}){limit}"
-    if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:
-        return f"{size_text(rollout.vllm.kv_cache_bytes)}, {rollout.vllm.kv_cache_bytes // token:,} tokens"
-    share = rollout.vllm.gpu_memory_utilization if rollout.engine == "vllm" else rollout.sglang.mem_fraction_static
-    return f"what its weights leave of {share:.0%} of the device; {token:,} bytes for each token"
+    lines = [f"memory of a {rank.what} in each phase of a step, at most, in {unit}:"]
+    lines.append(f"  {'':<30}" + "".join(f"{phase:>10}" for phase in PHASES))
+    lines += [f"  {part:<30}{cells(sizes)}" for part, sizes in rank.device.items()]
+    lines.append(f"  {'together':<30}{cells({phase: rank.total(phase) for phase in PHASES})}")
+    lines += [f"  {f'on the host: {part}':<30}{cells(sizes)}" for part, sizes in rank.host.items()]
+    lines += [f"  {part}: {note}" for part, note in rank.notes.items() if note and part in rank.device]
+    lines += [f"  {part}: unknown, not in the sum: {reason}" for part, reason in rank.unknown.items()]
+    return "\n".join(lines)

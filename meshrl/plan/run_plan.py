@@ -14,7 +14,6 @@ from meshrl.config.values import show
 from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.plan.decisions import Decision, Machine, ModelNumbers, decisions
 from meshrl.plan.ranks import RankPlan, rank_plan
-from meshrl.plan.sizes import ModelMemory, RunSizes, run_sizes
 
 NO_MACHINE = Machine()
 NOTED = ("train.optimizer.lr", "train.max_tokens_per_microbatch", "rollout.max_context_tokens", "algo.correction.kind")
@@ -23,14 +22,12 @@ NOTED = ("train.optimizer.lr", "train.max_tokens_per_microbatch", "rollout.max_c
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     """config: with each decided value in place of null or auto; the ranks' specs are made from it. decisions: by key,
-    also those that are rules for the rank that has the device. roles: what the engines of each train rank are for.
-    sizes: None = the model's tensors are not known."""
+    also those that are rules for the rank that has the device. roles: what the engines of each train rank are for."""
 
     config: RunConfig | SftRunConfig
     roles: tuple[RoleSpec, ...]
     ranks: tuple[RankPlan, ...]
     decisions: Mapping[str, Decision]
-    sizes: RunSizes | None
 
     @property
     def note(self) -> str | None:
@@ -49,10 +46,9 @@ def make_plan(
     model: ModelNumbers | None,
     machine: Machine = NO_MACHINE,
     num_ranks: tuple[int, int] | None = None,
-    memory: ModelMemory | None = None,
 ) -> RunPlan:
     """model: None = its config.json can't be read; then what follows from it is not decided. num_ranks: that train, and
-    that only sample; None = those of the config, an evaluation has others. memory: None = without bytes."""
+    that only sample; None = those of the config, an evaluation has others."""
     cluster, tp = config.cluster, config.rollout.tp_size if isinstance(config, RunConfig) else None
     num_train, num_rollout = num_ranks or (cluster.num_train_ranks, 0 if tp is None else cluster.num_rollout_ranks)
     nodes = gcd(cluster.nodes, num_train + num_rollout)  # an evaluation may have fewer ranks
@@ -61,17 +57,12 @@ def make_plan(
     shape = config.train.mesh_shape(num_train)
     ranks = [rank_plan(i, num_train, num_rollout, tp, nodes, shape) for i in range(num_train + num_rollout)]
     roles = (POLICY, REFERENCE) if isinstance(config, RunConfig) and config.algo.kl.coef > 0 else (POLICY,)
-    planned = reduce(_with, values.items(), config)
-    return RunPlan(
-        config=planned,
-        roles=roles,
-        ranks=tuple(ranks),
-        decisions=made,
-        sizes=run_sizes(planned, model, memory, num_train, REFERENCE in roles) if model and memory else None,
-    )
+    planned = reduce(with_value, values.items(), config)
+    return RunPlan(config=planned, roles=roles, ranks=tuple(ranks), decisions=made)
 
 
-def _with(part: Any, change: tuple[str, Any]) -> Any:
+def with_value(part: Any, change: tuple[str, Any]) -> Any:
+    """A config, or a part of one, with another value of a key."""
     name, _, rest = change[0].partition(".")
-    value = _with(getattr(part, name), (rest, change[1])) if rest else change[1]
+    value = with_value(getattr(part, name), (rest, change[1])) if rest else change[1]
     return part.model_copy(update={name: value})

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -158,20 +159,31 @@ def how_it_ended(code: int, oom_kills_before: int | None) -> str:
 def oom_kills(system: Path = Path("/")) -> int | None:
     """How many processes of this process's cgroup the kernel has killed for lack of memory; None if it does not count
     them. system: the folder that contains /proc and /sys."""
+    for text in _of_cgroup("memory.events", "memory.oom_control", system):
+        if match := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
+            return int(match[1])
+    return None
+
+
+def memory_limit(system: Path = Path("/")) -> int:
+    """Bytes that the processes of this machine may use: its memory, or the limit of this process's cgroup if that is
+    less. system: as in oom_kills."""
+    limits = (text.strip() for text in _of_cgroup("memory.max", "memory.limit_in_bytes", system))
+    return min([psutil.virtual_memory().total, *(int(text) for text in limits if text.isdecimal())])
+
+
+def _of_cgroup(name: str, name_in_version_1: str, system: Path) -> Iterator[str]:
+    """The contents of a file of the cgroup of this process."""
     groups = system / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, name = system / "sys/fs/cgroup", "memory.events"
-        elif controllers == "memory":
-            root, name = system / "sys/fs/cgroup/memory", "memory.oom_control"
-        else:
+        if controllers not in ("", "memory"):
             continue
-        for file in (root / path.lstrip("/") / name, root / name):  # inside a container the path may be the host's
-            match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
-            if match:
-                return int(match[1])
-    return None
+        root = system / "sys/fs/cgroup" / controllers
+        for folder in (root / path.lstrip("/"), root):  # inside a container the path may be the host's
+            file = folder / (name_in_version_1 if controllers else name)
+            if file.is_file():
+                yield file.read_text()
 
 
 def output_tail(output: IO[bytes], max_bytes: int, start: int = 0) -> str:
@@ -237,11 +249,22 @@ def family(pid: int) -> Iterator[FamilyMember]:
             continue
 
 
+_most_resident = 0
+
+
 def own_memory() -> dict[str, int]:
-    """Resident memory of this process, now and at its peak, which the system updates later."""
+    """Resident memory of this process: now, at its peak, which the system updates later, and on Linux at its peak since
+    the last call."""
+    global _most_resident
     now, unit = psutil.Process().memory_info().rss, 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"resident_bytes": now, "peak_resident_bytes": max(now, peak)}
+    since = max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    _most_resident = max(_most_resident, since)
+    parts = {"resident_bytes": now, "peak_resident_bytes": _most_resident}
+    with suppress(OSError):
+        text = Path("/proc/self/status").read_text()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+        parts["peak_bytes"] = max(now, int(re.search(r"VmHWM:\s+(\d+)", text)[1]) << 10)  # type: ignore[index]
+    return parts
 
 
 def _name(process: psutil.Process) -> str:

@@ -15,7 +15,6 @@ from meshrl.core.errors import DataError, MeshrlError
 from meshrl.core.terminal import print_output
 from meshrl.data.check import count_rows
 from meshrl.plan.explain import explain, memory_lines
-from meshrl.plan.run_plan import make_plan
 
 
 def explain_config(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
@@ -47,11 +46,11 @@ def _if_here(what: str, text: Callable[[], str], complete: bool = False) -> str:
 
 
 def _memory(config: RunConfig | SftRunConfig) -> str:
-    from meshrl.model.costs import model_memory
-    from meshrl.model.limits import model_numbers
+    from meshrl.core.device import device_type
+    from meshrl.model.costs import run_memory
 
-    memory = model_memory(config.model, config.train, config.cluster.num_train_ranks)
-    return memory_lines(make_plan(config, model_numbers(config.model.path), memory=memory))
+    on_cpu = config.cluster.executor != "ray" and device_type() == "cpu"
+    return memory_lines(*run_memory(config, "cpu" if on_cpu else None))
 
 
 def _first_prompt(config: RunConfig) -> str:

@@ -15,9 +15,9 @@ from meshrl.core.device import queues, synchronize
 from meshrl.parallel.boxes import copies_in_replica
 from meshrl.parallel.fsdp import local_shard
 from meshrl.parallel.timing import timed_collective
+from meshrl.plan.decisions import PIECE_BYTES
 from meshrl.train.offload import host_zeros
 
-PIECE_BYTES = 256 << 20  # of both moments, in the memory of a device; two pieces are there at a time
 _ALIGNED = 64  # elements: a slice that starts at a multiple of it is computed as in the full tensor, to the bit
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,16 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.run import SftRunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import POLICY, REFERENCE
-from meshrl.model.costs import model_memory
-from meshrl.model.limits import model_numbers
+from meshrl.model.costs import model_memory, run_memory
 from meshrl.parallel.mesh import build_mesh
-from meshrl.plan.sizes import PAGE_TOKENS, RunSizes, room_for, run_sizes
+from meshrl.plan.memory import rank_memory
+from meshrl.plan.sizes import PAGE_TOKENS, room_for
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
 TOKENS = 2 * 53
+ALIGNED = 112  # its multiples are sizes of scores in bf16 on a CPU
 SIZES: dict[str, Any] = dict(
     vocab_size=301, hidden_size=40, intermediate_size=50
 )  # ranks get different numbers of rows
@@ -41,7 +42,7 @@ def _held(rank: int, world: int, model: ModelConfig, train: TrainConfig) -> dict
     batches, stored = [pack(weigh(random_samples(0, [TOKENS])), [0])], dict[int, int]()
 
     def keep(x: torch.Tensor) -> torch.Tensor:
-        if x.numel() and x.numel() % (TOKENS // world) == 0:  # not a parameter
+        if x.numel() and not (x.numel() % (TOKENS // world) and x.numel() % ALIGNED):  # not a parameter
             stored[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
@@ -59,7 +60,7 @@ def _held(rank: int, world: int, model: ModelConfig, train: TrainConfig) -> dict
     after = policy.memory()
     moments = after["optimizer"] - counts
     return {
-        "weights": after["params"],
+        "masters": after["params"],
         "gradients": gradients,
         "moments": moments,
         "reference": reference.memory()["params"],
@@ -80,15 +81,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _sizes(folder: Path, model: dict[str, Any], train: dict[str, Any], num_ranks: int) -> tuple[Any, RunSizes]:
-    """A config, and the sizes of its run by config.json alone."""
+def _planned(
+    folder: Path, model: dict[str, Any], train: dict[str, Any], num_ranks: int
+) -> tuple[SftRunConfig, dict[str, int]]:
+    """A config, and the bytes of its run by config.json alone."""
     sft = {"path": "rows.jsonl", "num_steps": 1, "rows_per_step": num_ranks, "max_row_tokens": TOKENS}
     cluster, train = {"num_train_ranks": num_ranks}, {"max_tokens_per_microbatch": TOKENS} | train
     content = {"model": {"path": str(folder)} | model, "train": train, "cluster": cluster, "sft": sft}
-    config, path = SftRunConfig.model_validate(content), str(folder / "config")
-    memory = model_memory(config.model.model_copy(update={"path": path}), config.train, num_ranks)
-    sizes = run_sizes(config, model_numbers(path), memory, num_ranks, has_reference=True)
-    return config, sizes
+    config = SftRunConfig.model_validate(content)
+    path = str(folder / "config")
+    known = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    job, _ = run_memory(known, "cpu")
+    (rank,) = rank_memory(replace(job, has_reference=True))
+    parts = {part: sizes["optimizer" if part == "gradients" else "train"] for part, sizes in rank.device.items()}
+    parts.setdefault("reference", 0)
+    return config, parts | {"state": 3 * job.memory.trained, "model": job.memory.weights}
 
 
 STORES = {"activation_checkpointing": False}
@@ -100,16 +107,16 @@ TRAIN["submodule"] = {"activation_checkpointing": "submodule"}
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_bytes_of_train_engines_follow_from_config_json(pool, folder: Path, train: dict[str, Any], lora: bool):
     """fp32 masters, bf16 compute. The first rank has the largest shards."""
-    config, sizes = _sizes(folder, {"dtype": "bfloat16", "lora": {"enabled": lora, "rank": 3}}, train, 2)
+    config, computed = _planned(folder, {"dtype": "bfloat16", "lora": {"enabled": lora, "rank": 3}}, train, 2)
     of_ranks = pool.run(_held, 2, config.model, config.train)
     held = of_ranks[0] | {"state": sum(rank["state"] for rank in of_ranks)}
-    computed = asdict(sizes) | sizes.train
     if lora:
         assert computed["reference"] == 0  # the policy without its adapters
-        held |= {"reference": 0, "model": sizes.model}
+        held |= {"reference": 0, "model": computed["model"]}
     activations = held.pop("activations")
     assert {name: computed[name] for name in held} == held
-    assert 0.75 < activations / computed["activations"] < 1.25
+    least = 0.8 if lora else 0.97  # before its first adapter, the first block of two stores nothing
+    assert least < activations / computed["activations"] < 1.05
 
 
 def test_the_bytes_of_a_sampler_follow_from_config_json(folder: Path):

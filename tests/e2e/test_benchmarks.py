@@ -194,6 +194,13 @@ CELLS = {f"smoke_float32_16_{kind}" for kind in ("mixed", "equal")}
 
 
 @pytest.mark.slow
+def test_plan_accuracy(tmp_path: Path) -> None:
+    """A tiny model needs hardly more than the libraries, so its bars are not those of the published runs."""
+    line = smoke("plan_accuracy", tmp_path)
+    assert 0.8 < line["figures"]["planned over measured, parameters"] < 1.25
+
+
+@pytest.mark.slow
 def test_pages(tmp_path: Path) -> None:
     """Against this checkout itself."""
     line = smoke("pages", tmp_path, "--base", str(BENCHMARKS.parent))

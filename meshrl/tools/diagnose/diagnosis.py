@@ -212,7 +212,7 @@ def _memory(trace: Trace) -> Iterator[MemoryPeak]:
     for index, rank in trace.ranks.items():
         highest: dict[str, tuple[int, Mapping[str, int]]] = {}
         for sample in rank.memory:
-            peak = max(sample.parts.get(kind, 0) for kind in ("peak_bytes", "peak_resident_bytes"))
+            peak = sample.parts.get("peak_bytes", sample.parts.get("peak_resident_bytes", 0))
             if sample.phase not in highest or peak > highest[sample.phase][0]:
                 highest[sample.phase] = peak, sample.parts
         for phase, (peak, parts) in highest.items():

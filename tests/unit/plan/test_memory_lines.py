@@ -1,22 +1,20 @@
-"""The lines of memory that `--explain` prints, and the figures in the comments of the 7B configs."""
+"""The memory of ranks by phase: what `--explain` and `meshrl plan` print, and the comments of the examples' configs."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from huggingface_hub import constants
 
 from meshrl.cli import main
-from meshrl.config.load import load_sft_config
-from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.model.costs import model_memory
-from meshrl.model.limits import model_numbers
+from meshrl.model.costs import run_memory
 from meshrl.plan.explain import explain, memory_lines
-from meshrl.plan.run_plan import make_plan
+from meshrl.plan.memory import PHASES, PlannedRun, RankMemory, fits, traffic, verdict
 from meshrl.run.inputs import load_run
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "grpo_trainer" / "config"
@@ -25,7 +23,6 @@ QWEN2_7B = {
     **{"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
     "max_position_embeddings": 32768,
 }
-
 QWEN2_5_32B = QWEN2_7B | {
     **{"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64},
     **{"num_attention_heads": 40, "num_key_value_heads": 8},
@@ -34,31 +31,169 @@ LLAMA_3_1_70B = QWEN2_7B | {
     **{"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
     **{"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256},
 }
+QWEN2_5_1_5B = QWEN2_7B | {
+    **{"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
+    **{"vocab_size": 151936, "tie_word_embeddings": True},
+}
+QWEN3_235B = {
+    **{"model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536},
+    **{"num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "max_position_embeddings": 40960},
+}
+OF_EXAMPLES = {  # config -> config.json, mesh
+    "qwen2.5-1.5b_gsm8k_1x24gb": (QWEN2_5_1_5B, "dp_replicate 1 x dp_shard 1 x ulysses 1 x tp 1"),
+    "qwen2.5-7b_gsm8k_1x80gb": (QWEN2_7B, "dp_replicate 1 x dp_shard 1 x ulysses 1 x tp 1"),
+    "qwen2.5-32b_gsm8k_8x80gb": (QWEN2_5_32B, "dp_replicate 1 x dp_shard 8 x ulysses 1 x tp 1"),
+    "qwen3-235b-a22b_gsm8k_64x80gb": (QWEN3_235B, "dp_replicate 1 x dp_shard 7 x ulysses 1 x tp 8"),
+    "qwen2-7b_gsm8k_fsdp": (QWEN2_7B, "dp_replicate 1 x dp_shard 8 x ulysses 1 x tp 1"),
+    "qwen2-7b_gsm8k_fsdp_vllm": (QWEN2_7B, "dp_replicate 1 x dp_shard 8 x ulysses 1 x tp 1"),
+    "qwen2-7b_gsm8k_tp4_vllm": (QWEN2_7B, "dp_replicate 1 x dp_shard 2 x ulysses 1 x tp 4"),
+    "qwen2-7b_gsm8k_4x8_vllm": (QWEN2_7B, "dp_replicate 4 x dp_shard 2 x ulysses 1 x tp 4"),
+    "qwen2.5-32b_gsm8k_4x8_vllm": (QWEN2_5_32B, "dp_replicate 1 x dp_shard 4 x ulysses 2 x tp 4"),
+    "llama3.1-70b_gsm8k_8x8_vllm": (LLAMA_3_1_70B, "dp_replicate 1 x dp_shard 8 x ulysses 1 x tp 8"),
+}
+GB = 10**9
 
 
-def folder_of(facts: dict[str, object], folder: Path) -> Path:
-    """--explain reads config.json alone."""
+def folder_of(facts: dict[str, Any], folder: Path) -> Path:
+    """A plan reads config.json alone."""
     (folder / "config.json").write_text(json.dumps(facts))
     return folder
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return folder_of(QWEN2_7B, tmp_path)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of(QWEN2_7B, tmp_path_factory.mktemp("model"))
 
 
-def printed(text: str) -> dict[str, str]:
-    return dict(re.findall(r"^#   (\S.*?)  +(.*)$", text, re.MULTILINE))
+def planned(model: Path, *overrides: str, name: str = "qwen2-7b_gsm8k_fsdp", size: int | None = None) -> list[Any]:
+    """[job, rank, ...] on GPUs."""
+    loaded = load_run(CONFIGS / f"{name}.yaml", [f"model.path={model}", *overrides], starts=False)
+    job, ranks = run_memory(loaded.config, "cuda", size)
+    return [job, *ranks]
 
 
-def described(config: RunConfig | SftRunConfig) -> str:
-    memory = model_memory(config.model, config.train, config.cluster.num_train_ranks)
-    return memory_lines(make_plan(config, model_numbers(config.model.path), memory=memory))
+@pytest.mark.parametrize("name", OF_EXAMPLES)
+def test_the_verdict_in_the_comment_of_a_config_is_that_of_the_plan(name: str, tmp_path: Path):
+    facts, mesh = OF_EXAMPLES[name]
+    size = 24 if name.endswith("24gb") else 80
+    _, *ranks = planned(folder_of(facts, tmp_path), name=name, size=size * GB)
+    rank = max(ranks, key=lambda rank: rank.total(rank.peak))
+    line = f"# Memory of each GPU (`meshrl plan CONFIG --gpu-memory {size}GB`):\n#   {verdict(rank, size * GB)}\n"
+    assert line in (CONFIGS / f"{name}.yaml").read_text()
+    assert fits(rank, size * GB)
+    resolved = explain(load_run(CONFIGS / f"{name}.yaml", [f"model.path={tmp_path}"], starts=False))
+    assert f" {mesh}\n" in re.sub(" +", " ", resolved)
 
 
-def lines_of(name: str, model: Path, *overrides: str) -> dict[str, str]:
-    loaded = load_run(CONFIGS / name, [f"model.path={model}", *overrides], starts=False)
-    return printed(described(loaded.config))
+def test_every_config_with_a_verdict_is_tested():
+    commented = {path.stem for path in CONFIGS.glob("*.yaml") if "meshrl plan CONFIG" in path.read_text()}
+    assert commented == OF_EXAMPLES.keys()
+
+
+def test_a_phase_has_the_parts_that_exist_in_it(model: Path):
+    """GB of Qwen2-7B, bf16 over fp32 masters on eight ranks."""
+    _, rank = planned(model)
+    share = 30.462466 / 8
+    for part, size in {"masters": share, "moments": 2 * share}.items():
+        own = {phase: value / GB for phase, value in rank.device[part].items()}
+        assert own == pytest.approx({phase: size for phase in PHASES if part == "masters" or phase != "load"})
+    assert rank.device["gradients"] == {"train": pytest.approx(share * GB), "optimizer": pytest.approx(share * GB)}
+    assert rank.device["sampler's weights"].keys() == {"sync", "rollout"}  # rollout.release_memory
+    assert rank.device["sampler's cache"] == {"rollout": 393_216 * 57_344}
+    assert rank.device["activations"].keys() == rank.device["gradients in use"].keys() == {"train"}
+    assert rank.total("train") == sum(own.get("train", 0) for own in rank.device.values())
+    assert rank.peak == "rollout" and rank.largest("rollout") == ("sampler's cache", 393_216 * 57_344)
+
+
+def freed(model: Path, *keys: str) -> dict[str, float]:
+    """GB by phase that these overrides save."""
+    (_, before), (_, after) = planned(model), planned(model, *keys)
+    return {phase: (before.total(phase) - after.total(phase)) / GB for phase in PHASES}
+
+
+def test_what_is_moved_to_the_host_leaves_the_phases_that_do_not_need_it(model: Path):
+    """Two pieces of 256 MiB of the moments are back in the optimizer step."""
+    _, rank = planned(model, "train.optimizer_offload=true", "train.param_offload=true")
+    assert rank.device["moments"] == {"optimizer": 512 << 20}
+    assert rank.host["moments"].keys() == set(PHASES)
+    assert rank.host["masters"].keys() == rank.host["reference"].keys() == {"rollout"}
+    saved = freed(model, "train.param_offload=true")  # masters and reference, and no moments
+    assert saved == pytest.approx({phase: 5.7117 if phase == "rollout" else 0 for phase in PHASES}, abs=1e-3)
+    saved = freed(model, "train.optimizer_offload=true")
+    assert saved["train"] == pytest.approx(7.6156, abs=1e-3) and saved["load"] == 0
+    assert saved["optimizer"] == pytest.approx(7.6156 - 0.5369, abs=1e-3)
+
+
+def test_recomputed_blocks_store_their_inputs_alone(model: Path):
+    keys = "train.activation_checkpointing=false", "train.max_tokens_per_microbatch=16384"
+    (job, *_), (_, rank) = planned(model), planned(model, *keys)
+    assert planned(model)[1].device["activations"]["train"] == 31 * job.memory.activations.hidden
+    assert rank.device["activations"]["train"] == job.memory.activations.stored
+
+
+def test_what_a_rank_sends_grows_with_the_micro_batches(model: Path):
+    """FSDP2 gathers and reduces all weights once for each: 2 x 15.2 and, in fp32, 30.5 GB, of which it sends 7/8."""
+    job, _ = planned(model)
+    number = 13  # 128 rows of 1,536 tokens, ten in a micro-batch
+    blocks, root = job.memory.blocks, job.memory.root
+    assert traffic(job) == {
+        "FSDP2": pytest.approx(number * (2 * blocks + root + 2 * (blocks + root)) * 7 / 8, rel=1e-3)
+    }
+    twice, _ = planned(model, "train.max_tokens_per_microbatch=8192")
+    assert traffic(twice)["FSDP2"] == pytest.approx(2 * traffic(job)["FSDP2"], rel=0.1)
+    assert planned(model, "train.mesh.tp=2")[0].memory.shape.heads == 28
+    assert traffic(planned(model, "train.mesh.tp=2")[0]).keys() == {"FSDP2", "tp"}
+    assert traffic(planned(model, "model.lora.enabled=true")[0]) == {}
+
+
+def test_with_adapters_alone_gradients_and_moments_are_theirs(model: Path):
+    _, rank = planned(model, "model.lora.enabled=true")
+    assert rank.device["moments"]["train"] == 2 * rank.device["gradients"]["train"] < 0.1 * GB
+    assert "reference" not in rank.device  # the policy without its adapters
+    assert "gradients in use" not in rank.device
+
+
+def test_ranks_that_sample_alone_have_a_memory_of_their_own(model: Path):
+    split = ["cluster.num_train_ranks=4", "cluster.num_rollout_ranks=4", "rollout.mesh.infer_tp=2"]
+    keys = [*split, "rollout.vllm.kv_cache_bytes=28672000"]
+    _, trainer, sampler = planned(model, *keys, name="qwen2-7b_gsm8k_fsdp_vllm")
+    assert sampler.what == "rank that samples" and "masters" not in sampler.device
+    assert sampler.device["sampler's weights"]["rollout"] == pytest.approx(15.231e9 / 2, rel=1e-3)
+    assert sampler.device["sampler's cache"]["rollout"] == 28672000
+    assert not any("sampler" in part for part in trainer.device)
+
+
+def test_the_embedded_engine_takes_what_is_left_for_its_cache(model: Path):
+    (_, rank), (_, small) = planned(model, size=80 * GB), planned(model, size=40 * GB)
+    assert rank.device["sampler's cache"] == {"rollout": 393_216 * 57_344}
+    others = small.total("rollout") - small.device["sampler's cache"]["rollout"]
+    assert small.device["sampler's cache"]["rollout"] == int(0.8 * (40 * GB - others))
+    assert "33% of 256 rows" in small.notes["sampler's cache"]
+    _, limited = planned(model, "rollout.embedded.kv_cache_bytes=11274289152")
+    assert limited.notes["sampler's cache"].startswith(
+        "50% of 256 rows, together 393,216 tokens x 57,344 bytes; rows wait"
+    )
+
+
+def test_a_server_takes_its_share_or_what_it_needs_at_least(model: Path):
+    name = "qwen2-7b_gsm8k_fsdp_vllm"
+    _, unknown = planned(model, name=name)
+    assert unknown.unknown["server"] == "it takes 50% of the device" and "server" not in unknown.device
+    (_, rank), (_, small) = planned(model, name=name, size=80 * GB), planned(model, name=name, size=24 * GB)
+    assert rank.device["server"]["rollout"] == 40 * GB
+    assert small.device["server"]["rollout"] == small.device["server"]["sync"] > 15.2 * GB  # its weights and one row
+
+
+def test_the_verdict_has_the_stated_error_as_its_margin(model: Path):
+    rank = RankMemory("rank")
+    rank.add("masters", 90 * GB, ["train"])
+    rank.add("moments", 10 * GB)
+    sizes = {108: "fits", 106: "may not fit", 94: "may not fit", 92: "does not fit"}
+    assert {size: verdict(rank, size * GB).split(":")[0] for size in sizes} == sizes
+    assert verdict(rank, 120 * GB) == (
+        "fits: train needs 100.0 GB of 120.0 GB, 20.0 GB are left; most of it: masters 90.0 GB"
+    )
 
 
 def test_explain_needs_the_config_json_of_a_folder_or_of_the_hubs_cache(
@@ -81,172 +216,65 @@ def test_explain_needs_the_config_json_of_a_folder_or_of_the_hubs_cache(
             main(["train", str(tmp_path / "run.yaml"), "--explain", f"model.path={path}", "model.dtype=bfloat16"]) == 0
         )
         texts.append(capsys.readouterr().out)
-        assert printed(texts[-1])["sampler's weights"].startswith("15.2 GB")
+        assert re.search(r"^#   sampler's weights +15\.23 ", texts[-1], re.MULTILINE)
     assert f"# note: model.path: {model} has no weights (*.safetensors)" in texts[0]
     assert "# first prompt: can't be shown" in texts[1] and "it has no tokens but special ones" in texts[1]
     assert "has no weights" not in texts[1] and yaml.safe_load(texts[1])["model"]["path"] == "made/up"
 
 
-def comments_of(name: str) -> tuple[int, str, int, str]:
-    """(total, parts) in training, and in sampling, as the comment states them."""
-    text = " ".join(line.strip("# ") for line in (CONFIGS / name).read_text().splitlines() if line.startswith("#"))
-    found = re.search(r"training, (\d+) of 80: (.*) sampling, (\d+) of 80: (.*)", text)
-    assert found is not None
-    return int(found[1]), found[2], int(found[3]), found[4]
+def test_the_lines_of_explain_are_comments_with_a_row_for_each_part(model: Path):
+    job, rank = planned(model)
+    assert isinstance(job, PlannedRun)
+    lines = memory_lines(job, [rank]).splitlines()
+    assert all(line.startswith("# ") for line in lines)
+    assert re.sub(" +", " ", lines[1]).split() == ["#", *PHASES]
+    found = {line[4:34].strip(): line[34:].split() for line in lines}
+    assert found["masters"] == ["3.81"] * 7 and found["together"][4] == f"{rank.total('train') / GB:.2f}"
+    assert "# disk: at most" in lines[-1]
 
 
-@pytest.mark.parametrize("engine", ["", "_vllm"])
-def test_the_comments_of_the_7b_configs_hold(model: Path, engine: str):
-    """Each figure equals that of --explain, and each total is the sum of its parts."""
-    name = f"qwen2-7b_gsm8k_fsdp{engine}.yaml"
-    lines, (training, parts, sampling, others) = lines_of(name, model), comments_of(name)
-    gb = {label: float(re.sub("at most ", "", text).split()[0]) for label, text in lines.items() if "GB" in text}
-    for part in (parts, others):
-        for word, label in (
-            *(("masters", "weights"), ("gradients", "gradients"), ("moments", "moments")),
-            *(("reference", "reference"), ("sampler's weights", "sampler's weights")),
-        ):
-            for figure in re.findall(rf"{word} (\d+\.\d+)", part):
-                assert float(figure) == gb[label], word
-    state = gb["weights"] + gb["moments"] + gb["reference"]
-    assert training == round(gb["sum"])
-    assert lines["sampler's weights"] == "15.2 GB, on accelerators freed while the trainer works"
-    if engine:
-        assert sampling == round(state + 0.5 * 80)
-        assert 0.5 * 80 - gb["sampler's weights"] - 22.5 == pytest.approx(2.3)
-        assert "what its weights leave of 50% of the device; 57,344 bytes" in lines["sampler's cache"]
-    else:
-        assert "at most 22.5 GB (256 rows, together 393,216 tokens x 57,344 bytes)" in lines["sampler's cache"]
-        assert f"{128 * 1536 * 57344 / 1e9:.1f} for the 128 rows" in others.replace(" #   ", " ")
-        assert sampling == round(state + gb["sampler's weights"] + gb["sampler's cache"])
+def plan(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) -> tuple[int, str]:
+    code = main(["plan", str(CONFIGS / "qwen2-7b_gsm8k_fsdp.yaml"), f"model.path={model}", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
-def test_the_comment_about_a_micro_batch_holds(model: Path):
-    """In bf16 with activation checkpointing: what may exist in addition to weights, gradients and moments."""
-    lines, (_, parts, _, _) = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model), comments_of("qwen2-7b_gsm8k_fsdp.yaml")
-    sizes = {
-        "for inputs of blocks": "activations",
-        "within a block": "within a block",
-        "for logits": "logits",
-        "for embedding and head": "embedding, head",
-        "for two blocks": "blocks in use",
-    }
-    assert [float(lines[label].split()[0]) for label in sizes.values()] == [
-        float(re.search(rf"(\d+\.\d) {words}", parts)[1]) for words in sizes
-    ]
-    assert parts.startswith(f"masters {lines['weights'].split()[0]}, ") and "17.2 for a micro-batch" in parts
-    assert of_a_micro_batch(lines) == pytest.approx(17.2, abs=0.06)
+def test_the_command_names_changes_that_make_a_run_fit(model: Path, capsys: pytest.CaptureFixture[str]):
+    code, text = plan(capsys, model, "--gpu-memory", "33GB", "--json")
+    facts = json.loads(text)
+    assert code == 0 and facts["fits"] is False and facts["ranks"][0]["rank"] == "train rank"
+    chosen = next(change for change in facts["changes"] if change["fits"])
+    code, text = plan(capsys, model, "--gpu-memory", "33GB", "--json", *chosen["keys"])
+    again = json.loads(text)
+    assert again["fits"] is True and max(again["ranks"][0]["bytes"].values()) == chosen["bytes"]
+    code, text = plan(capsys, model, "--gpu-memory", "33GB")
+    assert "train rank: may not fit: train needs 32.6 GB of 33.0 GB" in text
+    assert f"  {' '.join(chosen['keys'])}" in text
 
 
-def of_a_micro_batch(lines: dict[str, str]) -> float:
-    """GB."""
-    labels = ("activations", "within a block", "logits", "embedding, head", "blocks in use")
-    units = {"GB": 1.0, "MB": 1e-3}
-    return sum(
-        float(number) * units[unit] for number, unit in (lines[label].replace(",", "").split()[:2] for label in labels)
-    )
+def test_more_gpus_hold_less_each(model: Path, capsys: pytest.CaptureFixture[str]):
+    sizes = {}
+    for count in ("8", "64"):
+        _, text = plan(capsys, model, "--gpus", count, "--json")
+        sizes[count] = json.loads(text)["ranks"][0]["device"]["masters"]["train"]
+    assert sizes["8"] == pytest.approx(8 * sizes["64"], rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("name", "facts", "mesh"),
+    ("arguments", "message"),
     [
-        ("qwen2-7b_gsm8k_tp4_vllm", QWEN2_7B, "dp_replicate 1 x dp_shard 2 x ulysses 1 x tp 4"),
-        ("qwen2-7b_gsm8k_4x8_vllm", QWEN2_7B, "dp_replicate 4 x dp_shard 2 x ulysses 1 x tp 4"),
-        ("qwen2.5-32b_gsm8k_4x8_vllm", QWEN2_5_32B, "dp_replicate 1 x dp_shard 4 x ulysses 2 x tp 4"),
-        ("llama3.1-70b_gsm8k_8x8_vllm", LLAMA_3_1_70B, "dp_replicate 1 x dp_shard 8 x ulysses 1 x tp 8"),
+        (["--gpu-memory", "80"], "'80' is not a size with its unit, such as 80GB or 80GiB"),
+        (["--gpus", "4", "cluster.num_train_ranks=4"], "two ways to write one number; give only one"),
+        (["--gpus", "0"], "--gpus is 0"),
+        (["--gpus", "6", "train.mesh.tp=4"], "train.mesh"),
+        (["--gpus", "6", "cluster.nodes=4", "cluster.executor=ray"], "cluster.nodes"),
     ],
 )
-def test_the_comments_of_the_configs_with_tensor_parallelism_hold(
-    tmp_path: Path, name: str, facts: dict[str, int], mesh: str
+def test_what_can_not_be_planned_is_refused(
+    arguments: list[str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
 ):
-    loaded = load_run(CONFIGS / f"{name}.yaml", [f"model.path={folder_of(facts, tmp_path)}"], starts=False)
-    resolved = explain(loaded)
-    assert f" {mesh}\n" in re.sub(" +", " ", resolved) and "path: Qwen/Qwen2-7B" not in resolved
-    lines, (training, parts, sampling, others) = printed(described(loaded.config)), comments_of(f"{name}.yaml")
-    gb = {label: float(text.split()[0]) for label, text in lines.items() if text.split()[1].startswith("GB")}
-    labels = ("weights", "gradients", "moments", "reference")
-    masters, gradients, moments, reference, weights = (gb[label] for label in (*labels, "sampler's weights"))
-    written = f"masters {masters}, gradients {gradients}, AdamW's moments {moments}, reference {reference}, and"
-    assert parts.startswith(written)
-    micro_batch = float(re.search(r"(\d+\.\d) for a micro-batch", parts)[1])
-    assert of_a_micro_batch(lines) == pytest.approx(micro_batch, abs=0.06)
-    assert training == round(gb["sum"])
-    assert others.startswith(f"masters {masters}, moments {moments}, reference {reference}, and 40 for vLLM: ")
-    assert f" of the weights {weights}, and its" in others
-    assert sampling == round(masters + moments + reference + 0.5 * 80)
-    assert loaded.config.rollout.vllm.gpu_memory_utilization == 0.5
-
-
-def test_separate_samplers_and_servers_have_lines_of_their_own(model: Path):
-    name = "qwen2-7b_gsm8k_fsdp_vllm.yaml"
-    split = ["cluster.num_train_ranks=4", "cluster.num_rollout_ranks=4", "rollout.mesh.infer_tp=2"]
-    size = "rollout.vllm.kv_cache_bytes=28672000"
-    lines = lines_of(name, model, *split, size, "train.optimizer_offload=true")
-    assert lines["weights"] == "7.6 GB, sharded over 4"
-    assert lines["moments"] == "15.2 GB, in host memory; the optimizer step has at most 537 MB of them on the device"
-    assert lines["sampler's weights"] == "7.6 GB"
-    assert lines["sampler's cache"] == "28.7 MB, 1,000 tokens"
-
-
-def test_the_limit_of_the_embedded_engines_cache_has_its_bytes_and_its_rows(model: Path):
-    name, key = "qwen2-7b_gsm8k_fsdp.yaml", "rollout.embedded.kv_cache_bytes"
-    lines = lines_of(name, model, f"{key}=11274289152")
-    size = "at most 11.3 GB, 50% of 256 rows, together 393,216 tokens x 57,344 bytes; rows wait when it is full"
-    assert lines["sampler's cache"] == f"{size}, freed while the trainer works"
-    lines = lines_of(name, model, f"{key}=99999999999")
-    assert lines["sampler's cache"].startswith(
-        "at most 22.5 GB (256 rows, together 393,216 tokens x 57,344 bytes), freed"
-    )
-    lines = lines_of(name, model)
-    assert "57,344 bytes), or 80% of the free memory of an accelerator, freed" in lines["sampler's cache"]
-
-
-def test_a_step_has_no_more_rows_than_answers(model: Path):
-    """An evaluation may have more, or fewer; in an asynchronous run the answers of several steps run at a time."""
-    name, small = "qwen2-7b_gsm8k_fsdp.yaml", ("loop.prompts_per_step=8", "loop.samples_per_prompt=8")
-    size = "tokens x 57,344 bytes), or 80% of the free memory of an accelerator"
-    few_rows = f"at most 5.6 GB (64 rows, together 98,304 {size}"
-    for more, text in (
-        (("data.eval_limit=16", "loop.eval_samples=2"), f"{few_rows}, freed"),
-        (("data.eval_limit=32", "loop.eval_samples=4"), f"{few_rows}; in evaluations at most 11.3 GB, freed"),
-        ((), f"{few_rows}; in evaluations at most 22.5 GB, freed"),
-        (("data.eval_path=null",), f"{few_rows}, freed"),
-    ):
-        assert text in lines_of(name, model, *small, *more)["sampler's cache"]
-    ranks = ("cluster.num_train_ranks=4", "cluster.num_rollout_ranks=4")
-    lines = lines_of(name, model, *small, *ranks, "loop.kind=fully_async")
-    assert f"at most 22.5 GB (256 rows, together 393,216 {size}" in lines["sampler's cache"]
-
-
-def test_what_a_run_does_not_have_or_release_has_no_line(model: Path, tmp_path: Path):
-    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
-    sft = {"path": str(tmp_path / "chat.jsonl"), "num_steps": 1, "rows_per_step": 2, "max_row_tokens": 64}
-    content = {"model": {"path": str(model), "dtype": "bfloat16"}, "sft": sft, "train": {"master_dtype": "bfloat16"}}
-    loaded = load_sft_config(content, starts=False)
-    text = described(loaded.config)
-    assert printed(text) == {
-        "weights": "15.2 GB, sharded over 1",
-        "gradients": "15.2 GB",
-        "moments": "30.5 GB",
-        "activations": "28.4 MB, inputs of blocks and head, 128 tokens",
-        "within a block": "28.6 MB",
-        "logits": "233.6 MB",
-        "sum": "61.2 GB, in training",
-    }
-    assert "# disk: at most 60.9 GB: states 45.7 GB (1 x 45.7 GB; written" in text
-    lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, "algo.kl.coef=0")
-    assert "reference" not in lines
-    lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, "rollout.release_memory=false")
-    assert lines["sampler's weights"] == "15.2 GB"
-    assert lines["sampler's cache"].endswith(", freed while the trainer works")
-
-
-def test_an_evaluation_has_no_more_rows_than_its_file(model: Path, tmp_path: Path):
-    rows = tmp_path / "heldout.jsonl"
-    rows.write_text('{"question": "1+1", "answer": "2"}\n' * 80)
-    small = ("loop.prompts_per_step=8", "loop.samples_per_prompt=8", f"data.eval_path={rows}")
-    lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, *small, "loop.eval_samples=1")
-    assert "in evaluations at most 7.5 GB" in lines["sampler's cache"]
-    bound = f"rollout.embedded.kv_cache_bytes={72 * 1536 * 57344}"
-    lines = lines_of("qwen2-7b_gsm8k_fsdp.yaml", model, *small, "loop.eval_samples=1", bound)
-    assert "in evaluations at most 6.3 GB" in lines["sampler's cache"]
+    try:
+        code, text = plan(capsys, model, *arguments)
+    except SystemExit as end:
+        code, text = int(end.code or 0), capsys.readouterr().err
+    assert code == 2 and message in text

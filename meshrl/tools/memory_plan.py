@@ -1,0 +1,118 @@
+"""`meshrl plan`: whether a run fits into the memory of its devices, what needs most, and which changes make it fit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshrl.config.load import Loaded, is_sft, load_run_config
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.values import show
+from meshrl.core.errors import ConfigError
+from meshrl.plan.changes import Change, Keys, changes, fit
+from meshrl.plan.disk_use import size_text
+from meshrl.plan.explain import memory_table
+from meshrl.plan.memory import ERROR, PHASES, PlannedRun, RankMemory, traffic, verdict
+
+Load = Callable[[Sequence[str]], RunConfig | SftRunConfig]
+"""The config with these overrides. Raises: ConfigError."""
+
+
+def plan_command(
+    source: str,
+    overrides: Sequence[str],
+    gpus: int | None,
+    device_bytes: int | None,
+    as_json: bool,
+    schedule: tuple[Path | None, Sequence[str]] | None,
+) -> str:
+    """The text of `meshrl plan`. schedule: the values of --from and --assume; None = the memory is planned."""
+    from meshrl.run.inputs import load_run, load_sft
+
+    load_config: Callable[..., Loaded[Any]] = load_sft if is_sft(source) else load_run
+    if schedule is None and gpus is not None and any(text.startswith("cluster.num_train_ranks=") for text in overrides):
+        raise ConfigError("--gpus and cluster.num_train_ranks are two ways to write one number; give only one")
+
+    def load(keys: Sequence[str]) -> Any:
+        return load_config(source, [*overrides, *keys], starts=False).config
+
+    if schedule is None:
+        return plan_memory(load, gpus, device_bytes, as_json)
+    from meshrl.tools.schedule.advise import advise
+
+    def check(keys: Sequence[str]) -> object:
+        return load_run_config(source, [*overrides, *keys], starts=False)
+
+    return advise(load(()), check, *schedule, gpus) + "\n"
+
+
+def plan_memory(load: Load, gpus: int | None, device_bytes: int | None, as_json: bool) -> str:
+    """gpus: in place of the config's ranks. device_bytes: of each device; None = tables without a verdict."""
+    from meshrl.model.costs import run_memory
+
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and no hub is waited for
+    base = _overrides(load(()), gpus)
+
+    def planned(keys: Sequence[str] = ()) -> tuple[PlannedRun, tuple[RankMemory, ...]]:
+        return run_memory(load([*base, *keys]), None, device_bytes)
+
+    def changed(keys: Keys) -> Sequence[RankMemory]:
+        return planned([f"{key}={show(value)}" for key, value in keys.items()])[1]
+
+    job, ranks = planned()
+    is_enough = device_bytes is None or fit(ranks, device_bytes)
+    found = [] if device_bytes is None or is_enough else changes(job, ranks, device_bytes, changed)
+    if as_json:
+        return json.dumps(_facts(job, ranks, device_bytes, found), indent=1) + "\n"
+    lines = [memory_table(rank) for rank in ranks]
+    if sent := traffic(job):
+        lines.append(
+            "a train rank sends in an optimizer step, at most: "
+            + ", ".join(f"{axis} {size_text(int(size))}" for axis, size in sent.items())
+        )
+    if device_bytes is not None:
+        lines += [f"{rank.what}: {verdict(rank, device_bytes)}" for rank in ranks]
+        lines.append(f"measured peaks differ from plans by up to {ERROR:.0%} (docs/perf/memory.md)")
+    if found:
+        lines.append("changes that lower it, each planned again, the cheapest first:")
+    for each in found:
+        lines.append(f"  {' '.join(each.overrides):<45} {size_text(each.need):>9}{' fits' * each.fits:<6}{each.cost}")
+    return "\n".join(lines) + "\n"
+
+
+def _overrides(config: RunConfig | SftRunConfig, gpus: int | None) -> list[str]:
+    """Overrides for this number of GPUs."""
+    if gpus is None:
+        return []
+    samplers = config.cluster.num_rollout_ranks if isinstance(config, RunConfig) else 0
+    if gpus <= samplers:
+        raise ConfigError(
+            f"--gpus is {gpus}, but cluster.num_rollout_ranks is {samplers}: no GPU is left to train. Give more "
+            "GPUs, or fewer ranks that sample"
+        )
+    return [f"cluster.num_train_ranks={gpus - samplers}"]
+
+
+def _facts(
+    job: PlannedRun, ranks: Sequence[RankMemory], device_bytes: int | None, found: Sequence[Change]
+) -> dict[str, Any]:
+    return {
+        "device_bytes": device_bytes,
+        "fits": None if device_bytes is None else fit(ranks, device_bytes),
+        "ranks": [
+            {
+                "rank": rank.what,
+                "peak": rank.peak,
+                "bytes": {phase: rank.total(phase) for phase in PHASES},
+                "device": rank.device,
+                "host": rank.host,
+                "unknown": rank.unknown,
+            }
+            for rank in ranks
+        ],
+        "sent_bytes": traffic(job),
+        "changes": [{"keys": each.overrides, "bytes": each.need, "fits": each.fits} for each in found],
+    }
