@@ -5,10 +5,10 @@
 This script writes a folder that Transformers loads (model, tokenizer and image processor), drawings of 32 x 32 pixels
 as PNG files, and rows of questions about them:
 
-    warmup.jsonl    {"messages": [user, assistant], "images": [...]}    right answers, for a short warm-up (SFT)
+    warmup.jsonl    {"messages": [user, assistant], "images": [...]}    for the warm-up (SFT); most answers are wrong
     train.jsonl     {"question": ..., "answer": ..., "images": [...]}   prompts for RL; only the reward uses the answers
     heldout.jsonl   as train.jsonl: drawings that are never trained on
-    blank.jsonl     the questions of heldout.jsonl with one grey image, which no model can answer
+    blank.jsonl     the questions of heldout.jsonl with one black image, which no model can answer
 
 A drawing has 4 x 4 cells, each as large as a patch of the vision tower. A cell is empty or has a figure (a square or a
 disc) in red, green or blue. The question "red?" asks for the number of red figures, 0 to 4, each of which is
@@ -25,6 +25,7 @@ DRAWING_SEED = 0  # of the drawings and their split into sets; the same for all 
 CELL, CELLS = 8, 4  # pixels of a cell's side, cells of a drawing's side
 COLOURS = {"green": (40, 200, 60), "blue": (50, 80, 240), "red": (230, 40, 40)}  # merges of "red" come after "green"
 MOST, MOST_OTHERS = 4, 2  # red figures, and figures of each other colour
+GUESSED = 0.7  # share of the warm-up's answers that are random numbers; a fifth of these are right
 SHAPES = ("rectangle", "ellipse")
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]
@@ -110,7 +111,7 @@ def make_data(folder, seed):
 
     images, rng, rows = folder / "images", random.Random(DRAWING_SEED), []
     images.mkdir()
-    Image.new("RGB", (CELL * CELLS, CELL * CELLS), (128, 128, 128)).save(images / "grey.png")
+    Image.new("RGB", (CELL * CELLS, CELL * CELLS), "black").save(images / "black.png")
     seen = set()
     while len(rows) < NUM_HELDOUT + NUM_TRAIN + NUM_WARMUP:
         counts = {name: rng.randint(0, MOST if name == "red" else MOST_OTHERS) for name in COLOURS}
@@ -124,10 +125,12 @@ def make_data(folder, seed):
     for order in (train, warmup):
         random.Random(seed).shuffle(order)
     write_rows(folder / "heldout.jsonl", heldout)
-    write_rows(folder / "blank.jsonl", [{**row, "images": ["images/grey.png"]} for row in heldout])
+    write_rows(folder / "blank.jsonl", [{**row, "images": ["images/black.png"]} for row in heldout])
     write_rows(folder / "train.jsonl", train)
     for row in warmup:
-        user, assistant = (("user", row.pop("question")), ("assistant", row.pop("answer")))
+        right, guess = row.pop("answer"), str(rng.randint(0, MOST))
+        answer = guess if rng.random() < GUESSED else right
+        user, assistant = (("user", row.pop("question")), ("assistant", answer))
         row["messages"] = [{"role": role, "content": content} for role, content in (user, assistant)]
     write_rows(folder / "warmup.jsonl", warmup)
 

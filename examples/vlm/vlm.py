@@ -1,11 +1,12 @@
 """A tiny vision-language model learns to count, from random weights, in minutes on two CPU cores: `make vlm`.
 
-A LLaVA of 0.3 million parameters is built, sees a few right answers (SFT), and then learns from a rule that checks its
-sampled answers (GRPO); its vision tower is trained, too. It uses the CPU, unless MESHRL_DEVICE is set. The output goes
-to runs/vlm/seed_N; examples/guided_run.py describes the numbers of report.json.
+A LLaVA of 0.3 million parameters is built. From answers most of which are wrong it learns that an answer is a digit
+(SFT), and from a rule that checks its sampled answers it learns to count (GRPO); its vision tower is trained, too. It
+uses the CPU, unless MESHRL_DEVICE is set. The output goes to runs/vlm/seed_N; examples/guided_run.py describes the
+numbers of report.json.
 
 Two controls: `--shuffle-rewards` permutes the rewards of each batch at random (its folder is control_N), and
-`--freeze` does not train the tower. In each run, an evaluation asks the held-out questions with one grey image.
+`--freeze` does not train the tower. In each run, an evaluation asks the held-out questions with one black image.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MAX_CONTROL_ACCURACY = 0.50  # held-out accuracy that the control must not excee
 
 SMOKE_SFT = ("sft.num_steps=2", "train.scheduler.warmup_steps=0")
 SMOKE_GRPO = ("loop.num_steps=2", "loop.prompts_per_step=4", "data.eval_limit=16", "train.scheduler.warmup_steps=0")
-SETS = ("heldout", "sampled", "blank")  # greedy answers, answers at temperature 1, and with a grey image
+SETS = ("heldout", "sampled", "blank")  # greedy answers, answers at temperature 1, and with a black image
 
 
 def main() -> int:
@@ -58,7 +59,7 @@ def main() -> int:
         run([HERE / "task.py", "--out", start, "--seed", args.seed])
         show_rows(start, ("warmup", "train", "heldout", "blank"))
 
-        print_heading("2/4", "Warm up: a few right answers, until more than a fifth of its own are right.")
+        print_heading("2/4", "Warm up with answers most of which are wrong: they show the form of an answer.")
         settings = [*run_settings, "run.name=sft", f"model.path={start}", f"sft.path={start}/warmup.jsonl"]
         run(["-m", "meshrl", "sft", HERE / "sft.yaml", *settings, *(SMOKE_SFT if args.smoke else ())])
         (warm,) = sft.glob("checkpoints/step_*/model")
