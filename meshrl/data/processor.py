@@ -160,10 +160,8 @@ def _load_processor(path: str, config: Any, tokenizer: Any) -> Any:
         stated, _ = transformers.ProcessorMixin.get_processor_dict(path, **source)
         # As AutoProcessor: the folder's class first. Pixtral is a llava with Pixtral's processor.
         named = stated.get("processor_class") or of_images.get("processor_class")
-        own, known = (
-            PROCESSOR_MAPPING_NAMES[config.model_type],
-            {PROCESSOR_MAPPING_NAMES[kind] for kind in IMAGE_MODELS},
-        )
+        own = PROCESSOR_MAPPING_NAMES[config.model_type]
+        known = {PROCESSOR_MAPPING_NAMES[kind] for kind in IMAGE_MODELS}
         family: Any = getattr(transformers, str(named if named in known else own))
         kind = re.sub("(Fast|Pil)$", "", of_images["image_processor_type"])
         name = f"{kind}Pil" if hasattr(transformers, f"{kind}Pil") else kind
