@@ -69,6 +69,10 @@ from meshrl.train.engine import RowArrays, StepReport, TrainEngine
 from meshrl.train.state import reference_digest
 
 NOT_TINY = 50 << 20  # bytes of a model for which a run prints that another dtype is faster
+SHARED = (
+    "Trainer and sampler share the weights that LoRA does not train. These stay on the device, also with "
+    "train.param_offload and rollout.release_memory"
+)
 MUCH_SLOWER = 1.5  # other work on the machine changes the ratio of two measurements by up to 1.3
 Rows = dict[int, Sample]  # step-wide row index -> sample
 
@@ -165,6 +169,7 @@ class RankWorker:
                 spec.logs,
                 facts,
                 synced=spec.num_train_ranks > 0,
+                base=None if spec.second_copy else self._policy.model.lm,
             )
             if spec.trains and spec.rollout.release_memory and not self.sampler.capabilities.release:
                 raise CapabilityError(
@@ -291,6 +296,10 @@ class RankWorker:
         if self.spec.rollout is not None and self.spec.rollout.engine == "embedded":
             text += ". The sampler computes prompts in this way, and new tokens by matrix products over its KV cache"
         notes = [text]
+        if self.spec.model.lora.enabled and self.spec.rollout is not None:
+            reason = self.spec.second_copy
+            text = f"Samplers have their own copy of the weights that LoRA does not train: {reason}"
+            notes[0] += ". " + (text if reason else SHARED)
         if self.device.type == "cpu" and self._policy.model_bytes() > NOT_TINY:
             own, wide = self._peak_flops, peak_flops(self.device, torch.float32)
             if own and wide and wide > MUCH_SLOWER * own:

@@ -106,6 +106,13 @@ class WorkerSpec:
         return self.own.samples
 
     @property
+    def second_copy(self) -> str:
+        """As `RolloutConfig.second_copy`; a reason in a rank that does not train and sample."""
+        if self.rollout is None or not self.trains:
+            return "the rank does not train and sample"
+        return self.rollout.second_copy(self.model.lora, self.num_train_ranks, self.num_rollout_ranks)
+
+    @property
     def num_ranks(self) -> int:
         return self.num_train_ranks + self.num_rollout_ranks
 

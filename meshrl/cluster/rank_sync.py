@@ -7,7 +7,8 @@ The train engines of a rank and a colocated sampler use the memory of their devi
 
 The controller calls make_room in all ranks before any of them goes on, because a sampler may be another process on the
 devices of several ranks. Parameters that are offloaded (train.param_offload) are on the host from make_room(kv_cache)
-until make_room(weights) or for_training.
+until make_room(weights) or for_training. Frozen parameters that trainer and sampler share stay on the device, since one
+of the two always computes with them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.device import empty_cache, has_own_memory, return_freed_memory, transfer_device
-from meshrl.core.errors import SyncInterrupted
+from meshrl.core.errors import SyncError, SyncInterrupted
 from meshrl.core.types import POLICY
 from meshrl.parallel.mesh import replica_group
 from meshrl.process.connect import LOOPBACK
@@ -58,7 +59,8 @@ class RankSync:
         self._replica = 0 if trainer is None else trainer.coordinates.replica
         if trainer is not None and (self._colocated or not self._replica):  # else the first replica sends
             frozen = trainer.frozen() if self._takes_adapters else frozenset()
-            self._sender = WeightSender(layout, trainer.coordinates.sender, self._cfg.sync_mode == "delta", frozen)
+            keeps_base, shared = self._cfg.sync_mode == "delta", frozenset(self._shared())
+            self._sender = WeightSender(layout, trainer.coordinates.sender, keeps_base, frozen, shared)
 
     def state(self, connection_id: str) -> SyncState:
         """This rank's state before the next sync. connection_id: as in SyncOrder."""
@@ -96,6 +98,9 @@ class RankSync:
         weights = None
         if self._sender is not None and trainer is not None:
             weights = trainer.weights(merged=not self._takes_adapters)
+            for name, tensor in self._shared().items():
+                if weights.sources[name][0].elements.block.data_ptr() != tensor.data_ptr():
+                    raise SyncError(f"{name} of trainer and sampler is no longer one tensor: an error in meshrl")
             self._sender.begin(weights.sources, changes=order.header.mode != "full")
         targets = sampler.targets if self._in_place and isinstance(sampler, EmbeddedEngine) else None
         ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)
@@ -142,6 +147,10 @@ class RankSync:
         alone = trainer is not None and trainer.coordinates.num_senders == 1
         return self._colocated and alone and isinstance(self._sampler, EmbeddedEngine)
 
+    def _shared(self) -> dict[str, torch.Tensor]:
+        """By wire name, the sampler's tensors that are the trainer's, too."""
+        return self._sampler.shared if isinstance(self._sampler, EmbeddedEngine) else {}
+
     def _needed_transport(self) -> Transport | None:
         if self._transport is None and not self._in_place:
             self._transport = self._new_transport(None if self._sender is None else self._sender.sender)
@@ -179,7 +188,7 @@ class SharedDevice:
         colocated = spec.trains and spec.rollout is not None and spec.num_rollout_ranks == 0
         self._releases_sampler = colocated and spec.rollout is not None and bool(spec.rollout.release_memory)
         self._offloads = colocated and spec.train.param_offload and has_own_memory(device)
-        self._on_host = False
+        self._on_host, self._shares_base = False, not spec.second_copy
         self.is_shared = self._releases_sampler or self._offloads
 
     def for_training(self) -> None:
@@ -197,8 +206,8 @@ class SharedDevice:
             self._restore()
         elif self._offloads:
             self._on_host = True  # also if only a part of them is
-            for engine in self._engines.values():
-                engine.release()
+            for name in self._engines:
+                self._release(name)
         if self.is_shared:
             empty_cache(self._device)
 
@@ -216,7 +225,10 @@ class SharedDevice:
             yield
         finally:
             if self._on_host:
-                engine.release()
+                self._release(POLICY.name)
+
+    def _release(self, name: str) -> None:
+        self._engines[name].release(frozen=not (self._shares_base and name == POLICY.name))
 
     def _restore(self) -> None:
         if self._on_host:

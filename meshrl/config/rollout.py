@@ -203,7 +203,8 @@ class RolloutConfig(Slice):
 
     release_memory: Annotated[bool | None, COLOCATED] = None
     """samplers on the train ranks' devices free their weights and KV caches while the train ranks train; each sync then
-    sends all weights; null = on accelerators, if the engine can and sync_mode is full"""
+    sends all weights; null = on accelerators, if the engine can and sync_mode is full. With LoRA on one train rank the
+    embedded sampler keeps the frozen weights, because it computes with the trainer's own tensors"""
     sync_transport: Annotated[Literal["auto", "broadcast"], Unless("cluster.num_rollout_ranks", 0)] = "auto"
     """how weights are sent to samplers in separate ranks: broadcast = by one process group of all senders and samplers
     (NCCL on GPUs, else gloo), for many samplers; auto = broadcast between GPUs, else by shared memory, or by TCP
@@ -235,6 +236,18 @@ class RolloutConfig(Slice):
 
         A server has no adapters, but the rank of its engine can keep base and adapters and merge them."""
         return not lora.on_experts and (self.engine == "embedded" or self.sync_mode == "delta")
+
+    def second_copy(self, lora: LoraConfig, num_train_ranks: int, num_rollout_ranks: int) -> str:
+        """Why samplers have their own copy of the weights that LoRA does not train; "" if a sampler computes with the
+        trainer's own tensors."""
+        reasons = {
+            "all weights are trained": not lora.enabled,
+            "samplers get adapters of experts merged with the weights": lora.on_experts,
+            f"engine {self.engine} has its weights in other processes": self.engine != "embedded",
+            "samplers are ranks of their own": num_rollout_ranks > 0,
+            "each of several train ranks has a shard of the weights, a sampler needs all": num_train_ranks > 1,
+        }
+        return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def engine_problems(case: Case) -> Iterator[Problem]:

@@ -94,7 +94,8 @@ class TrainConfig(Slice):
     two at a time, and takes longer by the time of these copies; for accelerators: on a CPU nothing is moved"""
     param_offload: Annotated[bool, OF_SAMPLING, COLOCATED] = False
     """parameters, also those of the reference model, are in host memory while colocated samplers work; for
-    accelerators: on a CPU nothing is moved"""
+    accelerators: on a CPU nothing is moved. With LoRA on one train rank with an embedded sampler, frozen weights stay,
+    because both compute with the same tensors"""
     optimizer: OptimizerConfig = OptimizerConfig()
     """the optimizer"""
     scheduler: SchedulerConfig = SchedulerConfig()

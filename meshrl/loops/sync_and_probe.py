@@ -176,12 +176,16 @@ async def _sync(job: Job) -> list[Metric]:
 
 
 def _changes(job: Job, ack: Ack) -> list[Metric]:
-    """The fraction of the weights that changed: elements if the senders count them, else tensors by their digests."""
+    """The fraction of the weights that changed: elements if the senders count them, else tensors by their digests; and
+    the fraction of the tensors for which nothing is sent, because they are the trainer's own."""
     tensors = job.layout.tensors
     metrics = []
     if ack.num_changed is not None:
         share = ack.num_changed / max(1, len(tensors))
         metrics.append(Metric(name="sync/changed_tensors", sum=share, unit="fraction"))
+    if ack.num_shared:
+        share = ack.num_shared / max(1, len(tensors))
+        metrics.append(Metric(name="sync/shared_tensors", sum=share, unit="fraction"))
     if ack.num_changed_elements is not None:
         num_elements = sum(math.prod(tensor.shape) for tensor in tensors)
         share = ack.num_changed_elements / max(1, num_elements)

@@ -58,6 +58,7 @@ class Recipe:
     attention: one of attention.NAMES. freezes_vision: a tower and its projector are not trained.
     router_dtype: in which routers compute at least; None = as Transformers does.
     synced: the values come by a weight sync from train ranks, which verify them; until then they are random.
+    base: a model of the same folder and adapters, whose frozen parameters are used as they are: the same objects.
     """
 
     dtype: torch.dtype = torch.float32
@@ -74,6 +75,7 @@ class Recipe:
     attention: str = "auto"
     router_dtype: torch.dtype | None = None
     freezes_vision: bool = False
+    base: torch.nn.Module | None = None
 
 
 def build_model(path: str | Path, recipe: Recipe, facts: ModelFacts | None = None) -> CausalModel:
@@ -83,9 +85,12 @@ def build_model(path: str | Path, recipe: Recipe, facts: ModelFacts | None = Non
     model = skeleton(facts, recipe)
     adapt(model, facts, recipe)
     parallelize(model, recipe)
+    if recipe.base is not None:
+        model.lm.load_state_dict(frozen_parameters(recipe.base), strict=False, assign=True)
     materialize(model, recipe.device)
     if recipe.synced:
-        randomize(model)
+        if recipe.base is None:
+            randomize(model)
         return model
     fill(model, facts)
     verify(model, facts, recipe)
@@ -145,14 +150,19 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
         )
 
 
+def frozen_parameters(lm: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By the name in its module; a tied one under each of its names."""
+    return {name: p for name, p in lm.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
 def materialize(root: torch.nn.Module, device: torch.device) -> None:
     """Memory on `device`, without values yet, for parameters on the meta device, sharded or not.
 
-    `to_empty` alone would lose the values of buffers, and make two tensors of a tied one.
+    `to_empty` would lose the values of buffers and of a base, and make two tensors of a tied one.
     """
     tied = tied_names(root)
     buffers = [(module, dict(module._buffers)) for module in root.modules()]
-    root.to_empty(device=device)
+    root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     for module, saved in buffers:
         module._buffers.update({name: b if b is None else b.to(device) for name, b in saved.items()})
     _tie(root, tied)

@@ -31,12 +31,14 @@ def build_rollout_engine(
     logs: Path | None = None,
     facts: ModelFacts | None = None,
     synced: bool = False,
+    base: torch.nn.Module | None = None,
 ) -> RolloutEngine:
     """The engine on this rank's device, without a weight version. Blocks until it can take requests. logs: the folder
-    of the log of a server that is started. facts, synced: as for the embedded engine; servers load their weights."""
+    of the log of a server that is started. facts, synced, base: as for the embedded engine; servers load their own
+    weights."""
     engine_id = f"{rollout_cfg.engine}-{rank}"
     if rollout_cfg.engine == "embedded":
-        return build_embedded_engine(model_cfg, rollout_cfg, device, engine_id, stop_token_ids, facts, synced)
+        return build_embedded_engine(model_cfg, rollout_cfg, device, engine_id, stop_token_ids, facts, synced, base)
     max_context_tokens, vocab_size = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
     spec = ServerSpec(
         model=model_cfg,

@@ -216,9 +216,9 @@ class Transport(Protocol):
 class Progress:
     """Checks that all transfers of one sync are received, in the layout's order and as they were sent."""
 
-    def __init__(self, layout: Layout, header: SyncHeader, name: str):
-        """name: of the receiver, in errors."""
-        self.layout, self.header, self.name = layout, header, name
+    def __init__(self, layout: Layout, header: SyncHeader, name: str, shared: frozenset[str] = frozenset()):
+        """name: of the receiver, in errors. shared: names of its tensors that are the trainer's own."""
+        self.layout, self.header, self.name, self.shared = layout, header, name, shared
         self.num_bytes = 0
         self.seconds = {"load": 0.0, "verify": 0.0}
         self._next = 0
@@ -235,8 +235,11 @@ class Progress:
         if not len(delivery.digests) == len(counts) == len(parts):
             numbers = [len(delivery.digests), len(counts)]
             raise SyncError(f"{self.name}: {transfer} has {numbers} digests and counts for {len(parts)} parts")
-        if self.header.mode == "full" and set(counts) != {ALL}:
-            raise SyncError(f"{self.name}: {transfer} carries changes in a sync of everything")
+        for part, count in zip(parts, counts):
+            if count and part.tensor.name in self.shared:
+                raise SyncError(f"{self.name}: {transfer} has values for {part}, which is the trainer's own tensor")
+            if count != ALL and self.header.mode == "full" and part.tensor.name not in self.shared:
+                raise SyncError(f"{self.name}: {transfer} carries changes in a sync of everything")
         sizes = [section_bytes(part, count) for part, count in zip(parts, counts)]
         for part, count, size in zip(parts, counts, sizes):
             if count < ALL or size > part.num_bytes:

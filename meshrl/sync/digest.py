@@ -164,6 +164,23 @@ def digests_in_threads(
     return sums.read()
 
 
+def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """By name, the digests of tensors of one device."""
+    if not tensors:
+        return {}
+    kind = kind_for(next(iter(tensors.values())).device)
+    items = list(tensors.values())
+    digests = digests_in_threads(kind, partial(running_digest, kind), items, [tensor.nbytes for tensor in items])
+    return dict(zip(tensors, digests, strict=True))
+
+
+def running_digest(kind: DigestKind, tensor: torch.Tensor) -> RunningDigest:
+    """The digest of a tensor's elements in order, for `values` or `digests_in_threads`."""
+    running = RunningDigest(kind)
+    running.update(running.readable(as_bytes(tensor.contiguous())))
+    return running
+
+
 class BlockDigests:
     """The digests of one version, by tensor: one of each of its blocks, which a transfer carries or a server's worker
     keeps. A parameter that is read back must have them."""

@@ -314,7 +314,8 @@ class Ack:
 
     wire: every box was received with the digest that it was sent with. read_back: the engine's parameters, read back,
     have the trainer's digests; None = the engine can't read back. num_bytes: received. num_changed: tensors whose
-    digest differs from the last commit; None = no earlier commit. num_changed_elements: elements that differ from the
+    digest differs from the last commit; None = no earlier commit. num_shared: tensors that are the trainer's own, so
+    that nothing was sent for them; they were read back. num_changed_elements: elements that differ from the
     version before, if the senders compared them (delta). extra_bytes: memory of this sync and of the base for the next
     one, all senders together. lora_change: (projection, square); their quotient is the share of the adapters' change
     that merged weights have. seconds: of the slowest rank in each stage: "cast" (to the sampler's dtype, into the
@@ -328,6 +329,7 @@ class Ack:
     read_back: bool | None
     num_bytes: int
     num_tensors: int
+    num_shared: int = 0
     num_changed: int | None = None
     num_changed_elements: int | None = None
     extra_bytes: int = 0

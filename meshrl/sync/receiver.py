@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from meshrl.sync.digest import (
     digests_in_threads,
     lap,
     require_in_place,
+    running_digest,
     values,
 )
 from meshrl.sync.layout import Ack, Layout, Part, SyncHeader
@@ -45,9 +47,12 @@ class Receiver:
     while a sync is open: between syncs an engine may release or move its weights.
     """
 
-    def __init__(self, find_targets: Callable[[], Targets], name: str = "receiver"):
-        """find_targets: returns the tensors, which may be other ones in each sync."""
-        self.state = WeightState(name)
+    def __init__(
+        self, find_targets: Callable[[], Targets], name: str = "receiver", shared: frozenset[str] = frozenset()
+    ):
+        """find_targets: returns the tensors, which may be other ones in each sync. shared: names of those that are the
+        sender's own; they are never written, and read back like all others."""
+        self.state, self._shared_names = WeightState(name), shared
         self._find_targets = find_targets
         self._incoming: Incoming | None = None  # of the open sync
         self._committed: BlockDigests | None = None
@@ -65,7 +70,7 @@ class Receiver:
     def begin(self, header: SyncHeader) -> None:
         """Open a sync."""
         with self.state.begin(header) as layout:
-            self._incoming = Incoming(layout, header, self._find_targets(), self.state.name)
+            self._incoming = Incoming(layout, header, self._find_targets(), self.state.name, self._shared_names)
 
     def receive(self, delivery: Delivery) -> None:
         """Check one transfer's order, length and digests, and write it into the targets."""
@@ -90,10 +95,12 @@ class Receiver:
 class Incoming(Progress):
     """The transfers of one sync, written into tensors of this process. expected: the trainer's digests of each part."""
 
-    def __init__(self, layout: Layout, header: SyncHeader, targets: Targets, name: str):
+    def __init__(
+        self, layout: Layout, header: SyncHeader, targets: Targets, name: str, shared: frozenset[str] = frozenset()
+    ):
         """Raises: UnloadedParamsError when the targets don't fit the layout; SyncError when one has no memory."""
-        super().__init__(layout, header, name)
-        self._writes = _bind(layout, targets, name)
+        super().__init__(layout, header, name, shared)
+        self._writes = {own: each for own, each in _bind(layout, targets, name).items() if own not in shared}
         self.expected = BlockDigests(header.version)
         self._parts: dict[str, list[Part]] = {name: [] for name in layout.by_name}
 
@@ -106,9 +113,9 @@ class Incoming(Progress):
         self.check(delivery)
         if delivery.payload is None:
             for part in delivery.transfer.parts:
-                first, *others = self._writes[part.tensor.name]
-                for target in others:
-                    part.of(target).copy_(part.of(first))
+                views = self._views(part)
+                for view in views[1:]:
+                    view.copy_(views[0])
         else:
             self._load(delivery)
         for part, digest in zip(delivery.transfer.parts, delivery.digests, strict=True):
@@ -120,7 +127,7 @@ class Incoming(Progress):
         seconds, sent = self.seconds, []
         running: list[RunningDigest] = []
         for digest, (part, count, section) in zip(delivery.digests, delivery.sections(), strict=True):
-            views = [part.of(target) for target in self._writes[part.tensor.name]]
+            views = self._views(part)
             if count == ALL:
                 running.append(self._write(section, views, part))
                 sent.append((digest, part))
@@ -133,6 +140,10 @@ class Incoming(Progress):
         for (digest, part), arrived in zip(sent, values(running), strict=True):
             self.require(digest, arrived, delivery.transfer, part)
         lap(seconds, "verify", started_at)
+
+    def _views(self, part: Part) -> list[torch.Tensor]:
+        """Of the tensors to be written; none if the sender's tensor is shared."""
+        return [part.of(target) for target in self._writes.get(part.tensor.name, ())]
 
     def _write(self, section: torch.Tensor, views: list[torch.Tensor], part: Part) -> RunningDigest:
         """Copy a part into its views. Returns the digest of the received bytes, computed while they are in a core's
@@ -175,6 +186,7 @@ class Incoming(Progress):
             read_back=None if read_back is None else True,
             num_bytes=self.num_bytes,
             num_tensors=len(self.layout.tensors),
+            num_shared=len(self.shared & self.layout.by_name.keys()),
             num_changed=None if before is None else self.expected.num_changed(before),
             seconds=self.seconds,
         )
@@ -210,16 +222,9 @@ class Incoming(Progress):
         self, work: Mapping[tuple[str, int], tuple[torch.Tensor, Sequence[Part]]]
     ) -> dict[tuple[str, int], list[int]]:
         """The digest of each part of each tensor."""
-
-        def digest(each: tuple[torch.Tensor, Part]) -> RunningDigest:
-            full, part = each
-            running = RunningDigest(self.layout.digest)
-            running.update(running.readable(as_bytes(part.of(full).contiguous())))
-            return running
-
-        flat = [(tensor, part) for tensor, parts in work.values() for part in parts]
-        sizes = [part.num_bytes for _, part in flat]
-        computed = iter(digests_in_threads(self.layout.digest, digest, flat, sizes))
+        flat = [part.of(tensor) for tensor, parts in work.values() for part in parts]
+        kind, sizes = self.layout.digest, [view.nbytes for view in flat]
+        computed = iter(digests_in_threads(kind, partial(running_digest, kind), flat, sizes))
         return {key: [next(computed) for _ in parts] for key, (_, parts) in work.items()}
 
 

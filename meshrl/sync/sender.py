@@ -31,6 +31,7 @@ from meshrl.sync.digest import (
     digest_bytes,
     digests_in_threads,
     lap,
+    running_digest,
     values,
 )
 from meshrl.sync.layout import Layout, Part, Transfer, aligned
@@ -89,15 +90,23 @@ class WeightSender:
     """Makes the transfers of one rank for all syncs. Each sync: begin, then `fill` for each transfer in order or
     `write` for all of them, then finish.
 
-    frozen: names of tensors that never change; they are read and sent once. base_version: the version that a delta
-    would start from; None = none.
+    frozen: names of tensors that never change; they are read and sent once. shared: of these, those that are the
+    receiver's own tensors; they are read once, and never sent. base_version: the version that a delta would start from;
+    None = none.
     """
 
-    def __init__(self, layout: Layout, sender: int, keep_base: bool, frozen: frozenset[str] = frozenset()):
+    def __init__(
+        self,
+        layout: Layout,
+        sender: int,
+        keep_base: bool,
+        frozen: frozenset[str] = frozenset(),
+        shared: frozenset[str] = frozenset(),
+    ):
         self.layout, self.sender = layout, sender
         self.base_version: int | None = None
         self.report = SendReport()
-        self._keep_base, self._frozen = keep_base, frozen
+        self._keep_base, self._frozen, self._shared = keep_base, frozen, shared
         self._digests: dict[_Key, int] = {}  # of the parts as they were sent last
         self._base: dict[_Key, torch.Tensor] = {}  # by box
         self._elements: dict[_Key, Elements] = {}
@@ -129,6 +138,21 @@ class WeightSender:
             num_changed=0 if changes and self._keep_base else None,
             extra_bytes=sum(base.nbytes for base in self._base.values()),
         )
+        self._read_shared()
+
+    def _read_shared(self) -> None:
+        """The digests of shared tensors, once: later ones must have the values of the first sync."""
+
+        def digest(part: Part) -> RunningDigest:
+            elements = self._elements[part.tensor.name, part.box_offsets]
+            return running_digest(self.layout.digest, elements[part.first : part.first + part.numel])
+
+        started_at = time.perf_counter()
+        own = [part for transfer in self.layout.transfers if transfer.sender == self.sender for part in transfer.parts]
+        parts = [part for part in own if part.tensor.name in self._shared and _key(part) not in self._digests]
+        digests = digests_in_threads(self.layout.digest, digest, parts, [part.num_bytes for part in parts])
+        self._digests |= dict(zip(map(_key, parts), digests, strict=True))
+        lap(self.report.seconds, "verify", started_at)
 
     def finish(self, version: int) -> None:
         """Record that all transfers of this version were sent."""
@@ -219,7 +243,8 @@ class WeightSender:
         return digests
 
     def _is_sent(self, part: Part) -> bool:
-        return not (self._changes and part.tensor.name in self._frozen)
+        name = part.tensor.name
+        return name not in self._shared and not (self._changes and name in self._frozen)
 
     def _delivery(
         self, transfer: Transfer, payload: torch.Tensor | None, counts: Sequence[int], payload_digest: int = 0

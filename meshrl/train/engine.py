@@ -411,14 +411,14 @@ class TrainEngine:
 
     # ---- memory of the device
 
-    def release(self) -> None:
+    def release(self, frozen: bool = True) -> None:
         """Move the parameters to host memory. Saving reads them there; everything else needs `restore` first. A
-        collective, with frozen parameters."""
+        collective, with frozen parameters. frozen: also those that are not trained."""
         reshard(self.model)
         base_digest(self.model.lm)  # saved with adapters, and computed once
         if not self.role.trains:
             reference_digest(self.model.lm)
-        self._host.release(self.model.parameters())
+        self._host.release(p for p in self.model.parameters() if frozen or p.requires_grad)
 
     def restore(self) -> None:
         """Move the parameters back to the device, if they were released."""

@@ -10,6 +10,7 @@ import torch
 from tiny_run import steps_of, train, write_run
 
 from meshrl.cli import main
+from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(400)
@@ -29,20 +30,58 @@ SLOW = ("two ranks", "split", "split, delta", "split, broadcast")
 
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS])
 def test_only_adapters_are_sent_and_the_sampler_equals_the_trainer(layout, tmp_path: Path):
-    check_that_only_adapters_are_sent(steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ()))
+    steps = steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ())
+    check_that_only_adapters_are_sent(steps, is_shared=layout == "one process")
 
 
-def check_that_only_adapters_are_sent(steps: list[dict[str, float]]) -> None:
+def check_that_only_adapters_are_sent(steps: list[dict[str, float]], is_shared: bool = False) -> None:
+    """is_shared: the base is one copy, so that the first sync sends only the adapters, too."""
     assert len(steps) == 3
     first = steps[0]["first_sync/num_bytes"]
+    assert steps[0].get("first_sync/shared_tensors", 0) == pytest.approx(26 / 54 * is_shared)
     for number, step in enumerate(steps):
         assert step["proof/logprob_abs_diff_mean"] < 1e-5, number
         assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
-        assert 0 < step["sync/num_bytes"] < 0.5 * first  # the tiny model's adapters are a third of it
+        assert step["sync/num_bytes"] == first if is_shared else 0 < step["sync/num_bytes"] < 0.5 * first  # a third
         # Only the A and B; in the first step no A has a gradient, because B is 0.
         assert step["sync/changed_tensors"] == pytest.approx((28 if number else 14) / 54)
     kl = [step["loss/kl"] for step in steps]
     assert kl[0] == 0 and 0 < kl[1] < kl[2]
+
+
+SHARED = "sync/shared_tensors", "first_sync/shared_tensors"
+VARIANTS = {"fp32": (), "bf16": ("model.dtype=bfloat16",), "released memory": ("rollout.release_memory=true",)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_copy_of_the_base_changes_no_number(variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Against the same run with two copies, a resume of it with one copy included: metrics, checkpoints and exported
+    weights are equal to the bit."""
+    from safetensors.torch import load_file
+
+    config, more = write_run(tmp_path), (*LORA, "cluster.executor=inline", "loop.save_every_steps=1")
+    shared = train(config, "shared", *more, *VARIANTS[variant])
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutConfig, "second_copy", lambda *_: "this is a test")
+        apart = train(config, "apart", *more, *VARIANTS[variant])
+        half = train(config, "half", *more, *VARIANTS[variant], "loop.num_steps=2")
+    train(config, "half", *more, *VARIANTS[variant], "run.resume=auto")
+    steps = [{k: v for k, v in step.items() if k not in SHARED} for step in steps_of(shared)]
+    assert [len(step) for step in steps] < [len(step) for step in steps_of(shared)]
+    assert steps == steps_of(apart)
+    assert steps[2] == {k: v for k, v in steps_of(half)[2].items() if k not in SHARED}
+    files = {path.relative_to(shared) for path in shared.glob("checkpoints/step_000003/**/*.safetensors")}
+    assert {path.parent.name for path in files} == {"model", "adapter", "state"}
+    for path in files:
+        want = load_file(apart / path)
+        for folder in (shared, half):
+            got = load_file(folder / path)
+            assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), path
+    assert "Trainer and sampler share" in (shared / "run_notes.txt").read_text()
+    assert (
+        "have their own copy of the weights that LoRA does not train: this is a test"
+        in (apart / "run_notes.txt").read_text()
+    )
 
 
 def test_supervised_training_changes_only_the_adapters(tmp_path: Path):

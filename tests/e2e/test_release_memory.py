@@ -40,14 +40,19 @@ def model_bytes(folder: Path) -> int:
     ids=["one rank", "two ranks", "LoRA"],
 )
 def test_a_run_that_releases_memory_is_the_same_to_the_bit(tmp_path: Path, layout: tuple[str, ...]):
-    """During each step's update the samplers have no weights; a full sync restores them."""
+    """During each step's update the samplers have no weights; a full sync restores them. With LoRA on one rank only the
+    adapters leave, since the trainer computes with the rest."""
     config = write_run(tmp_path)
     without = train(config, "without_release", *layout)
     with_release = train(config, "with_release", *layout, "rollout.release_memory=true")
     assert steps_of(with_release) == steps_of(without)
     ranks = 2 if "cluster.num_train_ranks=2" in layout else 1
     with_bytes = ("s", "tokens/s", "GB/s")
-    assert all(step[RELEASED] >= ranks * model_bytes(tmp_path) for step in steps_of(with_release, with_bytes))
+    released = [step[RELEASED] for step in steps_of(with_release, with_bytes)]
+    if LORA[0] in layout:
+        assert all(0 < size < model_bytes(tmp_path) for size in released)
+    else:
+        assert all(size >= ranks * model_bytes(tmp_path) for size in released)
     assert all(RELEASED not in step for step in steps_of(without, with_bytes))
 
 

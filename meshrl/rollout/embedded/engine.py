@@ -27,7 +27,7 @@ from meshrl.model.facts import ModelFacts
 from meshrl.model.fast_decoder import FastDecoder, fast_decoder
 from meshrl.model.limits import limits_of
 from meshrl.model.lora import init_adapters, randomize_adapters
-from meshrl.model.recipe import DTYPES, Recipe, build_model
+from meshrl.model.recipe import DTYPES, Recipe, build_model, frozen_parameters
 from meshrl.model.verify import require_replay
 from meshrl.rollout.admission import bounds_of, check_admission, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, check_parts
@@ -39,6 +39,7 @@ from meshrl.rollout.embedded.scheduler import Scheduler
 from meshrl.rollout.embedded.weights import EngineWeights
 from meshrl.rollout.stop_strings import StopStrings, stop_strings_of
 from meshrl.sync.delivery import Delivery
+from meshrl.sync.digest import tensor_digests
 from meshrl.sync.layout import Ack, Layout, SyncHeader
 
 PREFILL_TOKENS = 4096  # tokens of new contexts in one step
@@ -52,9 +53,11 @@ def build_embedded_engine(
     stop_token_ids: tuple[int, ...],
     facts: ModelFacts | None = None,
     synced: bool = False,
+    base: torch.nn.Module | None = None,
 ) -> EmbeddedEngine:
     """Load the model in its compute dtype into the device's memory, without gradients; no weight version yet. facts: of
-    the model's folder, if they are known. synced: a sync brings the weights, so none are read."""
+    the model's folder, if they are known. synced: a sync brings the weights, so none are read. base: the trainer's
+    model with adapters, whose frozen parameters are used without a copy (synced)."""
     max_context_tokens, _ = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
     dtype, lora = DTYPES[model_cfg.dtype], model_cfg.lora
     recipe = Recipe(
@@ -65,7 +68,10 @@ def build_embedded_engine(
         synced=synced,
         attention=model_cfg.attn_implementation,
         router_dtype=DTYPES.get(model_cfg.router_dtype),
+        base=base,
     )
+    shared = {} if base is None else frozen_parameters(base)
+    values = tensor_digests(shared)
     model = build_model(model_cfg.path, recipe, facts)
     model.requires_grad_(False)
     randomize_adapters(model.lm)  # so that the fast decoder is compared with adapters that do something
@@ -85,7 +91,13 @@ def build_embedded_engine(
         stop_strings=stop_strings_of(model_cfg, rollout_cfg),
         records_routes=rollout_cfg.router_replay,
         prefix_cache=bool(rollout_cfg.embedded.prefix_cache),
+        shared=shared.values(),
     )
+    if changed := [name for name, digest in tensor_digests(shared).items() if digest != values[name]]:
+        raise MeshrlError(
+            f"{engine_id} has changed {len(changed)} of the {len(shared)} tensors that it shares with the trainer, the "
+            f"first is {changed[0]}; the cause is an error in meshrl"
+        )
     if synced:
         engine._state.end("invalid")
     return engine
@@ -114,8 +126,10 @@ class EmbeddedEngine:
         kv_cache_bytes: int | None = None,
         records_routes: bool = False,
         prefix_cache: bool = False,
+        shared: Collection[torch.nn.Parameter] = (),
     ):
-        """prefix_cache: retain the keys and values of ended requests, for those that continue them."""
+        """prefix_cache: retain the keys and values of ended requests, for those that continue them. shared: see
+        EngineWeights."""
         if fast is not None:
             fast.fuse()
         self.capabilities = Capabilities(release=True, in_flight=True)
@@ -123,7 +137,7 @@ class EmbeddedEngine:
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
         self._inputs = model.inputs
         self._stop_strings = stop_strings or StopStrings()
-        self._weights = EngineWeights(model.lm, engine_id, fast)
+        self._weights = EngineWeights(model.lm, engine_id, fast, shared)
         self._state = self._weights.state
         routing = model.routing if records_routes else None
         self._runner = Runner(model, device, fast, max_context_tokens, kv_cache_bytes, routing, prefix_cache)
@@ -319,6 +333,11 @@ class EmbeddedEngine:
                 future.set_result(turn)
 
     # ---- weights
+
+    @property
+    def shared(self) -> dict[str, torch.Tensor]:
+        """By wire name, the tensors that are those of a trainer in this process: no sync writes them."""
+        return self._weights.shared
 
     def trust_loaded_weights(self, version: int = 0) -> None:
         self._state.trust(version)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -17,24 +17,34 @@ from meshrl.sync.receiver import Receiver, describe, reconcile
 class EngineWeights(Receiver):
     """Names are the names in the model's files (HubNames). A tied weight is stored once and read back under both."""
 
-    def __init__(self, lm: torch.nn.Module, name: str, fast: FastDecoder | None = None):
-        """fast: replaces the model's own forward."""
-        super().__init__(self._tensors, name)
-        self.lm, self._fast = lm, fast
+    def __init__(
+        self,
+        lm: torch.nn.Module,
+        name: str,
+        fast: FastDecoder | None = None,
+        shared: Collection[torch.nn.Parameter] = (),
+    ):
+        """fast: replaces the model's own forward. shared: parameters of lm that a trainer computes with, too; its
+        frozen ones, or none."""
+        self.lm, self._fast, self._shared = lm, fast, {id(p) for p in shared}
         self._names = HubNames(lm)
+        super().__init__(self._tensors, name, frozenset(self.shared))
 
     def reconcile(self, layout: Layout) -> None:
         reconcile(layout, describe(self._tensors()), self._names.tied)
         super().reconcile(layout)
 
     def release(self) -> int:
-        """Free the parameters' memory; returns bytes freed. Buffers stay: a sync does not send most of them."""
+        """Free the parameters' memory; returns bytes freed. Buffers stay: a sync does not send most of them. Shared
+        parameters stay, and so do the joint tensors that they are views of."""
         self.cancel()
         self.state.end("released")
         freed = 0
-        if self._fast is not None:
+        if self._fast is not None and not self._shared:
             self._fast.split()
         for p in self.lm.parameters():
+            if id(p) in self._shared:
+                continue
             if not p.untyped_storage().resizable():  # it maps the model file, or shares its memory with numpy
                 p.data = torch.empty_like(p.data)
             freed += p.untyped_storage().nbytes()
@@ -50,9 +60,14 @@ class EngineWeights(Receiver):
             if storage.nbytes() < needed:
                 before, after = before + storage.nbytes(), after + needed
                 storage.resize_(needed)
-        if self._fast is not None:
+        if self._fast is not None and not self._shared:
             self._fast.fuse()
         return after - before
+
+    @property
+    def shared(self) -> dict[str, torch.Tensor]:
+        """The shared parameters by their names in the files."""
+        return dict(self._views({name: p for name, p in named_weights(self.lm) if id(p) in self._shared}))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._views(dict(named_weights(self.lm)) | persistent_buffers(self.lm)))

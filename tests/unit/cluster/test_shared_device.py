@@ -20,7 +20,7 @@ class Trainer:
 
     on_device = True
 
-    def release(self) -> None:
+    def release(self, frozen: bool = True) -> None:
         self.on_device = False
 
     def restore(self) -> None:

@@ -36,6 +36,7 @@ def answers(*lengths: int) -> list[Trajectory]:
         ({"num_changed": 1}, {"sync/changed_tensors": 0.5}),
         ({"num_changed": 2, "num_changed_elements": 0}, {"sync/changed_tensors": 1.0, "sync/changed_elements": 0.0}),
         ({"num_changed_elements": 3}, {"sync/changed_elements": 0.25}),
+        ({"num_shared": 1}, {"sync/shared_tensors": 0.5}),
     ],
 )
 def test_a_sync_that_changes_nothing_is_reported_as_zero_and_an_unknown_number_is_not_reported(counts, expected):
