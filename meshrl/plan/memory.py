@@ -156,7 +156,7 @@ def rank_memory(job: PlannedRun) -> tuple[RankMemory, ...]:
 
 def traffic(job: PlannedRun) -> dict[str, float]:
     """By axis of the mesh, the bytes that a train rank sends in an optimizer step, at most. {} = unknown."""
-    train, width = job.config.train, 4 if job.config.model.dtype == "float32" else 2
+    train, width = job.config.train, _width(job.config.model.dtype)
     mesh, (tokens, number) = train.mesh_shape(job.num_train_ranks), micro_batches(job.config, job.num_train_ranks)
     if job.memory.shape is None or tokens is None or number is None:
         return {}
@@ -171,11 +171,15 @@ def _train_rank(job: PlannedRun) -> RankMemory:
     phases = PHASES if is_rl else ("load", "train", "optimizer", "save")
     leaves = is_rl and not job.on_cpu and train.param_offload and not config.cluster.num_rollout_ranks
     stays = [phase for phase in phases if not (leaves and phase == "rollout")]
-    for part, size in (("masters", memory.masters), ("reference", memory.reference * job.has_reference)):
+    shared = 0 if _second_copy(job) else memory.masters - memory.gradients
+    rank.add("masters", shared, phases)
+    for part, size in (("masters", memory.masters - shared), ("reference", memory.reference * job.has_reference)):
         rank.add(part, size, stays)
         rank.add(part, size, ["rollout"] if leaves else [], on_host=True)
     _, shards, ulysses, tp = train.mesh_shape(job.num_train_ranks)
     rank.notes["masters"] = f"sharded over {shards * ulysses}" + (f" x tp {tp}" if tp > 1 else "")
+    if shared:
+        rank.notes["masters"] = "the sampler computes with the frozen ones, too, so they never leave"
     rank.notes["activations"] = f"{job.tokens:,} tokens"
     moments, offloads = 2 * memory.gradients, train.optimizer_offload and not job.on_cpu
     rank.add("moments", min(moments, 2 * PIECE_BYTES) if offloads else 0, ["optimizer"])
@@ -191,7 +195,7 @@ def _add_forward_and_backward(rank: RankMemory, job: PlannedRun) -> None:
     compute dtype, and in fp32 while they are reduced. The logits of a chunk, and what exists within one block, do not
     exist at one time; neither do all activations and, in a single micro-batch, all gradients."""
     config, memory, train = job.config, job.memory, job.config.train
-    width = 4 if config.model.dtype == "float32" else 2
+    width = _width(config.model.dtype)
     is_rl, lora = isinstance(config, RunConfig), config.model.lora.enabled
     replicas, shards, ulysses, tp = train.mesh_shape(job.num_train_ranks)
     is_sharded = replicas * shards * ulysses > 1
@@ -242,6 +246,18 @@ def _head_bytes(job: PlannedRun, width: int, tp: int) -> int:
     return logits * 4 if width == 4 else logits * 6 + 2 * job.memory.head  # copies in 16 bits, and of the head in 32
 
 
+def _width(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _second_copy(job: PlannedRun) -> str:
+    """As `RolloutConfig.second_copy`."""
+    config = job.config
+    if not isinstance(config, RunConfig):
+        return "nothing samples"
+    return config.rollout.second_copy(config.model.lora, job.num_train_ranks, config.cluster.num_rollout_ranks)
+
+
 def _add_sampler(rank: RankMemory, job: PlannedRun, config: RunConfig, is_alone: bool) -> None:
     """A server that takes a share of the device has its weights and its cache in it."""
     rollout, memory = config.rollout, job.memory
@@ -251,13 +267,23 @@ def _add_sampler(rank: RankMemory, job: PlannedRun, config: RunConfig, is_alone:
     releases = not is_alone and rollout.releases(on_accelerators=not job.on_cpu)
     others = ["load"] * (not releases) + ["annotate", "train", "optimizer", "save"] * (not is_alone and not releases)
     bucket = rollout.sync_bucket_bytes or (HOST_BUCKET_BYTES if job.on_cpu else DEVICE_BUCKET_BYTES)
-    rank.add("sync windows", 2 * min(bucket, sampler.weights), ["sync"])
+    _, shards, ulysses, tp = config.train.mesh_shape(job.num_train_ranks)
+    in_place = rollout.engine == "embedded" and not is_alone and shards * ulysses * tp == 1
+    rank.add("sync windows", 2 * min(bucket, sampler.weights) * (not in_place), ["sync"])
+    lora, second_copy = config.model.lora, _second_copy(job)
+    takes_adapters = lora.enabled and rollout.takes_adapters(lora)
+    as_sent = _width(config.model.dtype) / _width(config.train.master_dtype)  # bytes of a byte of trained masters
     if rollout.sync_mode == "delta" and not is_alone:
-        rank.add("weights sent last", memory.masters * memory.weights // max(1, memory.trained))
+        merged = memory.masters - memory.gradients if lora.enabled else int(memory.masters * as_sent)
+        rank.add("weights sent last", int(memory.gradients * as_sent) if takes_adapters else merged)
     in_use, cache = ["sync", "rollout", *others], "sampler's cache"
     share = rollout.vllm.gpu_memory_utilization if rollout.engine == "vllm" else rollout.sglang.mem_fraction_static
     if rollout.engine == "embedded":
-        rank.add("sampler's weights", sampler.weights, in_use)
+        rank.add("sampler's weights", int(memory.trained * as_sent) * takes_adapters, in_use)
+        rank.add("sampler's weights", sampler.weights * bool(second_copy), in_use)
+        if lora.enabled:
+            note = f"base and adapters: {second_copy}" if second_copy else "adapters; the base is among the masters"
+            rank.notes["sampler's weights"] = note
         rank.add("sampler's prepacked weights", sampler.weights * job.on_cpu, ["rollout", *others])
         logits = 3 * max(sampler.rows, 1) * job.model.vocab_size * 4
         new = sampler.rows // max(1, config.loop.samples_per_prompt) * config.data.max_prompt_tokens

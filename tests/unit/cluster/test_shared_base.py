@@ -19,10 +19,13 @@ from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.config.run import RunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import MeshrlError, SyncError
 from meshrl.model import fast_decoder
+from meshrl.model.costs import run_memory
 from meshrl.model.lora import is_adapter, named_weights
+from meshrl.plan.memory import RankMemory
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.layout import Ack, SyncHeader, make_layout
 from meshrl.sync.sender import WeightSender
@@ -70,6 +73,15 @@ def spec_of(folder: Path, **train: Any) -> Any:
     )
 
 
+def planned(folder: Path, device: str, **train: Any) -> RankMemory:
+    """The memory of this rank by its plan."""
+    run = {"data": {"path": "rows.jsonl"}, "loop": {"num_steps": 1}, "reward": {"terms": {"a": {"kind": "a:b"}}}}
+    train["max_tokens_per_microbatch"] = 8
+    model = {"path": str(folder), "dtype": "float32", "lora": LORA.model_dump()}
+    _, (rank,) = run_memory(RunConfig.model_validate({**run, "model": model, "train": train}), device)
+    return rank
+
+
 MODELS = {
     "tied head": tiny_qwen2,
     "own head": lambda: tiny_qwen2(tie=False),
@@ -94,6 +106,10 @@ async def test_the_frozen_weights_exist_once_and_only_adapters_are_sent(rank: Ra
     own = sum(t.nbytes for t in rank.base().values())
     both = rank.memory(rank.trainer.model.lm, rank.sampler._weights.lm)
     assert both == own + 2 * rank.adapter_bytes()  # of views of joint tensors, too
+    parts = planned(tmp_path, "cpu").device
+    assert both == parts["masters"]["rollout"] + parts["sampler's weights"]["rollout"]
+    moved = planned(tmp_path, "cuda", param_offload=True).host
+    assert moved["masters"] == {"rollout": rank.adapter_bytes()}
     for version in range(3):
         ack = await rank.sync(version)
         assert ack.num_bytes == rank.adapter_bytes() and ack.read_back

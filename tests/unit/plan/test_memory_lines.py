@@ -42,6 +42,7 @@ QWEN3_235B = {
 }
 OF_EXAMPLES = {  # config -> config.json, mesh
     "qwen2.5-1.5b_gsm8k_1x24gb": (QWEN2_5_1_5B, "dp_replicate 1 x dp_shard 1 x ulysses 1 x tp 1"),
+    "qwen2.5-7b_lora_gsm8k_1x24gb": (QWEN2_7B, "dp_replicate 1 x dp_shard 1 x ulysses 1 x tp 1"),
     "qwen2.5-7b_gsm8k_1x80gb": (QWEN2_7B, "dp_replicate 1 x dp_shard 1 x ulysses 1 x tp 1"),
     "qwen2.5-32b_gsm8k_8x80gb": (QWEN2_5_32B, "dp_replicate 1 x dp_shard 8 x ulysses 1 x tp 1"),
     "qwen3-235b-a22b_gsm8k_64x80gb": (QWEN3_235B, "dp_replicate 1 x dp_shard 7 x ulysses 1 x tp 8"),
@@ -152,6 +153,37 @@ def test_with_adapters_alone_gradients_and_moments_are_theirs(model: Path):
     assert rank.device["moments"]["train"] == 2 * rank.device["gradients"]["train"] < 0.1 * GB
     assert "reference" not in rank.device  # the policy without its adapters
     assert "gradients in use" not in rank.device
+
+
+LORA = ("model.lora.enabled=true", "model.lora.rank=16", "cluster.num_train_ranks=1")
+BASE = 15.231e9
+
+
+def test_a_base_that_trainer_and_sampler_share_counts_once(model: Path):
+    """The sampler has adapters of its own, in bf16. Nothing of the base leaves with param_offload, and one rank has no
+    transfers. Where the rank has two copies, the note has the reason."""
+    for more in ((), ("train.param_offload=true",)):
+        job, rank = planned(model, *LORA, *more)
+        adapters = job.memory.trained
+        assert rank.device["masters"]["train"] == pytest.approx(BASE + adapters, rel=1e-3)
+        assert rank.device["sampler's weights"] == {"sync": adapters // 2, "rollout": adapters // 2}
+        left = adapters if more else 0
+        assert rank.device["masters"]["rollout"] == rank.device["masters"]["train"] - left
+        assert rank.host.get("masters", {}) == ({"rollout": left} if left else {})
+        assert "sync windows" not in rank.device
+        assert rank.notes["sampler's weights"] == "adapters; the base is among the masters"
+    for keys, reason in {
+        ("cluster.num_train_ranks=2",): "each of several train ranks has a shard",
+        ("cluster.num_train_ranks=1", "cluster.num_rollout_ranks=1"): "samplers are ranks of their own",
+    }.items():
+        *_, rank = planned(model, *LORA, *keys)
+        assert rank.device["sampler's weights"]["rollout"] == pytest.approx(BASE + adapters / 2, rel=1e-3)
+        assert reason in rank.notes["sampler's weights"] and "sync windows" in rank.device
+
+
+def test_a_delta_of_adapters_needs_a_copy_of_them_alone(model: Path):
+    job, rank = planned(model, *LORA, "rollout.sync_mode=delta")
+    assert set(rank.device["weights sent last"].values()) == {job.memory.trained // 2}
 
 
 def test_ranks_that_sample_alone_have_a_memory_of_their_own(model: Path):
