@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,7 @@ def check_that_only_adapters_are_sent(steps: list[dict[str, float]], is_shared: 
 
 
 SHARED = "sync/shared_tensors", "first_sync/shared_tensors"
+RESTARTED = "train/restarts", "rollout/ranks_replaced", "rollout/requests_retried"
 VARIANTS = {"fp32": (), "bf16": ("model.dtype=bfloat16",), "released memory": ("rollout.release_memory=true",)}
 
 
@@ -82,6 +85,26 @@ def test_one_copy_of_the_base_changes_no_number(variant, tmp_path: Path, monkeyp
         "have their own copy of the weights that LoRA does not train: this is a test"
         in (apart / "run_notes.txt").read_text()
     )
+
+
+@pytest.mark.slow
+def test_a_restarted_rank_shares_the_base_again(tmp_path: Path):
+    """Its first sync is a full one. The rest of the run is the same to the bit."""
+    config, killed = write_run(tmp_path), list[int]()
+    more = (*LORA, "loop.save_every_steps=1")
+
+    def kill(step: int, _: object) -> None:
+        if not killed:
+            ranks = json.loads((tmp_path / "runs" / "killed" / "status.json").read_text())["ranks"]
+            killed.extend(rank["pid"] for rank in ranks)
+            os.kill(killed[0], signal.SIGKILL)
+
+    expected, found = train(config, "full", *more), train(config, "killed", *more, on_step=kill)
+    restarts = [step["train/restarts"] for step in steps_of(found)]
+    assert len(killed) == 1 and restarts[-1] == 1
+    assert all(step[SHARED[0]] == pytest.approx(26 / 54) for step in steps_of(found))
+    last = [{k: v for k, v in steps_of(folder)[-1].items() if k not in RESTARTED} for folder in (expected, found)]
+    assert last[0] == last[1]
 
 
 def test_supervised_training_changes_only_the_adapters(tmp_path: Path):
