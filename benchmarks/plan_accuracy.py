@@ -1,7 +1,7 @@
 """The memory that `meshrl plan` computes, over the peaks that were measured: of runs on CPU ranks made here, and of the
 H200 cells of benchmarks/gpu_train.py in benchmarks/results.
 
-    python benchmarks/plan_accuracy.py             # ten runs, about ten minutes on two cores
+    python benchmarks/plan_accuracy.py             # twelve runs, about half an hour on two cores
     python benchmarks/plan_accuracy.py --smoke
 
 A CPU rank's peak in a phase is the kernel's VmHWM, which begins again with each phase. A case's figure is the largest

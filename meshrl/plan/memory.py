@@ -284,7 +284,7 @@ def _add_sampler(rank: RankMemory, job: PlannedRun, config: RunConfig, is_alone:
         if lora.enabled:
             note = f"base and adapters: {second_copy}" if second_copy else "adapters; the base is among the masters"
             rank.notes["sampler's weights"] = note
-        rank.add("sampler's prepacked weights", sampler.weights * job.on_cpu, ["rollout", *others])
+        rank.add("sampler's prepacked weights", sampler.weights * job.on_cpu, ["rollout"])
         logits = 3 * max(sampler.rows, 1) * job.model.vocab_size * 4
         new = sampler.rows // max(1, config.loop.samples_per_prompt) * config.data.max_prompt_tokens
         of_tokens = 0 if memory.activations is None else memory.activations.forward / job.tokens

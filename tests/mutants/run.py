@@ -30,7 +30,7 @@ from fault import Fault, plant
 from faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("meshrl", "tests", "docs", "pyproject.toml")
+COPIED = ("meshrl", "tests", "docs", "examples", "pyproject.toml")
 LIMIT_S = 300.0  # for one call of pytest with a fault; a single test has TEST_LIMIT_S
 CLEAN_LIMIT_S = 3600.0  # for the call that runs the tests of all faults
 TEST_LIMIT_S = 60

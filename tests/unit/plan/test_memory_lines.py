@@ -103,6 +103,7 @@ def test_a_phase_has_the_parts_that_exist_in_it(model: Path):
     assert rank.device["sampler's weights"].keys() == {"sync", "rollout"}  # rollout.release_memory
     assert rank.device["sampler's cache"] == {"rollout": 393_216 * 57_344}
     assert rank.device["activations"].keys() == rank.device["gradients in use"].keys() == {"train"}
+    assert rank.device["blocks in use"] == dict.fromkeys(("annotate", "train"), 2 * 466_115_584)  # and the next one
     assert rank.total("train") == sum(own.get("train", 0) for own in rank.device.values())
     assert rank.peak == "rollout" and rank.largest("rollout") == ("sampler's cache", 393_216 * 57_344)
 
