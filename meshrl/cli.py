@@ -164,6 +164,10 @@ def _launch(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from meshrl.tools.memory_plan import plan_command
 
+    if args.schedule and (args.json or args.gpu_memory is not None):
+        raise ConfigError("--gpu-memory and --json are of the memory; --schedule compares speeds. Leave one out")
+    if not args.schedule and (args.measured or args.assume):
+        raise ConfigError("--from and --assume have times and lengths for --schedule, which is not given")
     schedule = (args.measured, args.assume) if args.schedule else None
     print_output(plan_command(args.config, args.overrides, args.gpus, args.gpu_memory, args.json, schedule), end="")
 

@@ -173,5 +173,6 @@ def require_reachable(name: str) -> None:
         raise DataError(
             f"{name!r} is neither a folder nor in the hub's cache of this machine, and the Hugging Face hub {reason}. "
             f"Download the model first, on a machine that reaches the hub (hf download {name} --local-dir FOLDER), and "
-            "give its folder in place of the name: model.path=FOLDER, or --model FOLDER"
+            "give its folder in place of the name: model.path=FOLDER, or --model FOLDER. `meshrl plan` needs its "
+            "config.json alone"
         )

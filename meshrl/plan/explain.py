@@ -13,7 +13,7 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.terminal import counted
 from meshrl.plan.disk_use import disk_use
-from meshrl.plan.memory import PHASES, PlannedRun, RankMemory
+from meshrl.plan.memory import PlannedRun, RankMemory
 from meshrl.plan.ranks import RankPlan
 from meshrl.plan.run_plan import RunPlan, make_plan
 from meshrl.plan.sizes import micro_batches
@@ -142,12 +142,12 @@ def memory_table(rank: RankMemory) -> str:
     unit, factor = ("GB", 1e9) if rank.total(rank.peak) >= 1e9 else ("MB", 1e6)
 
     def cells(sizes: Mapping[str, int]) -> str:
-        return "".join(f"{sizes[phase] / factor:>10.2f}" if sizes.get(phase) else f"{'':>10}" for phase in PHASES)
+        return "".join(f"{sizes[phase] / factor:>10.2f}" if sizes.get(phase) else f"{'':>10}" for phase in rank.phases)
 
     lines = [f"memory of a {rank.what} in each phase of a step, at most, in {unit}:"]
-    lines.append(f"  {'':<30}" + "".join(f"{phase:>10}" for phase in PHASES))
+    lines.append(f"  {'':<30}" + "".join(f"{phase:>10}" for phase in rank.phases))
     lines += [f"  {part:<30}{cells(sizes)}" for part, sizes in rank.device.items()]
-    lines.append(f"  {'together':<30}{cells({phase: rank.total(phase) for phase in PHASES})}")
+    lines.append(f"  {'together':<30}{cells({phase: rank.total(phase) for phase in rank.phases})}")
     lines += [f"  {f'on the host: {part}':<30}{cells(sizes)}" for part, sizes in rank.host.items()]
     lines += [f"  {part}: {note}" for part, note in rank.notes.items() if note and part in rank.device]
     lines += [f"  {part}: unknown, not in the sum: {reason}" for part, reason in rank.unknown.items()]

@@ -27,6 +27,7 @@ from meshrl.plan.sizes import micro_batches, page_tokens, room_for
 from meshrl.plan.traffic import Shape, Work, sent_bytes
 
 PHASES = ("load", "sync", "rollout", "annotate", "train", "optimizer", "save")
+CACHE = "sampler's cache"
 CPU_LIBRARIES = 350 << 20  # of a rank after it has imported torch and Transformers
 DEVICE_LIBRARIES = 1 << 30  # of an accelerator: its context, kernels and the buffers of the collectives
 ERROR = 0.07  # of a plan, against measured peaks (docs/perf/memory_planner.md)
@@ -71,16 +72,20 @@ class ModelMemory:
 
 @dataclass(slots=True)
 class RankMemory:
-    """Of one kind of rank. device, host: part -> phase -> bytes, of its device and of its machine's memory; a CPU's
-    ranks have one memory. unknown: parts whose size is not known, with the reason. notes: how a part's size is made."""
+    """Of one kind of rank. phases: that it has. device, host: part -> phase -> bytes, of its device and of its
+    machine's memory; a CPU's ranks have one memory. unknown: parts whose size is not known, with the reason. notes: how
+    a part's size is made."""
 
     what: str
+    phases: tuple[str, ...] = PHASES
     device: dict[str, dict[str, int]] = field(default_factory=dict)
     host: dict[str, dict[str, int]] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
-    def add(self, part: str, size: int, phases: Collection[str] = PHASES, on_host: bool = False) -> None:
+    def add(self, part: str, size: int, phases: Collection[str] | None = None, on_host: bool = False) -> None:
+        """phases: None = all that the rank has."""
+        phases = self.phases if phases is None else phases
         if size > 0 and phases:
             own = (self.host if on_host else self.device).setdefault(part, {})
             own |= {phase: own.get(phase, 0) + size for phase in phases}
@@ -91,7 +96,7 @@ class RankMemory:
     @property
     def peak(self) -> str:
         """The phase that needs most."""
-        return max(PHASES, key=self.total)
+        return max(self.phases, key=self.total)
 
     def largest(self, phase: str) -> tuple[str, int]:
         """The largest part of a phase."""
@@ -112,7 +117,7 @@ def verdict(rank: RankMemory, device_bytes: int) -> str:
     margin = f"{size_text(left)} are left" if left >= 0 else f"{size_text(-left)} too much"
     return (
         f"{word}: {rank.peak} needs {size_text(need)} of {size_text(device_bytes)}, {margin}; most of it: {part} "
-        f"{size_text(size)}"
+        f"{size_text(size)}" + (f"; not counted, as unknown: {', '.join(rank.unknown)}" if rank.unknown else "")
     )
 
 
@@ -141,7 +146,7 @@ def rank_memory(job: PlannedRun) -> tuple[RankMemory, ...]:
     """Of a train rank, which also samples if samplers are colocated, and of a rank that samples alone."""
     config, ranks = job.config, [_train_rank(job)]
     if isinstance(config, RunConfig) and config.cluster.num_rollout_ranks:
-        ranks.append(RankMemory("rank that samples"))
+        ranks.append(RankMemory("rank that samples", ("load", "sync", "rollout")))
     for rank in ranks:
         rank.add("libraries", CPU_LIBRARIES if job.on_cpu else DEVICE_LIBRARIES)
     if isinstance(config, RunConfig):
@@ -149,7 +154,7 @@ def rank_memory(job: PlannedRun) -> tuple[RankMemory, ...]:
     for rank in ranks:
         if job.on_cpu:
             for part, sizes in rank.host.items():
-                rank.device[part] = {p: sizes.get(p, 0) + rank.device.get(part, {}).get(p, 0) for p in PHASES}
+                rank.device[part] = {p: sizes.get(p, 0) + rank.device.get(part, {}).get(p, 0) for p in rank.phases}
             rank.host = {}
     return tuple(ranks)
 
@@ -167,8 +172,8 @@ def traffic(job: PlannedRun) -> dict[str, float]:
 def _train_rank(job: PlannedRun) -> RankMemory:
     config, memory, train = job.config, job.memory, job.config.train
     is_rl = isinstance(config, RunConfig)
-    rank = RankMemory("train rank" if is_rl else "rank")
     phases = PHASES if is_rl else ("load", "train", "optimizer", "save")
+    rank = RankMemory("train rank" if is_rl else "rank", phases)
     leaves = is_rl and not job.on_cpu and train.param_offload and not config.cluster.num_rollout_ranks
     stays = [phase for phase in phases if not (leaves and phase == "rollout")]
     shared = 0 if _second_copy(job) else memory.masters - memory.gradients
@@ -276,7 +281,7 @@ def _add_sampler(rank: RankMemory, job: PlannedRun, config: RunConfig, is_alone:
     if rollout.sync_mode == "delta" and not is_alone:
         merged = memory.masters - memory.gradients if lora.enabled else int(memory.masters * as_sent)
         rank.add("weights sent last", int(memory.gradients * as_sent) if takes_adapters else merged)
-    in_use, cache = ["sync", "rollout", *others], "sampler's cache"
+    in_use = ["sync", "rollout", *others]
     share = rollout.vllm.gpu_memory_utilization if rollout.engine == "vllm" else rollout.sglang.mem_fraction_static
     if rollout.engine == "embedded":
         rank.add("sampler's weights", int(memory.trained * as_sent) * takes_adapters, in_use)
@@ -291,18 +296,18 @@ def _add_sampler(rank: RankMemory, job: PlannedRun, config: RunConfig, is_alone:
         contexts = int(of_tokens * min(PREFILL_TOKENS, max(new, config.data.max_prompt_tokens)))
         rank.add("sampler's step", max(logits, contexts), ["rollout"])
         needed, bound = sampler.tokens * (sampler.token or 0), rollout.embedded.kv_cache_bytes
-        if bound is None and job.device_bytes is not None:
+        if bound is None and job.device_bytes is not None and not job.on_cpu:  # a CPU's cache has no limit
             bound = max(0, int(CACHE_SHARE * (job.device_bytes - rank.total("rollout"))))
         bound = needed if bound is None else max(bound, needed // max(1, sampler.rows))  # one row, at least
-        rank.add(cache, min(needed, bound), ["rollout"])
+        rank.add(CACHE, min(needed, bound), ["rollout"])
         size = f"{sampler.rows} rows, together {sampler.tokens:,} tokens x {sampler.token:,} bytes" if needed else ""
-        rank.notes[cache] = f"{bound / needed:.0%} of {size}; rows wait when it is full" if bound < needed else size
+        rank.notes[CACHE] = f"{bound / needed:.0%} of {size}; rows wait when it is full" if bound < needed else size
         if not needed:
             states = "its layers pass states on, or the sizes of their heads are unknown"
-            rank.unknown[cache] = "rollout.max_context_tokens is not set" if sampler.token else states
+            rank.unknown[CACHE] = "rollout.max_context_tokens is not set" if sampler.token else states
     elif rollout.engine == "vllm" and (rollout.vllm.kv_cache_bytes is not None or job.on_cpu):
         rank.add("sampler's weights", sampler.weights, in_use)
-        rank.add(cache, rollout.vllm.kv_cache_bytes or VLLM_CPU_CACHE_BYTES, in_use)
+        rank.add(CACHE, rollout.vllm.kv_cache_bytes or VLLM_CPU_CACHE_BYTES, in_use)
     elif job.device_bytes is not None:
         row = (sampler.token or 0) * (rollout.max_context_tokens or 0)
         rank.add("server", max(int(share * job.device_bytes), sampler.weights + row), in_use)

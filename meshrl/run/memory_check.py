@@ -12,7 +12,7 @@ from meshrl.model.limits import model_numbers
 from meshrl.plan.changes import Keys, changes
 from meshrl.plan.decisions import stored_numbers
 from meshrl.plan.disk_use import size_text
-from meshrl.plan.memory import ERROR, PHASES, RankMemory, fits
+from meshrl.plan.memory import CACHE, ERROR, PHASES, RankMemory, fits
 from meshrl.plan.run_plan import with_value
 from meshrl.plan.sizes import micro_batch_tokens
 
@@ -20,14 +20,15 @@ SMALL = 0.25  # of the limit: no plan is made for less
 
 
 def check_memory(cfg: RunConfig | SftRunConfig, limit: int) -> str | None:
-    """Returns a note if the run may not fit. limit: bytes that its processes may use.
+    """Returns a note if the run may not fit, also if it does unless many answers are long: the embedded engine's cache
+    grows with them. limit: bytes that its processes may use.
 
     Raises: ConfigError if it does not, with a change that helps."""
-    from meshrl.model.costs import run_memory  # imports the model's code, which no small run needs here
-
     try:
         if cfg.run.ignore_plan or _at_most(cfg) < SMALL * limit:
             return None
+        from meshrl.model.costs import run_memory  # imports the model's code, which no small run needs here
+
         job, ranks = run_memory(cfg, "cpu", limit)
     except ConfigError:
         return None  # the ranks raise it
@@ -38,12 +39,20 @@ def check_memory(cfg: RunConfig | SftRunConfig, limit: int) -> str | None:
     text = f"by its plan, the run needs {size_text(need)} of memory, and this machine gives it {size_text(limit)}"
     if need * (1 - ERROR) <= limit:
         return f"{text}. Plans differ from measured peaks by up to {ERROR:.0%}, so it may end for lack of memory"
+    grows = CACHE if isinstance(cfg, RunConfig) and cfg.rollout.engine == "embedded" else ""
+    least, samplers = _machine(cfg, ranks, grows), getattr(cfg.cluster, "num_rollout_ranks", 0)
+    if grows and least.total(least.peak) * (1 - ERROR) <= limit:
+        note = f"{text}. Without the sampler's cache, which grows with the answers, it needs "
+        note += size_text(least.total(least.peak))
+        each = (int(limit / (1 + ERROR)) - least.total("rollout")) // (samplers or cfg.cluster.num_train_ranks)
+        limited = f"; rollout.embedded.kv_cache_bytes={each // 10**7 * 10**7} limits the cache, rows then wait"
+        return note + limited * (each >= 10**7)
 
     def planned(keys: Keys) -> Sequence[RankMemory]:
         changed = reduce(with_value, keys.items(), cfg)
-        return [_machine(changed, run_memory(changed, "cpu", limit)[1])]
+        return [_machine(changed, run_memory(changed, "cpu", limit)[1], grows)]
 
-    found = changes(job, [machine], limit, planned)
+    found = changes(job, [least], limit, planned)
     fewer = "Use fewer ranks, shorter rows or a smaller model"
     remedy = f"Set {' '.join(found[-1].overrides)}" if found and found[-1].fits else fewer
     raise ConfigError(
@@ -51,13 +60,14 @@ def check_memory(cfg: RunConfig | SftRunConfig, limit: int) -> str | None:
     )
 
 
-def _machine(cfg: RunConfig | SftRunConfig, ranks: Sequence[RankMemory]) -> RankMemory:
-    """The ranks of this machine together."""
+def _machine(cfg: RunConfig | SftRunConfig, ranks: Sequence[RankMemory], without: str = "") -> RankMemory:
+    """The ranks of this machine together. without: a part."""
     counts = cfg.cluster.num_train_ranks, getattr(cfg.cluster, "num_rollout_ranks", 0)
     machine = RankMemory("machine")
     for count, rank in zip(counts, ranks, strict=False):
         for phase in PHASES:
-            machine.add(f"{count} x {rank.what}", count * rank.total(phase), [phase])
+            size = rank.total(phase) - rank.device.get(without, {}).get(phase, 0)
+            machine.add(f"{count} x {rank.what}", count * size, [phase])
     return machine
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.plan.changes import Change, Keys, changes, fit
 from meshrl.plan.disk_use import size_text
 from meshrl.plan.explain import memory_table
-from meshrl.plan.memory import ERROR, PHASES, PlannedRun, RankMemory, traffic, verdict
+from meshrl.plan.memory import ERROR, PlannedRun, RankMemory, traffic, verdict
 
 Load = Callable[[Sequence[str]], RunConfig | SftRunConfig]
 """The config with these overrides. Raises: ConfigError."""
@@ -32,6 +31,8 @@ def plan_command(
     """The text of `meshrl plan`. schedule: the values of --from and --assume; None = the memory is planned."""
     from meshrl.run.inputs import load_run, load_sft
 
+    if schedule is not None and is_sft(source):
+        raise ConfigError("--schedule compares when a run samples and when it trains, and SFT does not sample")
     load_config: Callable[..., Loaded[Any]] = load_sft if is_sft(source) else load_run
     if schedule is None and gpus is not None and any(text.startswith("cluster.num_train_ranks=") for text in overrides):
         raise ConfigError("--gpus and cluster.num_train_ranks are two ways to write one number; give only one")
@@ -53,8 +54,7 @@ def plan_memory(load: Load, gpus: int | None, device_bytes: int | None, as_json:
     """gpus: in place of the config's ranks. device_bytes: of each device; None = tables without a verdict."""
     from meshrl.model.costs import run_memory
 
-    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and no hub is waited for
-    base = _overrides(load(()), gpus)
+    base = _overrides(load, gpus)
 
     def planned(keys: Sequence[str] = ()) -> tuple[PlannedRun, tuple[RankMemory, ...]]:
         return run_memory(load([*base, *keys]), None, device_bytes)
@@ -78,15 +78,25 @@ def plan_memory(load: Load, gpus: int | None, device_bytes: int | None, as_json:
         lines.append(f"measured peaks differ from plans by up to {ERROR:.0%} (docs/perf/memory.md)")
     if found:
         lines.append("changes that lower it, each planned again, the cheapest first:")
+    width = max((len(" ".join(each.overrides)) for each in found), default=0)
     for each in found:
-        lines.append(f"  {' '.join(each.overrides):<45} {size_text(each.need):>9}{' fits' * each.fits:<6}{each.cost}")
+        keys, need = " ".join(each.overrides), size_text(each.need)
+        lines.append(f"  {keys:<{width}} {need:>9}  {'fits' * each.fits:<6}{each.cost}")
+    if not is_enough and not (found and found[-1].fits):
+        lines.append("no change of these keys is enough: use more GPUs (--gpus N), shorter rows or a smaller model")
     return "\n".join(lines) + "\n"
 
 
-def _overrides(config: RunConfig | SftRunConfig, gpus: int | None) -> list[str]:
-    """Overrides for this number of GPUs."""
+def _overrides(load: Load, gpus: int | None) -> list[str]:
+    """Overrides for this number of GPUs, for which alone the config may be right."""
     if gpus is None:
         return []
+    if gpus < 1:
+        raise ConfigError(f"--gpus is {gpus}; it must be 1 or more")
+    try:
+        config = load(())
+    except ConfigError:
+        config = load([f"cluster.num_train_ranks={gpus}"])
     samplers = config.cluster.num_rollout_ranks if isinstance(config, RunConfig) else 0
     if gpus <= samplers:
         raise ConfigError(
@@ -106,7 +116,7 @@ def _facts(
             {
                 "rank": rank.what,
                 "peak": rank.peak,
-                "bytes": {phase: rank.total(phase) for phase in PHASES},
+                "bytes": {phase: rank.total(phase) for phase in rank.phases},
                 "device": rank.device,
                 "host": rank.host,
                 "unknown": rank.unknown,

@@ -293,12 +293,47 @@ def test_more_gpus_hold_less_each(model: Path, capsys: pytest.CaptureFixture[str
     assert sizes["8"] == pytest.approx(8 * sizes["64"], rel=0.01)
 
 
+def test_a_mesh_that_only_the_given_gpus_fill_is_planned(model: Path, capsys: pytest.CaptureFixture[str]):
+    assert plan(capsys, model, "train.mesh.tp=16")[0] == 2
+    code, text = plan(capsys, model, "train.mesh.dp_shard=16", "--gpus", "16")
+    assert code == 0 and "masters: sharded over 16" in text
+
+
+def test_where_no_change_is_enough_the_last_line_is_what_else_helps(model: Path, capsys: pytest.CaptureFixture[str]):
+    _, text = plan(capsys, model, "--gpu-memory", "2GB")
+    assert text.splitlines()[-1].startswith("no change of these keys is enough: use more GPUs (--gpus N)")
+    assert "no change" not in plan(capsys, model, "--gpu-memory", "33GB")[1]
+
+
+def test_a_rank_has_the_phases_of_its_work(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
+    sft = tmp_path / "sft.yaml"
+    sft.write_text(f"model: {{path: {model}}}\nsft: {{path: rows.jsonl, num_steps: 1, max_row_tokens: 512}}\n")
+    assert main(["plan", str(sft)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["load", "train", "optimizer", "save"]
+    assert main(["plan", str(sft), "--schedule"]) == 2
+    assert "SFT does not sample" in capsys.readouterr().err
+    _, trainer, sampler = planned(model, "cluster.num_train_ranks=7", "cluster.num_rollout_ranks=1")
+    assert trainer.phases == PHASES and sampler.phases == ("load", "sync", "rollout")
+    assert all(own.keys() <= set(sampler.phases) for own in sampler.device.values())
+
+
+def test_a_verdict_names_what_it_does_not_count():
+    rank = RankMemory("rank", unknown={"activations": "its experts compute with values"})
+    rank.add("masters", GB)
+    assert verdict(rank, 2 * GB).endswith("masters 1.0 GB; not counted, as unknown: activations")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--gpu-memory", "80"], "'80' is not a size with its unit, such as 80GB or 80GiB"),
         (["--gpus", "4", "cluster.num_train_ranks=4"], "two ways to write one number; give only one"),
-        (["--gpus", "0"], "--gpus is 0"),
+        (["--gpus", "0"], "--gpus is 0; it must be 1 or more"),
+        (["--json", "--schedule"], "Leave one out"),
+        (["--gpu-memory", "80GB", "--schedule"], "Leave one out"),
+        (["--assume", "answer_tokens=800"], "for --schedule, which is not given"),
+        (["--from", "runs/a"], "for --schedule, which is not given"),
         (["--gpus", "6", "train.mesh.tp=4"], "train.mesh"),
         (["--gpus", "6", "cluster.nodes=4", "cluster.executor=ray"], "cluster.nodes"),
     ],

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from tiny_models import tiny_qwen2
 from tiny_tokenizers import tiny_tokenizer
 
-from meshrl.config.run import SftRunConfig
+from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.costs import run_memory
-from meshrl.plan.memory import PHASES
+from meshrl.plan.memory import CACHE, PHASES
 from meshrl.process.diagnosis import memory_limit
 from meshrl.run.memory_check import check_memory
 
@@ -55,6 +56,30 @@ def test_a_run_that_does_not_fit_is_refused_with_a_change_of_which_it_does(confi
     assert check_memory(config.model_copy(update={"train": smaller}), int(0.9 * need)) is None
     ignored = config.run.model_copy(update={"ignore_plan": True})
     assert check_memory(config.model_copy(update={"run": ignored}), int(0.5 * need)) is None
+
+
+def test_a_cache_that_grows_with_the_answers_is_no_reason_to_refuse(config: SftRunConfig):
+    """Of 256 rows of 4,096 tokens. With the limit of the note it fits."""
+    values = {
+        "model": config.model.model_dump(),
+        "data": {"path": "rows.jsonl", "max_prompt_tokens": 96},
+        "rollout": {"sampling": {"max_new_tokens": 4000}, "max_context_tokens": 4096},
+        "train": {"max_tokens_per_microbatch": 4096},
+        "loop": {"num_steps": 1, "prompts_per_step": 32, "samples_per_prompt": 8},
+        "cluster": {"num_train_ranks": 2},
+    }
+    run = RunConfig.model_validate(values)
+    (rank,) = run_memory(run, "cpu")[1]
+    cache = rank.device[CACHE]["rollout"]
+    limit = int(2 * (rank.total("rollout") - cache // 2))
+    assert run_memory(run, "cpu", limit)[1][0].device[CACHE]["rollout"] == cache  # a CPU's cache has no limit
+    note = check_memory(run, limit)
+    assert note is not None and "Without the sampler's cache, which grows with the answers, it needs" in note
+    found = re.search(r"rollout\.embedded\.kv_cache_bytes=(\d+) limits the cache", note)
+    assert found is not None
+    embedded = run.rollout.embedded.model_copy(update={"kv_cache_bytes": int(found[1])})
+    limited = run.model_copy(update={"rollout": run.rollout.model_copy(update={"embedded": embedded})})
+    assert check_memory(limited, limit) is None
 
 
 def test_no_plan_is_made_for_a_run_that_needs_little(config: SftRunConfig, need: int, monkeypatch: pytest.MonkeyPatch):
