@@ -182,7 +182,8 @@ def _train_rank(job: PlannedRun) -> RankMemory:
         rank.add(part, size, stays)
         rank.add(part, size, ["rollout"] if leaves else [], on_host=True)
     _, shards, ulysses, tp = train.mesh_shape(job.num_train_ranks)
-    rank.notes["masters"] = f"sharded over {shards * ulysses}" + (f" x tp {tp}" if tp > 1 else "")
+    if shards * ulysses * tp > 1:
+        rank.notes["masters"] = f"sharded over {shards * ulysses}" + (f" x tp {tp}" if tp > 1 else "")
     if shared:
         rank.notes["masters"] = "the sampler computes with the frozen ones, too, so they never leave"
     rank.notes["activations"] = f"{job.tokens:,} tokens"
