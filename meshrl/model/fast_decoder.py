@@ -26,12 +26,12 @@ from meshrl.model.lora import Adapter, adapter_of, base_layer_of
 from meshrl.model.parts import TEXT
 from meshrl.model.prepack import Product, prepacked
 from meshrl.model.verify import computed_in_fp32, in_fp32
+from meshrl.plan.decisions import PACK_BYTES
 
 # Largest difference of a hidden state, relative to the largest one, in fp32. Rounding stays below it; a scale or norm
 # that is not computed here changes a hundred times more.
 RELATIVE_TOLERANCE = 1e-4
 TABLE_POSITIONS = 1 << 17  # models with more positions compute the rotations in each step
-PACK_BYTES = 1 << 30  # of weights that are stored twice for speed; larger models multiply the parameters themselves
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _QKV = ("q_proj", "k_proj", "v_proj")
 _BACKBONE = {"embed_tokens", "layers", "norm", "rotary_emb"}

@@ -28,6 +28,7 @@ CHUNK_LOGITS = 1 << 28  # logits that exist at one time on an accelerator, where
 CHUNK_LOGITS_ON_CPU = 1 << 25
 SLOPES = 1 << 27  # numbers of dL/dlogits in 16 bits that exist at one time: 256 MiB
 VLLM_CPU_CACHE_BYTES = 1 << 30
+PACK_BYTES = 1 << 30  # of blocks whose weights a CPU's sampler stores twice for speed; larger models do not
 PIECE_BYTES = 256 << 20  # of both moments that optimizer_offload copies to a device at a time; two pieces are there
 SAVED_LOGITS_ON_CPU = 1 << 27  # that a forward may store for its backward pass: 512 MiB
 

@@ -16,6 +16,7 @@ from meshrl.plan.decisions import (
     CHUNK_LOGITS_ON_CPU,
     DEVICE_BUCKET_BYTES,
     HOST_BUCKET_BYTES,
+    PACK_BYTES,
     PIECE_BYTES,
     SAVED_LOGITS_ON_CPU,
     SLOPES,
@@ -290,7 +291,9 @@ def _add_sampler(rank: RankMemory, job: PlannedRun, config: RunConfig, is_alone:
         if lora.enabled:
             note = f"base and adapters: {second_copy}" if second_copy else "adapters; the base is among the masters"
             rank.notes["sampler's weights"] = note
-        rank.add("sampler's prepacked weights", sampler.weights * job.on_cpu, ["rollout"])
+        of_head = 1 if _width(config.model.dtype) == 4 else 4  # a copy in fp32, and that prepacked
+        packed = memory.blocks * (memory.blocks <= PACK_BYTES) + memory.head * of_head
+        rank.add("sampler's prepacked weights", packed * job.on_cpu, ["rollout"])
         logits = 3 * max(sampler.rows, 1) * job.model.vocab_size * 4
         new = sampler.rows // max(1, config.loop.samples_per_prompt) * config.data.max_prompt_tokens
         of_tokens = 0 if memory.activations is None else memory.activations.forward / job.tokens
