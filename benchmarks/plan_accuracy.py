@@ -35,8 +35,9 @@ MEASURED = {"optimizer": "optim", "save": "checkpoint"}  # a phase of the plan -
 PROMPT = 193  # tokens of each prompt
 WIDE: dict[str, Any] = dict(hidden_size=1024, num_hidden_layers=8, intermediate_size=4096, num_attention_heads=16)
 DEEP: dict[str, Any] = dict(hidden_size=512, num_hidden_layers=24, intermediate_size=1024, num_attention_heads=8)
-WORDS: dict[str, Any] = dict(hidden_size=512, num_hidden_layers=2, intermediate_size=1024, vocab_size=131072)
-LONG = ("rollout.sampling.max_new_tokens=700", "loop.samples_per_prompt=4")
+WORDS: dict[str, Any] = dict(hidden_size=512, num_hidden_layers=2, intermediate_size=1024)
+WORDS_OF_LOGITS = 131072
+LONG = ("rollout.sampling.max_new_tokens=500", "train.max_tokens_per_microbatch=2772")  # four rows
 STORED = "train.activation_checkpointing=false"
 CASES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {  # what dominates -> shape, ranks, overrides
     "parameters": (WIDE, 1, ()),
@@ -74,7 +75,7 @@ def measured(folder: Path, model: Path, ranks: int, keys: tuple[str, ...]) -> tu
     ]
     sizes += [
         "rollout.sampling.max_new_tokens=100",
-        "train.max_tokens_per_microbatch=3809",
+        "train.max_tokens_per_microbatch=2344",
         "train.share_prompts=false",
         "algo.kl.coef=0.01",
     ]
@@ -120,12 +121,17 @@ def main() -> None:
     report, ratios = Report("plan_accuracy", args), list[float]()
     sys.path.insert(0, str(ROOT / "examples"))
     from gsm8k_from_nothing import build
+    from transformers import AutoModelForCausalLM
 
     for name in args.only[:1] if args.smoke else args.only:
         shape, ranks, keys = CASES[name]
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / "model"
             build(DATA.parent, model, **(dict(hidden_size=32, num_hidden_layers=1) if args.smoke else shape))
+            if name == "logits":
+                lm = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
+                lm.resize_token_embeddings(WORDS_OF_LOGITS)
+                lm.save_pretrained(model)
             planned, found = measured(Path(folder), model, ranks, keys)
         report.raw[name] = {"planned": planned, "measured": found}
         largest = max(size for phase, size in planned.items() if found[phase]) / max(found.values())
