@@ -31,7 +31,7 @@ PHASES = ("load", "sync", "rollout", "annotate", "train", "optimizer", "save")
 CACHE = "sampler's cache"
 CPU_LIBRARIES = 350 << 20  # of a rank after it has imported torch and Transformers
 DEVICE_LIBRARIES = 1 << 30  # of an accelerator: its context, kernels and the buffers of the collectives
-ERROR = 0.07  # of a plan, against measured peaks (docs/perf/memory_planner.md)
+ERROR = 0.07  # of a plan, against measured peaks (docs/perf/memory.md)
 PREFILL_TOKENS = 4096  # tokens of new contexts that the embedded engine computes in one step, at most
 
 
@@ -193,7 +193,8 @@ def _train_rank(job: PlannedRun) -> RankMemory:
     rank.add("moments", moments, phases if offloads else phases[1:], on_host=offloads)
     rank.add("gradients", memory.gradients, ["optimizer"] if job.is_single else ["train", "optimizer"])
     _add_forward_and_backward(rank, job)
-    rank.add("staged checkpoint", memory.masters + 2 * memory.gradients, ["save"], on_host=True)
+    saved = memory.gradients if config.model.lora.enabled else memory.masters  # of adapters alone, as checkpoints are
+    rank.add("staged checkpoint", saved + 2 * memory.gradients, ["save"], on_host=True)
     return rank
 
 
@@ -226,10 +227,8 @@ def _add_forward_and_backward(rank: RankMemory, job: PlannedRun) -> None:
     held = memory.activations
     parts = 2 * (tp - 1) * held.hidden // tp  # the input of attention and of the MLP, of all ranks' tokens
     stored = held.stored // tp + parts * job.model.num_layers
-    if of_block:
-        stored = (
-            (job.model.num_layers + 3) * held.hidden // tp
-        )  # of blocks, of the last norm, also in fp32, of the head
+    if of_block:  # the inputs of blocks, of the last norm, also in fp32, and of the head
+        stored = (job.model.num_layers + 3) * held.hidden // tp
     if is_rl:
         rank.add("within a block", held.forward // tp + parts + 2 * held.hidden // tp, ["annotate"])
     own = 0 if of_block else held.stored // (tp * job.model.num_layers)  # of the block, counted in all activations

@@ -29,6 +29,7 @@ from meshrl.model.limits import limits_of
 from meshrl.model.lora import init_adapters, randomize_adapters
 from meshrl.model.recipe import DTYPES, Recipe, build_model, frozen_parameters
 from meshrl.model.verify import require_replay
+from meshrl.plan.memory import PREFILL_TOKENS
 from meshrl.rollout.admission import bounds_of, check_admission, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, check_parts
 from meshrl.rollout.embedded.decode_graph import StepArrays
@@ -41,8 +42,6 @@ from meshrl.rollout.stop_strings import StopStrings, stop_strings_of
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.digest import tensor_digests
 from meshrl.sync.layout import Ack, Layout, SyncHeader
-
-PREFILL_TOKENS = 4096  # tokens of new contexts in one step
 
 
 def build_embedded_engine(

@@ -154,6 +154,7 @@ def test_with_adapters_alone_gradients_and_moments_are_theirs(model: Path):
     assert rank.device["moments"]["train"] == 2 * rank.device["gradients"]["train"] < 0.1 * GB
     assert "reference" not in rank.device  # the policy without its adapters
     assert "gradients in use" not in rank.device
+    assert rank.host["staged checkpoint"]["save"] == 3 * rank.device["gradients"]["train"]  # has no frozen weights
 
 
 LORA = ("model.lora.enabled=true", "model.lora.rank=16", "cluster.num_train_ranks=1")
