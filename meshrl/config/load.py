@@ -333,7 +333,8 @@ def _problem(error: ErrorDetails, path: str, keys: dict[str, Key]) -> Problem:
         kinds = ", or a dotted path package.module:name" if key.path == LOSS_KIND else ""
         close = similar_names(value, choices, 1) if isinstance(value, str) else []
         near = f" Nearest: {close[0]}." if close else ""
-        return Problem((at,), f"must be {a_list}{_listed(choices, 'or')}{kinds}.{near}")
+        absent = [str(each) for each in meanings(str(value), keys) if not each.here]  # such as fp8
+        return Problem((at,), f"must be {a_list}{_listed(choices, 'or')}{kinds}.{' '.join(['', *absent]) or near}")
     form = ""  # how to write a value that has the right content in the wrong form
     if kind == "string_type" and isinstance(value, (bool, int, float)):
         form = " Quote it, so that YAML reads a string."
