@@ -191,7 +191,7 @@ def test_an_unknown_section_is_answered_as_far_as_its_name_is_known(write, good:
         ("model.quantization_config={load_in_4bit: true}", "a frozen base has 16 bits a weight"),
         ("model.quantization=nf4", "a frozen base has 16 bits a weight"),
         ("model.lora.quantize=nf4", "a frozen base has 16 bits a weight"),
-        ("model.dtype=int4", "must be bfloat16, float16 or float32. int4 of other frameworks is not available: a frozen"),
+        ("model.dtype=int4", "must be bfloat16, float16 or float32. int4 of other frameworks is not available: "),
         ("model.dtype=fp8", "not available: trainer and sampler compute in 16 or 32 bits. Use model.dtype: bfloat16"),
         ("train.fp8=true", "trainer and sampler compute in 16 or 32 bits"),
         ("train.master_dtype=float8_e4m3fn", "trainer and sampler compute in 16 or 32 bits"),
