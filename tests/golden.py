@@ -63,3 +63,21 @@ def check_golden(name: str, text: str, *places: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
+
+
+def cases(path: Path) -> list[tuple[str, str]]:
+    """(input, expected text) of a file in which each input is a line after "> ", and its text is the next line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [(given.removeprefix("> "), text) for given, text in zip(lines[::2], lines[1::2], strict=True)]
+
+
+def check_case(path: Path, given: str, text: str, **places: Path) -> None:
+    """places: folders of the test, which the file has by their names in capitals. Written by one process: -n 0."""
+    line = " ".join(text.split())
+    for name, place in places.items():
+        line = line.replace(str(place), name.upper())
+    expected = dict(cases(path))
+    if os.environ.get("MESHRL_WRITE_GOLDEN"):
+        path.write_text("".join(f"> {each}\n{line if each == given else old}\n" for each, old in expected.items()))
+    else:
+        assert line == expected[given]

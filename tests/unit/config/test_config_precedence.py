@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+from golden import cases, check_case
 
 from meshrl.config import check
 from meshrl.config import load as config_load
@@ -23,89 +25,8 @@ from meshrl.reward.self_test import check_graders
 load_run_config = partial(config_load.load_run_config, further=[check_data, partial(check_graders, {})])
 load_sft_config = partial(config_load.load_sft_config, further=[check_data])
 
-VLLM = f"rollout: {{engine: vllm, vllm: {{python: '{sys.executable}', kv_cache_bytes: 9}}, mesh: {{infer_tp: 2}}}}"
-HYBRID = "train: {sharding_strategy: HYBRID_SHARD, mesh: {dp_replicate: 2, dp_shard: 1}}"
-ENDPOINT = "endpoint: {url: 'http://h:1', weights: files}"
-SGLANG = "rollout: {engine: sglang, sglang: {url: 'http://h:3', api_key_env: KEY}}\ncluster: {num_train_ranks: 1}"
-TEMPLATE = "'{% for m in messages %}{{ m.content }}{{ tone }}{% endfor %}'"
-
-# (content of a file over run.yaml, override that makes a key of it void, this key, its value after that)
-VOID = [
-    ("data: {eval_limit: 4}", "data.eval_path=null", "data.eval_limit", None),
-    ("loop: {eval_every_steps: 5}", "data.eval_path=null", "loop.eval_every_steps", 0),
-    ("loop: {save_best: false}", "data.eval_path=null", "loop.save_best", True),
-    ("cluster: {deadlines: {eval: 9}}", "data.eval_path=null", "cluster.deadlines.eval", None),
-    ("train: {scheduler: {warmup_steps: 10}}", "loop.num_steps=2", "train.scheduler.warmup_steps", 0),
-    ("train: {updates_per_step: 2, scheduler: {warmup_steps: 30}}", "train.updates_per_step=1", "warmup_steps", 0),
-    ("train: {scheduler: {kind: linear, min_lr_ratio: 0.5}}", "train.scheduler.kind=constant", "min_lr_ratio", 0.0),
-    ("train: {mesh: {dp_shard: 2}}", "cluster.num_train_ranks=4", "train.mesh.dp_shard", 4),
-    ("train: {sharding_strategy: NO_SHARD, mesh: {dp_replicate: 2}}", "cluster.num_train_ranks=4", "dp_replicate", 4),
-    (HYBRID, "train.sharding_strategy=FULL_SHARD", "train.mesh.dp_replicate", 1),
-    ("train: {mesh: {dp_shard: 2}}", "train.sharding_strategy=NO_SHARD", "train.mesh.dp_shard", 1),
-    ("algo: {kl: {coef: 0.1, estimator: k2}}", "algo.kl.coef=0", "algo.kl.estimator", "k3"),
-    ("algo: {kl: {coef: 0.1, estimator: k1, place: reward}}", "algo.kl.place=loss", "algo.kl.estimator", "k3"),
-    (
-        "algo: {aggregation: constant_length, constant_length: 9}",
-        "algo.aggregation=token_mean",
-        "constant_length",
-        None,
-    ),
-    ("algo: {advantage_eps: 0.1}", "algo.advantage=rloo", "algo.advantage_eps", 1e-6),
-    ("algo: {correction: {kind: mask, low: 0.5}}", "algo.correction.kind=off", "algo.correction.low", None),
-    (
-        "loop: {kind: fully_async}\nalgo: {correction: {high: 4}}\ncluster: {num_rollout_ranks: 1}",
-        "algo.correction.kind=off",
-        "algo.correction.high",
-        2.0,
-    ),
-    (
-        "algo: {correction: {rejection: {measure: k1, low: -1}}}",
-        "algo.correction.rejection={measure: k3, high: 1}",
-        "algo.correction.rejection.low",
-        None,
-    ),
-    ("model: {lora: {enabled: true, rank: 8}}", "model.lora.enabled=false", "model.lora.rank", 16),
-    ("monitor: {sinks: [wandb], wandb_project: maths}", "monitor.sinks=[]", "monitor.wandb_project", None),
-    ("loop: {kind: fully_async, in_flight: abort}", "loop.kind=colocated", "loop.in_flight", "keep"),
-    ("loop: {kind: fully_async, max_staleness: 3}", "loop.kind=colocated", "loop.max_staleness", None),
-    (VLLM, "rollout.engine=embedded", "rollout.vllm.kv_cache_bytes", None),
-    (VLLM, "rollout.engine=embedded", "rollout.mesh.infer_tp", 1),
-    (
-        VLLM.replace("mesh: {infer_tp: 2}", "tensor_model_parallel_size: 2"),
-        "rollout.mesh.infer_tp=1",
-        "rollout.tensor_model_parallel_size",
-        None,
-    ),
-    (SGLANG, f"rollout.sglang={{url: null, python: '{sys.executable}'}}", "rollout.sglang.api_key_env", None),
-    ("rollout: {mesh: {dp: 2}}", "cluster.num_train_ranks=4", "rollout.mesh.dp", -1),
-    ("rollout: {release_memory: true}", "cluster.num_rollout_ranks=1", "rollout.release_memory", None),
-    ("rollout: {release_memory: true}", "rollout.sync_mode=delta", "rollout.release_memory", None),
-    ("rollout: {sync_mode: delta}", "rollout.release_memory=true", "rollout.sync_mode", "full"),
-    ("cluster: {num_train_ranks: 2}", "cluster.executor=inline", "cluster.num_train_ranks", 1),
-    ("cluster: {max_restarts: 5}", "cluster.executor=inline", "cluster.max_restarts", 3),
-    ("cluster: {executor: ray, nodes: 2}", "cluster.executor=processes", "cluster.nodes", 1),
-    ("cluster: {executor: ray, nodes: 2}", "cluster.address=local", "cluster.nodes", 1),
-    ("data: {subset: main}", "data.path=other.jsonl", "data.subset", None),
-    (
-        f"rollout: {{release_memory: true, {ENDPOINT}}}\ncluster: {{num_train_ranks: 1}}",
-        "rollout.engine=endpoint",
-        "rollout.release_memory",
-        None,
-    ),
-    (
-        f"rollout: {{mesh: {{infer_tp: 2}}, {ENDPOINT}}}\ncluster: {{num_train_ranks: 1}}",
-        "rollout.engine=endpoint",
-        "rollout.mesh.infer_tp",
-        1,
-    ),
-    ("run: {name: mine, resume: auto}", "run.name=auto", "run.resume", "never"),
-    ("data: {split: train}", "data.path=other.jsonl", "data.split", None),
-    (f"data: {{chat_template_kwargs: {{tone: x}}, chat_template: {TEMPLATE}}}", "data.chat_template=t", "tone", None),
-    ("", "data.sources={a: {path: other.jsonl}}", "data.path", None),
-    ("data: {eval_sets: {a: {path: other.jsonl}}}", "data.eval_path=other.jsonl", "data.eval_sets", {}),
-    ("reward: {terms: {a: {kind: format, args: {regex: x}}}}", "reward.terms.a.kind=math_answer", "args.regex", None),
-    ("agent: {kind: multi_turn, args: {max_turns: 3}}", "agent.kind=single_turn", "agent.args.max_turns", None),
-]
+VOID = Path(__file__).parent / "golden" / "void.txt"
+# Inputs of this file: content of a config over run.yaml, override that makes a key of it void, this key.
 
 
 def prepare(good: Path) -> None:
@@ -117,26 +38,18 @@ def left_out(loaded: Loaded[RunConfig]) -> list[str]:
     return [note for note in loaded.notices if " left out because of " in note]
 
 
-def value(config: RunConfig, key: str) -> object:
-    entry: object = config.model_dump(mode="json")
-    for name in key.split("."):
-        entry = entry.get(name) if isinstance(entry, dict) else None
-    return entry
-
-
-@pytest.mark.parametrize(("file", "override", "key", "after"), VOID, ids=[f"{o}-{k}" for _, o, k, _ in VOID])
+@pytest.mark.parametrize("given", [given for given, _ in cases(VOID)])
 def test_what_the_command_line_makes_void_in_the_file_goes_with_a_note(
-    write, good: Path, monkeypatch: pytest.MonkeyPatch, file: str, override: str, key: str, after: object
+    write, good: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ):
     for package in ("wandb", "ray"):
         monkeypatch.setitem(sys.modules, package, sys)  # as if it were installed
     prepare(good)
+    file, override, key = json.loads(given.replace("PYTHON", sys.executable))
     loaded = load_run_config(write(f"base: run.yaml\n{file}\n", "void.yaml"), [override])
     (note,) = [note for note in left_out(loaded) if key in note.partition(" left out ")[0]]
-    origin = "run.yaml:" if not file else "void.yaml:"
-    assert origin in note.partition(" left out ")[0] and "command line" in note.partition("because of")[2]
+    check_case(VOID, given, note.replace(sys.executable, "PYTHON"), home=good.parent)
     full = next(part for part in note.partition(" left out ")[0].split(" ") if part.endswith(key))
-    assert value(loaded.config, full) == after
     assert loaded.origins.get(full, "default").startswith("default")
 
 
