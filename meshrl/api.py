@@ -93,7 +93,6 @@ def evaluate(
     overrides: Sequence[str] = (),
     *,
     model: str | Path | None = None,
-    step: int | None = None,
     out: str | Path | None = None,
     rewards: Rewards | None = None,
     agent: Agent | AgentFunction | None = None,
@@ -103,15 +102,14 @@ def evaluate(
     """Answer and score held-out rows, like `meshrl eval`, in a new folder.
 
     config: as in `train`, or the folder of a run, whose config.yaml and model are then used. model: in place of
-    model.path: the folder of a model, of a run, or of a step of a run. step: evaluate the model after so many steps of
-    the run, in place of its best or newest one. out: the folder to write; it must not exist.
+    model.path: the folder of a model, of a run, or of a step of a run. out: the folder to write; it must not exist.
     None = eval_N in the folder of the model's run, or below run.folder. The rest is as in `train`.
     """
     from meshrl.run.inputs import begin, load_run, objects_of
     from meshrl.run.subject import subject_of
 
     objects = objects_of(rewards, agent, {"data.eval_path": eval_data}, quiet=quiet)
-    file, subject = subject_of(config, model, step)
+    file, subject = subject_of(config, model)
     of_run = None if file is config else file.parent
     loaded = load_run(file, subject.overrides(overrides), "eval", objects, of_run=of_run)
     begin(loaded, quiet)

@@ -119,7 +119,7 @@ def _train(is_sft: bool, args: argparse.Namespace) -> None:
 def _evaluate(args: argparse.Namespace) -> None:
     from meshrl.api import evaluate
 
-    evaluate(args.config, args.overrides, model=args.model, step=args.step, out=args.out)
+    evaluate(args.config, args.overrides, model=args.model, out=args.out)
 
 
 def _init(args: argparse.Namespace) -> None:
@@ -138,7 +138,7 @@ def _translate(args: argparse.Namespace) -> None:
 def _chat(args: argparse.Namespace) -> None:
     from meshrl.tools.chat import chat
 
-    chat([*args.compare, args.model], args.overrides, args.system, args.step, args.image)
+    chat([*args.compare, args.model], args.overrides, args.system, args.image)
 
 
 def _launch(args: argparse.Namespace) -> None:
@@ -238,7 +238,7 @@ def _stop(args: argparse.Namespace) -> None:
 def _convert(args: argparse.Namespace) -> None:
     from meshrl.tools.convert import convert
 
-    text, share = convert(args.checkpoint, args.out, args.dtype, args.step)
+    text, share = convert(args.checkpoint, args.out, args.dtype)
     print_message(f"wrote {args.out}, of {text}", sys.stdout)
     if share is not None and share < 1:
         from_state = "--dtype float32 writes all of it from a training state"
@@ -302,7 +302,6 @@ _EXPLAIN = _arg(
 _RUN = _arg("folder", "RUN", "folder of the run, such as runs/NAME", type=Path)
 _RUNS = _arg("folders", "RUN", "folders of two or more runs", type=Path, nargs="+")
 _PAGE = _arg("--out", "FILE", "page to write (default: in RUN, or the first RUN)", type=Path)
-_STEP = _arg("--step", "N", "the model after N steps of the run (default: its best, else its newest)", type=int)
 _RUN_CONFIG = [_arg("config", "CONFIG", _CONFIG), _OVERRIDES]
 _TRAIN = [*_RUN_CONFIG, _EXPLAIN]
 _EVAL = [
@@ -315,7 +314,6 @@ _EVAL = [
         "best model), or a step's folder such as runs/NAME/checkpoints/step_000100",
     ),
     _arg("--out", "FOLDER", "new folder for the answers and results (default: eval_N in the run)", type=_new_folder),
-    _STEP,
 ]
 _LAUNCH = [
     _arg("scheduler", None, "the scheduler of the cluster", choices=["slurm"]),
@@ -407,7 +405,6 @@ _CHAT = [
     _arg("--compare", "MODEL", "another model that answers, too", action="append", default=[]),
     _arg("--image", "FILE", "image of the first question; may be given several times", action="append", default=[]),
     _arg("--system", "TEXT", "text of a system message (default: the chat template's)"),
-    _STEP,
 ]
 _DIAGNOSE = [
     _arg(
@@ -460,7 +457,6 @@ _CONVERT = [
         "of the weights (default: model.dtype of the run); float32 keeps all changes of LoRA and fp32 masters",
         choices=("bfloat16", "float32", "float16"),
     ),
-    _STEP,
 ]
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[_Argument]]] = {
     "train": (partial(_train, False), "train a model with reinforcement learning", _TRAIN),

@@ -25,11 +25,9 @@ from meshrl.core.types import Media
 from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.data.files import as_data_error, require_reachable
 from meshrl.data.media import parts_of
-from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None  # JSON schemas
-TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template may loop for years
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 # In init_kwargs, as Transformers stores a tokenizer's arguments.
 _VARIABLES, _DATE, _PARTS = "chat_template_kwargs", "date", "content_as_parts"
@@ -252,21 +250,15 @@ def _apply_template(
     if tokenizer.init_kwargs.get(_PARTS):
         messages = [{**message, "content": parts_of([message])} for message in messages]
     try:
-        with time_limit(TEMPLATE_LIMIT_S):
-            return tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools or None,
-                add_generation_prompt=bool(add_generation_prompt),
-                continue_final_message=add_generation_prompt is None,
-                tokenize=tokenize,
-                return_dict=False,
-                **variables,
-            )
-    except TooLongError as cause:
-        raise DataError(
-            f"the chat template of {tokenizer.name_or_path!r} takes more than {TEMPLATE_LIMIT_S:g} s for "
-            f"{len(messages)} messages{_template_line(cause)}: its loops are too long. Use another chat_template.jinja"
-        ) from cause
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools or None,
+            add_generation_prompt=bool(add_generation_prompt),
+            continue_final_message=add_generation_prompt is None,
+            tokenize=tokenize,
+            return_dict=False,
+            **variables,
+        )
     except Exception as cause:  # a template is a program: it may raise anything
         roles = [m.get("role") for m in messages]
         reason = cause if isinstance(cause, TemplateError) else f"{type(cause).__name__}: {cause}"

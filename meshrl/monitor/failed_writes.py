@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,11 +21,10 @@ from meshrl.core.types import Metric
 class FailedWrites:
     """Counts the failed writes of one run by output. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.time):
-        self._clock, self._lock = clock, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._counts, self._reasons = Counter[str](), dict[str, str]()
-        self._failing = Counter[str]()  # failed writes in succession, up to the last one
-        self._recovered: list[str] = []
+        self._failing = set[str]()  # outputs whose last write has failed
         self._num_taken = 0
         self._thread = ThreadPoolExecutor(1, "writes")
         self._unfinished: Future[None] | None = None  # the last call of `write`, if a thread runs it
@@ -64,18 +62,12 @@ class FailedWrites:
             if isinstance(error, ValueError) and "closed file" not in str(error):
                 raise
             with self._lock:
-                self._failing[output] += 1
+                self._failing.add(output)
                 self._counts[output] += 1
                 self._reasons[output] = (error.strerror if isinstance(error, OSError) else None) or str(error)
         else:
             with self._lock:
-                if count := self._failing.pop(output, 0):
-                    since = time.strftime("%F %T", time.localtime(self._clock()))
-                    text = f"{output} is written again since {since}; before that, {self._text(output, count)}"
-                    self._recovered.append(text)
-
-    def _text(self, output: str, count: int) -> str:
-        return f"{counted(count, 'write')} failed ({self._reasons[output]})"
+                self._failing.discard(output)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -94,16 +86,10 @@ class FailedWrites:
         new, self._num_taken = total - self._num_taken, total
         return [Metric(name="monitor/failed_writes", sum=float(new), reduce="sum", unit="writes")]
 
-    def recovered(self) -> list[str]:
-        """A line for each output that works again since the last call."""
-        with self._lock:
-            lines, self._recovered = self._recovered, []
-        return lines
-
     def summary(self) -> str | None:
         """A line with all outputs to which a write has failed; None if there are none."""
         with self._lock:
-            parts = [f"{output}: {self._text(output, count)}" for output, count in self._counts.items()]
+            parts = [f"{o}: {counted(n, 'write')} failed ({self._reasons[o]})" for o, n in self._counts.items()]
         return f"outputs that are not complete: {', '.join(parts)}" if parts else None
 
 

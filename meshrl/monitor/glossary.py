@@ -104,9 +104,8 @@ class MetricMeaning:
 
 @cache
 def meaning_of(name: str) -> MetricMeaning | None:
-    """The explanation of a metric; None if there is none. Metrics of the first sync have the texts of all syncs, and
-    those of a second test (eval/mean_at_k@2 in trackers) the texts of the first."""
-    name = re.sub(r"^(eval/.+)@\d+$", r"\1", name)
+    """The explanation of a metric; None if there is none. Metrics of the first sync have the texts of all
+    syncs."""
     name = name.removeprefix("first_") if name.startswith("first_sync/") else name
     for _, _, entries in SECTIONS:
         for entry in entries:

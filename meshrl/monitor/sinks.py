@@ -7,7 +7,6 @@ is a terminal.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import sys
@@ -69,14 +68,10 @@ class JsonlSink:
     ):
         self._path, self._clock, self._evaluation = Path(path), clock, evaluation
         self._units: dict[str, str] = {}
-        self._identities: list[Mapping[str, str]] = []  # of evaluations, in the order of their first lines
         with output_errors(self._path, CONTINUE_LATER):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 lines, _, self._units = split_lines(self._path, first_step)
-                for line in lines.splitlines():
-                    if '"eval/mean_at_k"' in line and "metrics" in (record := json.loads(line)):
-                        self.curve_of(record.get("evaluation", {}))
                 write_text(self._path, lines)  # without a truncated last line and the steps that are repeated
             self._file = self._path.open("a", encoding="utf-8")
 
@@ -94,12 +89,6 @@ class JsonlSink:
             self._require_same_file()
             self._file.write(header + to_line(line))
             self._file.flush()
-
-    def curve_of(self, identity: Mapping[str, str]) -> int:
-        """Number of the curve of evaluations with this identity: 1 for the first one of the file."""
-        if identity not in self._identities:
-            self._identities.append(identity)
-        return self._identities.index(identity) + 1
 
     def close(self, failed: bool = False) -> None:
         """failed: the run already reports an error, so those of this file are not raised in its place."""

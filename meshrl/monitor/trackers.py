@@ -27,46 +27,33 @@ def open_trackers(
     resolved: dict[str, Any],
     note: Callable[[str], None],
     writes: FailedWrites,
-    curve: Callable[[], int] = lambda: 1,
     first_step: int = 0,
 ) -> list[Sink]:
     """The configured sinks in addition to metrics.jsonl and the terminal.
 
     folder: the run's folder; its name is the run's name in W&B. resolved: the complete config as plain values, for W&B.
     note: called with a line that contains the address of the curves. writes: counts failed writes of the trackers.
-    curve: number of the curve of an evaluation; from 2 on its metrics have other names, such as eval/mean_at_k@2.
     first_step: the first one that a resumed run repeats.
     """
     opened: list[Sink] = []
     for name in dict.fromkeys(cfg.sinks):
         if name == "tensorboard":
-            opened.append(_Tracker(TensorBoardSink(folder / "tensorboard", first_step), name, writes, note, curve))
+            opened.append(_Tracker(TensorBoardSink(folder / "tensorboard", first_step), name, writes))
             note(f"TensorBoard: tensorboard --logdir {folder / 'tensorboard'}")
         else:
             wandb = WandbSink(folder, cfg.wandb_project, resolved)
-            opened.append(_Tracker(wandb, name, writes, note, curve))
+            opened.append(_Tracker(wandb, name, writes))
             note(f"W&B: {wandb.destination}")
     return opened
 
 
 class _Tracker:
-    """A tracker of which a failed write is counted and does not end the run. note, curve: as of open_trackers."""
+    """A tracker of which a failed write is counted and does not end the run."""
 
-    def __init__(
-        self, sink: Sink, name: str, writes: FailedWrites, note: Callable[[str], None], curve: Callable[[], int]
-    ):
-        self._sink, self._name, self._writes, self._note, self._curve = sink, name, writes, note, curve
-        self._noted = 1  # the curve that was noted last
+    def __init__(self, sink: Sink, name: str, writes: FailedWrites):
+        self._sink, self._name, self._writes = sink, name, writes
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        curve = self._curve() if "eval/mean_at_k" in values else 1
-        if curve > 1:  # scores of another test than before
-            names = {name: f"{name}@{curve}" for name in values if name.split("/")[0] == "eval"}
-            values = {names.get(name, name): value for name, value in values.items()}
-            units = {names.get(name, name): unit for name, unit in units.items()}
-            if curve != self._noted:
-                self._note(f"{self._name}: scores of another test than before are eval/mean_at_k@{curve} and others")
-            self._noted = curve
         with self._writes.attempt(self._name):
             self._sink.write(step, values, units)
 

@@ -218,7 +218,6 @@ async def _note_ready(run: LiveRun, keeper: Keeper, trainer: TrainGroup, has_eva
 
 def _note_end(run: LiveRun, steps: int, how: str = "") -> None:
     run.out.writes.wait()
-    run.out.note_recovered()
     since = f" ({steps - run.start.step} of them after the resume)" if run.start is not None else ""
     run.out.note(
         f"done: {counted(steps, 'step')}{since}{how} in {run.out.seconds:.0f} s; see {run.folder / 'report.html'}"

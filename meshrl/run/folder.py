@@ -21,18 +21,18 @@ from typing import Any
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
 from meshrl.config.source import Reader, content, leaves
-from meshrl.core.best_models import best_file, read_bests
-from meshrl.core.errors import CheckpointError, ConfigError, DataError, MeshrlError
-from meshrl.core.files import is_there, replacing, write_text
+from meshrl.core.best_models import best_file
+from meshrl.core.errors import CheckpointError, ConfigError, MeshrlError
+from meshrl.core.files import is_there, write_text
 from meshrl.core.lookup import similar_names
 from meshrl.core.terminal import print_message
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.recorder import FOLDER as TRACES
 from meshrl.monitor.rollout_log import step_files
-from meshrl.monitor.sinks import JsonlSink, MetricsLine, metrics_lines, split_lines
+from meshrl.monitor.sinks import split_lines
 from meshrl.monitor.status import STATUS_FILE, Status, read_status
 from meshrl.process.diagnosis import has_open
-from meshrl.run.models import model_folder, restore_best, write_bests
+from meshrl.run.models import restore_best
 from meshrl.train.checkpoint_files import (
     MANIFEST,
     read_controller,
@@ -221,46 +221,11 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
             if text:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, text)
-        if start.folder is not None and not start.is_of(folder):
-            _adopt_past(folder, start, start.folder.resolve().parents[1])
     for name in ("config.yaml", _RESULT) if moved or aside.is_dir() or start is None else ():
         if (folder / name).is_file():  # the run replaces them
             aside.mkdir(exist_ok=True)
             shutil.copy2(folder / name, aside / name)
     return aside if moved or aside.is_dir() else None
-
-
-def _adopt_past(folder: Path, start: Start, theirs: Path) -> None:
-    """Begin the run in `folder` with what another one had at its checkpoint `start`, if it has none: the scores of its
-    evaluations, and its best model, by links to the files where the file system has them. theirs: its checkpoints."""
-    ours, past, units, lines = folder / _METRICS, theirs.parent / _METRICS, dict[str, str](), list[MetricsLine]()
-    if past.is_file() and (not ours.exists() or _is_empty(ours)):
-        with suppress(DataError):  # what is before the damage counts
-            lines.extend(metrics_lines(past, units, '"eval/mean_at_k"'))
-        sink = JsonlSink(ours, evaluation=lambda: line.evaluation)
-        for line in lines:
-            scores = {name: value for name, value in line.metrics.items() if name.split("/")[0] == "eval"}
-            if line.step <= start.step:
-                sink.write(line.step, scores, {name: units.get(name, "") for name in scores})
-        sink.close()
-    with suppress(CheckpointError):
-        bests = [best for best in read_bests(theirs.parent) if best.step <= start.step]
-        if not bests or read_bests(folder):
-            return
-        best, model = bests[-1], model_folder(folder, bests[-1].step)
-        if best.step and Path(best.model).is_dir() and not model.is_dir():
-            model.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(model) as aside:
-                shutil.copytree(best.model, aside, copy_function=_link)
-        if not best.step or model.is_dir():
-            write_bests(folder, [replace(best, model=str(model)) if best.step else best])
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
 
 
 def bytes_of(folder: Path) -> int:

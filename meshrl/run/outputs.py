@@ -115,11 +115,6 @@ class RunOutputs:
         """Write a line to run_notes.txt that asks for no action of the user."""
         self._notes.write(text)
 
-    def note_recovered(self) -> None:
-        """A line for each output that is written again after failed writes."""
-        for line in self.writes.recovered():
-            self.note(line)
-
     def progress(self, text: str) -> None:
         """Show how far the current phase is."""
         self._terminal.progress(text)
@@ -138,7 +133,6 @@ class RunOutputs:
         if evaluation is None:
             sync = {n.partition("/")[2]: v for n, v in values.items() if n.split("/")[0] == "sync"}
             self.tracing.step_ended(step, sync)
-        self.note_recovered()
         return values
 
     def report_end(self, step: int, metrics: Sequence[Metric], evaluation: Mapping[str, str]) -> dict[str, float]:
@@ -179,9 +173,7 @@ class RunOutputs:
             overwritten = "an earlier part of the run" if start is not None else "an earlier run in this folder"
             self.note(f"what {overwritten} wrote after step {first_step} is now in {aside}")
         first_repeated = start.first_repeated_step if start is not None else 0
-        self._metrics = metrics = JsonlSink(
-            self.folder / "metrics.jsonl", first_repeated, evaluation=lambda: self._evaluation
-        )
+        metrics = JsonlSink(self.folder / "metrics.jsonl", first_repeated, evaluation=lambda: self._evaluation)
         self._sinks.insert(0, metrics)
         self.status.go_back_to(first_step)
         self.ends_early = False  # on_step is called again for the steps that are repeated
@@ -193,7 +185,7 @@ class RunOutputs:
                     (self.folder / name).unlink(missing_ok=True)
                 write_text(self.folder / "config.yaml", to_yaml(self._loaded))
             resolved = cfg.model_dump(mode="json")
-            of_run = self.note, self.writes, lambda: self._metrics.curve_of(self._evaluation), first_repeated
+            of_run = self.note, self.writes, first_repeated
             self._sinks += open_trackers(cfg.monitor, self.folder, resolved, *of_run)
             if self._objects.on_step is not None:
                 self._sinks.append(StepCallback(self._objects.on_step, self.end_early))
@@ -231,7 +223,6 @@ class RunOutputs:
             write_report(self.folder)
         if "report.html" in self.writes.counts:
             self._write_result(result)
-        self.note_recovered()
         if (incomplete := self.writes.summary()) is not None:
             self.note(incomplete)
             if self.writes.is_failing("terminal") and not self._objects.quiet:

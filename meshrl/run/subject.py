@@ -43,13 +43,12 @@ class Subject:
         return [*given, f"model.path={json.dumps(self.model)}"]
 
 
-def subject_of(config: Any, model: str | Path | None, step: int | None = None) -> tuple[Any, Subject]:
+def subject_of(config: Any, model: str | Path | None) -> tuple[Any, Subject]:
     """The config and the subject of an evaluation. A folder in place of the config is one that `find_subject` accepts;
-    then the config is the config.yaml of its run. step: of the run that is evaluated.
-    """
+    then the config is the config.yaml of its run."""
     if not isinstance(config, str | Path) or not Path(config).is_dir():
-        return config, Subject() if model is None and step is None else find_subject(model or config, step)
-    subject = find_subject(config, step if model is None else None)
+        return config, Subject() if model is None else find_subject(model)
+    subject = find_subject(config)
     if subject.run is None or not is_there(subject.run / "config.yaml"):
         raise ConfigError(
             f"{config} is a folder, and belongs to no run with a config.yaml; give a config file, and the folder by "
@@ -60,21 +59,13 @@ def subject_of(config: Any, model: str | Path | None, step: int | None = None) -
             f"{subject.run} is a run of meshrl sft, whose config has no rewards; give the config of meshrl train, and "
             f"this run by --model: meshrl eval CONFIG --model {config}"
         )
-    return subject.run / "config.yaml", subject if model is None else find_subject(model, step)
+    return subject.run / "config.yaml", subject if model is None else find_subject(model)
 
 
-def find_subject(given: str | Path, step: int | None = None) -> Subject:
-    """The model that a folder or a hub id names. A run's folder names its best model, or if it has none its newest.
-    step: it names the model after so many steps.
-    """
+def find_subject(given: str | Path) -> Subject:
+    """The model that a folder or a hub id names. A run's folder names its best model, or if it has none its newest."""
     folder = Path(given)
     run = folder.parent if folder.resolve().name == "checkpoints" else folder
-    if step is not None:
-        there = {number: path for number, path in step_folders(run / "checkpoints") if _is_saved(path)}
-        if step not in there:
-            known = ", ".join(map(str, there)) or "none"
-            raise ConfigError(f"{given} is no run with a model or a state after step {step}; it has: {known}")
-        return _of_step(there[step], str(there[step]))
     if folder.is_file():
         raise ConfigError(
             f"{given} is a file, not a model's folder; a GGUF file becomes one by: meshrl convert {given} OUT"

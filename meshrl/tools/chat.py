@@ -7,7 +7,6 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import EmbeddedConfig, RolloutConfig
 from meshrl.core.device import local_device
 from meshrl.core.errors import ConfigError, DataError, RequestError
-from meshrl.core.terminal import print_message, print_output, printable
+from meshrl.core.terminal import print_message, print_output
 from meshrl.core.types import Request, SamplingParams, turn_seed
 from meshrl.data.chat import Message, image_literal, load_tokenizer, render, stop_token_ids
 from meshrl.data.decode import answer_text
@@ -34,24 +33,17 @@ _NOT_SAMPLING = {"seed", "dtype", "max_new_tokens", "stop", "stop_token_ids"}
 HELP = "/reset forgets the conversation; Ctrl-C stops an answer; /exit or Ctrl-D ends the chat"
 
 
-def chat(
-    models: Sequence[str],
-    words: Sequence[str],
-    system: str | None,
-    step: int | None = None,
-    images: Sequence[str] = (),
-) -> None:
+def chat(models: Sequence[str], words: Sequence[str], system: str | None, images: Sequence[str] = ()) -> None:
     """Answer one question, or those that are typed until the end of the input, with each of these models.
 
-    models: model folders, hub ids, or folders of runs, as find_subject; step: of the last one. words: settings, such as
-    temperature=0, and at most one question. system: the text of a system message. images: files that the
-    first question is about.
+    models: model folders, hub ids, or folders of runs, as find_subject. words: settings, such as temperature=0, and at
+    most one question. system: the text of a system message. images: files that the first question is about.
     """
     settings, question = chat_settings(words)
     with contextlib.ExitStack() as stack:
         chats = []
-        for place, name in enumerate(models, start=1):
-            subject = find_subject(name, step if place == len(models) else None)
+        for name in models:
+            subject = find_subject(name)
             model = str(subject.model)
             if subject.state is not None:  # a checkpoint without a model
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshrl-chat-"))
@@ -156,11 +148,8 @@ def _typed() -> str | None:
 
 
 def _answer(chats: Sequence[Chat], question: str) -> None:
-    """Print the answers as they are sampled: those of several models in columns of a terminal, else in turn."""
+    """Print the answers as they are sampled: those of several models in turn."""
     try:
-        if len(chats) > 1 and sys.stdout.isatty():
-            _print_columns(chats, question)
-            return
         for each in chats:
             if len(chats) > 1:
                 print_output(f"== {each.name}")
@@ -173,23 +162,3 @@ def _answer(chats: Sequence[Chat], question: str) -> None:
         if not sys.stdin.isatty():
             raise
         print_message("\n[stopped]")
-
-
-def _print_columns(chats: Sequence[Chat], question: str) -> None:
-    """Each round of the loop samples one token of each model."""
-    from rich.live import Live
-    from rich.table import Table
-    from rich.text import Text
-
-    texts = [""] * len(chats)
-
-    def columns() -> Table:
-        table = Table(expand=True, show_edge=False)
-        for each in chats:
-            table.add_column(Text(printable(each.name)), ratio=1)
-        table.add_row(*(Text(printable(text)) for text in texts))
-        return table
-
-    with Live(get_renderable=columns, refresh_per_second=8):
-        for parts in zip_longest(*(each.answer(question) for each in chats)):
-            texts = [now if part is None else part for part, now in zip(parts, texts, strict=True)]

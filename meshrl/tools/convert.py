@@ -23,12 +23,12 @@ _REMEDY = "Make room, or give another folder"
 _MODEL_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ggml", ".onnx")
 
 
-def convert(checkpoint: Path, out: Path, dtype: str | None = None, step: int | None = None) -> tuple[str, float | None]:
+def convert(checkpoint: Path, out: Path, dtype: str | None = None) -> tuple[str, float | None]:
     """Write the policy of `checkpoint` to `out`, in `dtype` (default: the run's compute dtype, model.dtype), with the
     run's tokenizer, chat template and stop ids. `checkpoint` may also be a run's folder, which names the model of
     find_subject; a GGUF file, which is written in bfloat16 by default; or the folder of a model with a vision tower,
-    whose text model is written in its own dtype by default. step: of a run's folder. Returns the model in words, and
-    the share of the LoRA adapters' change that the weights have; None without adapters.
+    whose text model is written in its own dtype by default. Returns the model in words, and the share of the LoRA
+    adapters' change that the weights have; None without adapters.
 
     Needs the model folder from which the run started, and host memory for the full model in its master dtype, or, with
     LoRA, for two models in the compute dtype.
@@ -53,8 +53,8 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None, step: int | N
         with output_errors(out, _REMEDY), replacing(out) as aside:
             return str(checkpoint), save_pretrained(lm, lm.dtype, aside, checkpoint)
     folder, text = state_in(checkpoint), str(checkpoint)
-    if step is not None or is_there(checkpoint / "checkpoints"):
-        subject = find_subject(checkpoint, step)
+    if is_there(checkpoint / "checkpoints"):
+        subject = find_subject(checkpoint)
         if subject.run is not None and subject.step == 0 and (saved := states(subject.run / "checkpoints")):
             return subject.text, _write(saved[-1][1], out, dtype, trained=False)  # the best one is that of model.path
         text, source = subject.text, Path(str(subject.model))
@@ -63,7 +63,7 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None, step: int | N
             if dtype is not None:
                 raise CheckpointError(
                     f"{source} has no training state any more, of which weights in {dtype} could be written; leave "
-                    "--dtype away, or name another step by --step"
+                    "--dtype away, or give a step's folder that has a state"
                 )
             with output_errors(out, _REMEDY), replacing(out) as aside:
                 shutil.copytree(source, aside)

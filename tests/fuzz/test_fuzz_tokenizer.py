@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 from damage import Damage, of_json, of_place, of_text, written
 from outcome import check, limits
-from tiny_tokenizers import CHATML
 
 from meshrl.core.errors import DataError
-from meshrl.data import chat
 from meshrl.data.chat import load_tokenizer, render, sft_row, stop_token_ids
-from meshrl.data.time_limit import TooLongError, time_limit
 
 MESSAGES = [{"role": "user", "content": "ab 12?"}, {"role": "assistant", "content": "12"}]
 NAMES = ["tokenizer", "chat_template", "chat template", "config.json", "added_tokens", "special_tokens"]
@@ -80,27 +77,6 @@ def test_a_template_can_only_write_text(folder: Path, what: str, monkeypatch: py
     with limits(), pytest.raises(DataError, match="the chat template refused messages"):
         render(tokenizer, MESSAGES)
     assert not (folder / "ran").exists()
-
-
-def test_a_template_that_takes_too_long_is_stopped_and_the_line_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chat, "TEMPLATE_LIMIT_S", 0.3)
-    loops = "\n".join("{% for " + letter + " in range(99999) %}" for letter in "abcd")
-    (folder / "chat_template.jinja").write_text(CHATML + loops + "{% set x = a %}" + "{% endfor %}" * 4)
-    tokenizer = load_tokenizer(folder)
-    with limits(), pytest.raises(DataError, match=r"takes more than 0\.3 s for 2 messages, in line \d+ of it"):
-        render(tokenizer, MESSAGES)
-    tokenizer.chat_template = CHATML
-    assert len(render(tokenizer, MESSAGES)) > 0
-
-
-def test_a_time_limit_ends_with_its_block():
-    with pytest.raises(TooLongError), time_limit(0.1):
-        while True:
-            pass
-    with time_limit(0.2):
-        pass
-    with limits():
-        assert sum(range(10_000_000)) > 0
 
 
 def test_code_in_the_tokenizers_folder_is_not_run(folder: Path):

@@ -74,19 +74,6 @@ def test_a_best_model_that_was_removed_is_not_chosen(run: Path):
         find_subject(run)
 
 
-@pytest.mark.parametrize("given", [".", "checkpoints"])
-def test_a_step_is_chosen_in_place_of_the_best_model(run: Path, given: str):
-    best(run, 2, "step_000002/model")
-    found = find_subject(run / given, 10)
-    assert (Path(found.model or "").parent.name, found.step, found.run) == ("step_000010", 10, run)
-    assert subject_of(run, None, 10)[1] == found == subject_of("my.yaml", run, 10)[1] == subject_of(run, run, 10)[1]
-    for wrong in (run, run / "checkpoints" / "step_000002" / "model", "organisation/name"):
-        with pytest.raises(ConfigError, match="no run with a model or a state after step 3; it has: "):
-            find_subject(wrong, 3)
-    with pytest.raises(ConfigError, match=r"my\.yaml is no run"):
-        subject_of("my.yaml", None, 10)
-
-
 def test_a_folder_that_is_neither_a_model_nor_a_run_is_refused(tmp_path: Path, run: Path):
     for folder in (tmp_path, run.parent):
         with pytest.raises(ConfigError, match=r"neither a model \(it has no config.json\), nor a run"):

@@ -363,31 +363,6 @@ def test_resume_auto_passes_over_damaged_checkpoints_with_a_note(config: Path, t
     assert json.loads((folder / "result.json").read_text())["steps"] == 4
 
 
-def test_a_branch_adopts_the_evaluations_up_to_its_start_and_its_own_metrics_stay(tmp_path: Path):
-    """The parent has gone on after the checkpoint. Its evaluations keep their identity."""
-    parent, state = tmp_path / "parent", tmp_path / "parent" / "checkpoints" / "step_000002" / "state"
-    state.mkdir(parents=True)
-    sink = JsonlSink(parent / "metrics.jsonl", evaluation=lambda: {"term": "answer"})
-    for step in (0, 2, 4):
-        units = {"eval/mean_at_k": "score", "time/eval_s": "s"}
-        sink.write(step, {"eval/mean_at_k": step / 4, "time/eval_s": 1.0}, units)
-    sink.close()
-    for name, own in (("branch", False), ("started", True)):
-        folder = tmp_path / name
-        folder.mkdir()
-        if own:
-            sink = JsonlSink(folder / "metrics.jsonl")
-            sink.write(1, {"loss/policy": 0.5}, {"loss/policy": "none"})
-            sink.close()
-        set_aside(folder, Start(2, state, {}))
-        lines, _ = read_metrics(folder / "metrics.jsonl")
-        if own:
-            assert [line.metrics for line in lines] == [{"loss/policy": 0.5}]
-        else:
-            assert [(line.step, line.metrics["eval/mean_at_k"]) for line in lines] == [(0, 0.0), (2, 0.5)]
-            assert all(line.evaluation == {"term": "answer"} for line in lines)
-
-
 def test_thumbnails_move_with_the_rollouts_of_an_earlier_run_and_stay_for_one_that_continues(tmp_path: Path):
     image = tmp_path / "rollouts" / "images" / "a.jpg"
     image.parent.mkdir(parents=True)

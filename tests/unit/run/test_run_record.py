@@ -14,7 +14,6 @@ import pytest
 from tiny_run import train
 
 from meshrl.api import Run
-from meshrl.cli import main
 from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
 from meshrl.core.best_models import Best
@@ -29,7 +28,6 @@ from meshrl.run.folder import Start
 from meshrl.run.models import model_folder, prune_models, read_best, replace_best, restore_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
-from meshrl.run.verdict import read_verdict
 from meshrl.tools.report.folder import read_run
 from meshrl.tools.report.page import write_report
 from meshrl.tools.runs import read_facts
@@ -190,7 +188,7 @@ def test_a_resume_with_another_test_compares_no_scores_with_the_former_ones(
 ):
     """The evaluation after the checkpoint's step is repeated at once, and its model is the best of the new test, also
     where an earlier one had a higher score. The weight halves the reward, but not the score of the term. In TensorBoard
-    its curves have names of their own, and no other value of the step that is repeated is lost."""
+    no other value of the step that is repeated is lost."""
     script = tmp_path / "script"
     (tmp_path / "other.jsonl").write_text(json.dumps({"question": "3+4", "answer": "held-out"}))
     script.write_text("0.5 0.875 0.625")
@@ -213,45 +211,14 @@ def test_a_resume_with_another_test_compares_no_scores_with_the_former_ones(
     assert read_run(folder).series["eval/mean_at_k"].steps == [2, 3] and read_facts(folder).held_out[0][0] == 2
     line = f"3 evaluations with other {part}{', graders' if part == 'term' else ''}<"
     assert line in (folder / "report.html").read_text()
-    assert "tensorboard: scores of another test than before are eval/mean_at_k@2 and others" in output
     curves = curves_of(folder / "tensorboard")
-    assert curves["eval/mean_at_k"] == {0: 0.25, 1: 0.4375, 2: 0.3125}
-    assert curves["eval/mean_at_k@2"] == {2: 0.25 * scale, 3: 0.375 * scale} and "eval/pass_at_k@2" in curves
+    assert curves["eval/mean_at_k"] == {0: 0.25, 1: 0.4375, 2: 0.25 * scale, 3: 0.375 * scale}
     assert [*curves["reward/mean"]] == [1, 2, 3]
     script.write_text("0.125 0.25")  # with the first test again, its best model is the best one
     train(config, "terms", *overrides, "loop.eval_every_steps=0", "loop.num_steps=4", "run.resume=auto")
     best = read_best(folder)
     assert best is not None and (best.step, best.score) == (1, 0.4375) and Path(best.model).is_dir()
     assert "best: 0.438 at step 1" in (folder / "report.html").read_text()
-
-
-def test_a_branch_begins_with_the_evaluations_and_the_best_model_of_the_run_that_it_continues(
-    config: Path, tmp_path: Path
-):
-    """Else a branch whose first evaluation is worse than the run that it continues would name it as the best."""
-    script = tmp_path / "script"
-    script.write_text("0.25 0.75 0.5")
-    overrides = ("loop.eval_every_steps=1", f"reward.terms.answer.args.script={script}")
-    parent = train(config, "parent", *overrides, "loop.num_steps=2")
-    script.write_text("0.625")
-    start = f"run.resume={parent}/checkpoints/step_000002"
-    folder = train(config, "branch", *overrides, "loop.num_steps=3", start)
-    shutil.rmtree(parent)
-    best, verdict = read_best(folder), read_verdict(folder)
-    assert best is not None and (best.step, best.score) == (1, 0.75)
-    assert Path(best.model).resolve().is_relative_to(folder.resolve())
-    assert (Path(best.model) / "model.safetensors").stat().st_size > 0
-    assert verdict is not None and verdict.text.startswith("held-out reward 0.250 -> 0.625 (")
-    assert read_facts(folder).held_out == [(0, 0.25), (1, 0.75), (2, 0.5), (3, 0.625)]
-    assert Run(folder).model == Run(folder).best_model == Path(best.model)
-    for words, model in (((), best.model), (("--step", "3"), folder / "checkpoints" / "step_000003" / "model")):
-        out = tmp_path / f"out{len(words)}"
-        assert main(["convert", str(folder), str(out), *words]) == 0
-        weights = (Path(each) / "model.safetensors" for each in (out, model))
-        assert next(weights).read_bytes() == next(weights).read_bytes()
-    assert main(["convert", str(folder), str(tmp_path / "none"), "--step", "7"]) == 2
-    with pytest.raises(KeyError, match="no metric 'reward'; did you mean 'reward/mean', "):
-        Run(folder).metrics["reward"]
 
 
 def test_a_run_that_returns_to_a_checkpoint_of_another_run_has_neither_its_best_model_nor_an_early_end(

@@ -20,7 +20,7 @@ from meshrl.cli import main
 from meshrl.config.chat import ChatSettings
 from meshrl.core.errors import ConfigError
 from meshrl.data.chat import render, stop_token_ids
-from meshrl.tools.chat import Chat, _answer, chat
+from meshrl.tools.chat import Chat, chat
 
 GREEDY = ChatSettings(temperature=0, max_new_tokens=12, dtype="float32")
 
@@ -107,28 +107,6 @@ def test_a_seed_gives_the_same_answer_at_the_same_place_of_a_conversation(model)
     first, second = (list(each.answer("ab?"))[-1] for _ in range(2))
     each.reset()
     assert [list(each.answer("ab?"))[-1] for _ in range(2)] == [first, second] and first != second
-
-
-def test_two_models_answer_in_columns_of_a_terminal(model, monkeypatch):
-    """The last table has both answers complete, each under its name."""
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("sys.stdout", terminal)
-    names, settings = ["before", "after"], [GREEDY, GREEDY.model_copy(update={"max_new_tokens": 3})]
-    _answer([Chat(model, name, None, each) for name, each in zip(names, settings, strict=True)], "ab?")
-    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
-    table = drawn[drawn.rindex("before") :]
-    assert table.index("before") < table.index("after") < table.index("tokens]")
-    left, right = ("".join(line[side].strip() for line in _cells(table)) for side in (0, 1))
-    assert "after12tokens]" in left.replace(" ", "") and "after3tokens]" in right.replace(" ", "")
-
-
-def _cells(table: str) -> list[tuple[str, str]]:
-    """The two columns of each line below the names."""
-    rows = [line.partition("│") for line in table.splitlines() if "│" in line]
-    return [(left, right) for left, _, right in rows]
 
 
 def test_typed_questions_are_answered_by_both_models_and_commands_are_followed(model, monkeypatch, capsys):
