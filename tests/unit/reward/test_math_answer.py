@@ -1,100 +1,52 @@
-"""Each rule of math_answer on answers with a known result."""
+"""Rules that grade right answers 0 or wrong ones 1. Users would hardly notice such a rule: the rewards still rise.
+
+labelled_answers.jsonl has answers in the styles that models write, labelled by hand: rule, what is tried, completion,
+references that it states, others that it does not state.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
 
 from meshrl.core.errors import ConfigError
+from meshrl.reward.answer_forms import references
 from meshrl.reward.kinds import format_match, make_grader, overlong
 from meshrl.reward.math_answer import math_answer
 
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "right"),
-    [
-        ("48 / 2 = 24\n#### 72", "72", 1),
-        ("#### 72", "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 72", 1),
-        ("#### 1,234", "1234", 1),
-        ("#### 1234", "#### 1,234", 1),
-        ("#### $18", "18", 1),
-        ("#### 18.", "18", 1),
-        ("#### -5", "-5", 1),
-        ("#### -$5", "-5", 1),
-        *((f"#### 5{more}", "5", 0) for more in ("-6", " + 6", "–6", " 1/2", "**2", "±1", "√2", ", 6", " million")),
-        ("#### 18.0", "18", 0),  # the benchmark compares strings
-        ("#### 7\nNo: #### 72", "72", 1),  # the last one counts
-        ("#### 72\nNo: #### 7", "72", 0),
-        ("The answer is 72", "72", 0),
-        ("####72", "72", 0),  # the mark ends in a space
-        ("#### .", "72", 0),
-        ("####", "72", 0),
-        ("", "72", 0),
-    ],
-)
-def test_gsm8k_rule(completion, answer, right):
-    assert math_answer(completion, answer, rule="gsm8k") == right
+LABELLED = Path(__file__).with_name("labelled_answers.jsonl").read_text(encoding="utf-8").splitlines()
+CASES = [
+    pytest.param(rule, completion, reference, right, id=f"{rule}, {kind}: {'' if right else 'not '}{reference!r}")
+    for rule, kind, completion, stated, others in map(json.loads, LABELLED)
+    for right, answers in ((1.0, stated), (0.0, others))
+    for reference in answers
+]
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "right"),
-    [
-        (" 12 \n", "12", 1),
-        ("12", 12, 1),
-        ("12", 12.0, 1),
-        ("1,000", "1000.00", 1),
-        ("1,00", "100", 0),  # not how thousands are written
-        ("0.30000000000000001", "0.3", 0),  # decimal, not float
-        ("-0", "0", 1),
-        ("5.", "5", 1),
-        (".5", "0.5", 1),
-        ("1/2", "0.5", 0),
-        ("Paris", "Paris ", 1),
-        ("paris", "Paris", 0),
-        ("12 ", "13", 0),
-        ("the answer is 12", "12", 0),
-        ("nan", "nan.", 0),
-        ("", "0", 0),
-    ],
-)
-def test_exact_rule(completion, answer, right):
-    assert math_answer(completion, answer, rule="exact") == right
+@pytest.mark.parametrize(("rule", "completion", "reference", "right"), CASES)
+def test_a_rule_grades_the_answer_that_is_stated(rule, completion, reference, right):
+    assert math_answer(completion, reference, rule=rule) == right
+
+
+@pytest.mark.parametrize("answer", [None, [], {}, float("nan"), {"a": 1, "b": 2}, {"target": [None]}])
+def test_a_reference_without_a_value_is_an_error(answer):
+    with pytest.raises(ValueError, match="is no answer; allowed: a text"):
+        references(answer)
+
+
+@pytest.mark.parametrize("unit", ["\\text{", "\\,", "0.", "1:", "(A) ", "March 5 ", "~", "a b "])
+def test_long_answers_of_one_form_take_linear_time(unit):
+    assert math_answer(f"\\boxed{{{unit * 5_000}}}", "7") == 0
+    assert math_answer(unit * 5_000, "7") == 0
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "right"),
+    ("rule", "answer"),
     [
-        ("so it is \\boxed{\\frac{1}{2}}", "1/2", 1),
-        ("so it is \\boxed{0.5}", "\\frac{1}{2}", 1),
-        ("so $x = \\frac{2}{4}$", "$\\frac{1}{2}$", 1),
-        ("\\boxed{(1, 3)}", "(1,3)", 1),
-        ("\\boxed{x+1}", "1+x", 1),
-        ("\\boxed{5}", "4", 0),
-        ("I do not know", "4", 0),
-        ("\\boxed{\\frac{1}{}", "4", 0),
-        ("", "4", 0),
+        *(("gsm8k", answer) for answer in ("seventy", "", "So half.\n#### 1/2", "#### true")),
+        ("math_verify", "\\boxed{}"),
     ],
 )
-def test_math_verify_rule(completion, answer, right):
-    assert math_answer(completion, answer, rule="math_verify") == right
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "right"),
-    [
-        ("24 + 48 = 72\n#### 72", "... #### 72", 1),  # the mark
-        ("#### 72.0", "72", 1),  # a number, where gsm8k compares strings
-        ("so \\boxed{72}", "... #### 72", 1),  # no mark: math-verify against the solution's number
-        ("72", "... #### 72", 1),
-        ("72.0", "72", 1),  # plain numbers
-        ("71", "72", 0),
-        ("the total is 72", "72", 1),
-        ("#### \\frac{1}{2}", "\\frac{1}{2}", 1),  # not a GSM8K reference
-        ("Paris", "Paris", 1),
-    ],
-)
-def test_auto_rule_goes_by_the_form_of_the_completion(completion, answer, right):
-    assert math_answer(completion, answer) == right
-
-
-@pytest.mark.parametrize(("rule", "answer"), [("gsm8k", "seventy"), ("gsm8k", ""), ("math_verify", "\\boxed{}")])
 def test_a_reference_that_can_not_be_read_is_an_error_not_a_wrong_answer(rule, answer):
     with pytest.raises(ValueError, match="reference"):
         math_answer("#### 1", answer, rule=rule)
