@@ -55,7 +55,7 @@ from meshrl.monitor.status import RankProcess
 from meshrl.parallel.mesh import build_mesh
 from meshrl.parallel.timing import settle
 from meshrl.plan.disk_use import size_text
-from meshrl.plan.memory import ERROR
+from meshrl.plan.memory import ERROR, LIBRARIES, MEASURED
 from meshrl.process.diagnosis import family, own_memory
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
@@ -129,9 +129,8 @@ class RankWorker:
             releases = spec.num_rollout_ranks == 0 and spec.rollout.releases(has_own_memory(self.device))
             spec = replace(spec, rollout=spec.rollout.model_copy(update={"release_memory": releases}))
         self.spec = spec
-        need = spec.planned_bytes
-        free = None if need is None else free_bytes(self.device)
-        if need is not None and free is not None and need * (1 - ERROR) > free:
+        need, free = 0 if spec.memory is None else spec.memory.least, free_bytes(self.device)
+        if free is not None and need * (1 - ERROR) > free:
             raise ConfigError(
                 f"by its plan, rank {spec.rank} needs {size_text(need)} of its device, of which {size_text(free)} are "
                 "free. `meshrl plan CONFIG --gpu-memory SIZE` prints the parts of each phase and what lowers them; "
@@ -390,6 +389,11 @@ class RankWorker:
             of_device["peak_bytes"] = max([of_device["peak_bytes"], *phases.values()])
         sizes = {f"memory/device_{name}": size for name, size in of_device.items()}
         sizes |= {f"memory/phase_bytes/{name}": size for name, size in phases.items()}
+        planned = self.spec.memory
+        if planned is not None and (self.device.type != "cpu" or not planned.host):  # Ray's is for accelerators
+            own = {name: MEASURED[name] for name in phases if MEASURED.get(name) in planned.phases}
+            unseen = () if self.device.type == "cpu" else (LIBRARIES,)  # by the allocator
+            sizes |= {f"memory/planned_bytes/{name}": planned.total(own[name], unseen) for name in own}
         metrics = memory_metrics(own_name=f"rank_{self.spec.rank}")
         metrics += [Metric(name=name, sum=size, reduce="max", unit="bytes") for name, size in sizes.items()]
         flops, self._flops = self._flops, 0.0

@@ -19,6 +19,7 @@ from meshrl.core.errors import RankFailure
 from meshrl.core.types import RoleSpec
 from meshrl.monitor.recorder import current_span, recorder
 from meshrl.monitor.status import RankProcess
+from meshrl.plan.memory import RankMemory
 from meshrl.plan.ranks import RankPlan, rank_plan
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class WorkerSpec:
     seed: int = 0  # run.seed
     logs: Path | None = None  # where servers that a rank starts write their logs, on the rank's machine
     nodes: int = 1  # machines, with equally many ranks each, in the order of the ranks
-    planned_bytes: int | None = None  # of an accelerator; a rank whose device has less refuses to start
+    memory: RankMemory | None = None  # planned; a rank whose accelerator has less refuses to start
     # Set by the executor when it starts the rank:
     rendezvous: str | tuple[str, int] = ""  # the store of the process group: a file, or host and port of a TCPStore
     address: str = ""  # at which other machines reach this rank's machine; empty when there are none

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from meshrl.core.errors import ConfigError, MeshrlError, RankFailure
 from meshrl.core.terminal import print_message
 from meshrl.model.limits import model_numbers
 from meshrl.plan.decisions import Machine
+from meshrl.plan.memory import RankMemory
 from meshrl.plan.run_plan import RunPlan, make_plan
 from meshrl.sync.layout import Layout
 
@@ -120,24 +121,6 @@ def plan_of(cfg: RunConfig | SftRunConfig) -> RunPlan:
     return make_plan(cfg, numbers, this_machine(cfg.cluster))
 
 
-def _planned_bytes(cfg: RunConfig | SftRunConfig) -> tuple[int | None, int | None]:
-    """Of a rank that trains and of one that only samples, where they have accelerators: the largest phase, without the
-    libraries and the cache of an embedded engine, which takes what is left."""
-    if cfg.run.ignore_plan or (cfg.cluster.executor != "ray" and device_type() == "cpu"):
-        return None, None
-    from meshrl.model.costs import run_memory  # imports the model's code
-
-    try:
-        _, ranks = run_memory(cfg, None)
-    except ConfigError:
-        return None, None  # the ranks raise it
-    for rank in ranks:
-        for part in ("libraries", "sampler's cache"):
-            rank.device.pop(part, None)
-    needs = [rank.total(rank.peak) for rank in ranks]
-    return needs[0], needs[-1]
-
-
 def this_machine(cluster: ClusterConfig) -> Machine:
     """What is known of the machines of the ranks: Ray chooses them later."""
     return Machine(None if cluster.executor == "ray" else device_type(), is_launched())
@@ -152,16 +135,17 @@ async def launched(
     logs: Path | None = None,
     note: Callable[[str], None] = print_message,
     progress: Callable[[str], None] = ignored,
+    memory: Sequence[RankMemory] = (),
 ) -> AsyncIterator[Groups]:
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. model: in place of
     the config's. logs: an absolute path, see WorkerSpec. note: gets a line for each rank that is replaced. progress:
-    of the train ranks, see TrainGroup. Under torchrun all processes of the run share run.folder
+    of the train ranks, see TrainGroup. memory: as in RunPlan. Under torchrun all processes of the run share run.folder
     (process/run_token.py)."""
     cluster = cfg.cluster
     cfg = cfg if model is None else cfg.model_copy(update={"model": model})
     numbers, num_ranks = model_numbers(cfg.model.path), (num_train_ranks, num_rollout_ranks)
     run_plan = make_plan(cfg, numbers, this_machine(cluster), num_ranks)
-    planned, needs = run_plan.config, _planned_bytes(cfg) if num_train_ranks else (None, None)
+    planned = run_plan.config
     specs = [
         WorkerSpec(
             rank=own.rank,
@@ -176,7 +160,7 @@ async def launched(
             seed=cfg.run.seed,
             logs=logs,
             nodes=run_plan.ranks[-1].machine + 1,
-            planned_bytes=needs[0 if own.trains else 1],
+            memory=memory[0 if own.trains else -1] if memory else None,
             deadlines=planned.cluster.deadlines.model_dump(),
         )
         for own in run_plan.ranks

@@ -10,7 +10,7 @@ from typing import Any
 from meshrl.config.run import RunConfig
 from meshrl.config.values import show
 from meshrl.core.errors import ConfigError
-from meshrl.plan.memory import PlannedRun, RankMemory, fits
+from meshrl.plan.memory import CACHE, PlannedRun, RankMemory, fits
 
 MOST = 5
 Keys = Mapping[str, Any]  # values by key of the config
@@ -75,7 +75,7 @@ def _candidates(job: PlannedRun, ranks: Sequence[RankMemory]) -> Iterator[tuple[
     if half < job.tokens:
         yield {"train.max_tokens_per_microbatch": half}, "smaller products"
     if isinstance(config, RunConfig) and config.rollout.engine == "embedded" and not job.on_cpu:
-        if cache := max(rank.device.get("sampler's cache", {}).get("rollout", 0) for rank in ranks):
+        if cache := max(rank.device.get(CACHE, {}).get("rollout", 0) for rank in ranks):
             yield {"rollout.embedded.kv_cache_bytes": cache // 2}, "rows wait when it is full"
         size = next((n for n in (1, 2, 4, 8) if job.memory.weights / n < 0.4 * (job.device_bytes or 0)), 16)
         if size > 1:

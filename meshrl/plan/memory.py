@@ -28,7 +28,9 @@ from meshrl.plan.sizes import micro_batches, page_tokens, room_for
 from meshrl.plan.traffic import Shape, Work, sent_bytes
 
 PHASES = ("load", "sync", "rollout", "annotate", "train", "optimizer", "save")
-CACHE = "sampler's cache"
+MEASURED = {"optim": "optimizer", "checkpoint": "save", **{phase: phase for phase in PHASES[1:5]}}
+"""Phase that ranks measure -> that of a plan."""
+CACHE, LIBRARIES = "sampler's cache", "libraries"
 CPU_LIBRARIES = 350 << 20  # of a rank after it has imported torch and Transformers
 DEVICE_LIBRARIES = 1 << 30  # of an accelerator: its context, kernels and the buffers of the collectives
 ERROR = 0.07  # of a plan, against measured peaks (docs/perf/memory.md)
@@ -91,8 +93,14 @@ class RankMemory:
             own = (self.host if on_host else self.device).setdefault(part, {})
             own |= {phase: own.get(phase, 0) + size for phase in phases}
 
-    def total(self, phase: str) -> int:
-        return sum(own.get(phase, 0) for own in self.device.values())
+    def total(self, phase: str, without: Collection[str] = ()) -> int:
+        """without: parts."""
+        return sum(own.get(phase, 0) for part, own in self.device.items() if part not in without)
+
+    @property
+    def least(self) -> int:
+        """Of the largest phase, without the libraries and the cache of an embedded engine, which takes what is left."""
+        return max(self.total(phase, (LIBRARIES, CACHE)) for phase in self.phases)
 
     @property
     def peak(self) -> str:
@@ -149,7 +157,7 @@ def rank_memory(job: PlannedRun) -> tuple[RankMemory, ...]:
     if isinstance(config, RunConfig) and config.cluster.num_rollout_ranks:
         ranks.append(RankMemory("rank that samples", ("load", "sync", "rollout")))
     for rank in ranks:
-        rank.add("libraries", CPU_LIBRARIES if job.on_cpu else DEVICE_LIBRARIES)
+        rank.add(LIBRARIES, CPU_LIBRARIES if job.on_cpu else DEVICE_LIBRARIES)
     if isinstance(config, RunConfig):
         _add_sampler(ranks[-1], job, config, is_alone=len(ranks) > 1)
     for rank in ranks:

@@ -13,6 +13,7 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.values import show
 from meshrl.core.types import POLICY, REFERENCE, RoleSpec
 from meshrl.plan.decisions import Decision, Machine, ModelNumbers, decisions
+from meshrl.plan.memory import RankMemory
 from meshrl.plan.ranks import RankPlan, rank_plan
 
 NO_MACHINE = Machine()
@@ -22,12 +23,14 @@ NOTED = ("train.optimizer.lr", "train.max_tokens_per_microbatch", "rollout.max_c
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     """config: with each decided value in place of null or auto; the ranks' specs are made from it. decisions: by key,
-    also those that are rules for the rank that has the device. roles: what the engines of each train rank are for."""
+    also those that are rules for the rank that has the device. roles: what the engines of each train rank are for.
+    memory: of each kind of rank; empty = not planned."""
 
     config: RunConfig | SftRunConfig
     roles: tuple[RoleSpec, ...]
     ranks: tuple[RankPlan, ...]
     decisions: Mapping[str, Decision]
+    memory: tuple[RankMemory, ...] = ()
 
     @property
     def note(self) -> str | None:

@@ -66,7 +66,8 @@ async def sampling(
         reward_workers(cfg, run.objects, task, out.note, out.reward_log.write) as (scorer, trial),
         opened(task.agent, RunOfAgent(folder=run.folder, note=out.note), cfg.agent.kind),
         launched(
-            cfg, num_train_ranks, num_rollout_ranks, model, run.folder.absolute() / LOGS, out.note, out.progress
+            *(cfg, num_train_ranks, num_rollout_ranks, model, run.folder.absolute() / LOGS, out.note, out.progress),
+            memory=run.run_plan.memory,
         ) as groups,
     ):
         out.status.show_processes(groups.executor.processes)
@@ -147,7 +148,8 @@ async def sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepor
         _note_start(run)
         source, held_out, left_out_notes, chat = await asyncio.to_thread(load_sft_source, cfg, objects)
         try:
-            async with launched(cfg, cfg.cluster.num_train_ranks, 0, progress=out.progress) as groups:
+            ranks, memory = cfg.cluster.num_train_ranks, run.run_plan.memory
+            async with launched(cfg, ranks, 0, progress=out.progress, memory=memory) as groups:
                 assert groups.trainer is not None
                 out.status.show_processes(groups.executor.processes)
                 for note in left_out_notes:

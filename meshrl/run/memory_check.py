@@ -1,37 +1,55 @@
-"""Whether a run fits into this machine's memory by its plan, before a process starts. For ranks on a CPU."""
+"""The memory that a run needs by its plan, and whether it fits, before a process starts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
 
+from meshrl.cluster.remote import is_launched
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.device import device_type
 from meshrl.core.errors import ConfigError
 from meshrl.model.limits import model_numbers
 from meshrl.plan.changes import Keys, changes
 from meshrl.plan.decisions import stored_numbers
 from meshrl.plan.disk_use import size_text
-from meshrl.plan.memory import CACHE, ERROR, PHASES, RankMemory, fits
+from meshrl.plan.memory import CACHE, ERROR, PHASES, PlannedRun, RankMemory, fits
 from meshrl.plan.run_plan import with_value
 from meshrl.plan.sizes import micro_batch_tokens
+from meshrl.process.diagnosis import memory_limit
 
 SMALL = 0.25  # of the limit: no plan is made for less
 
 
-def check_memory(cfg: RunConfig | SftRunConfig, limit: int) -> str | None:
+def plan_memory(cfg: RunConfig | SftRunConfig, note: Callable[[str], None]) -> tuple[RankMemory, ...]:
+    """Of each kind of rank of a run that trains; empty = not planned. Ranks on this machine's CPU are compared with its
+    limit; those on accelerators compare themselves.
+
+    Raises: ConfigError as check_memory."""
+    is_on_cpu, limit = cfg.cluster.executor != "ray" and device_type() == "cpu", memory_limit()
+    if cfg.run.ignore_plan or (is_on_cpu and is_launched()):  # by torchrun, with ranks on other machines
+        return ()
+    try:
+        if is_on_cpu and _at_most(cfg) < SMALL * limit:
+            return ()
+        from meshrl.model.costs import run_memory  # imports the model's code, which no small run needs here
+
+        job, ranks = run_memory(cfg, *("cpu", limit) if is_on_cpu else (None,))
+    except ConfigError:
+        return ()  # the ranks raise it
+    if is_on_cpu and (text := check_memory(cfg, job, ranks, limit)):
+        note(f"note: {text}")
+    return ranks
+
+
+def check_memory(cfg: RunConfig | SftRunConfig, job: PlannedRun, ranks: Sequence[RankMemory], limit: int) -> str | None:
     """Returns a note if the run may not fit, also if it does unless many answers are long: the embedded engine's cache
     grows with them. limit: bytes that its processes may use.
 
     Raises: ConfigError if it does not, with a change that helps."""
-    try:
-        if cfg.run.ignore_plan or _at_most(cfg) < SMALL * limit:
-            return None
-        from meshrl.model.costs import run_memory  # imports the model's code, which no small run needs here
+    from meshrl.model.costs import run_memory
 
-        job, ranks = run_memory(cfg, "cpu", limit)
-    except ConfigError:
-        return None  # the ranks raise it
     machine = _machine(cfg, ranks)
     if fits(machine, limit):
         return None
@@ -66,8 +84,7 @@ def _machine(cfg: RunConfig | SftRunConfig, ranks: Sequence[RankMemory], without
     machine = RankMemory("machine")
     for count, rank in zip(counts, ranks, strict=False):
         for phase in PHASES:
-            size = rank.total(phase) - rank.device.get(without, {}).get(phase, 0)
-            machine.add(f"{count} x {rank.what}", count * size, [phase])
+            machine.add(f"{count} x {rank.what}", count * rank.total(phase, (without,)), [phase])
     return machine
 
 

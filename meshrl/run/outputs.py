@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ from meshrl.monitor.trackers import open_trackers
 from meshrl.plan.run_plan import RunPlan
 from meshrl.run.folder import OTHER_FOLDER, FolderLease, Start, choose_start, run_name, set_aside, with_date
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback, WriteReport
+from meshrl.run.memory_check import plan_memory
 from meshrl.run.signals import Stop
 
 
@@ -291,6 +292,8 @@ def live_run(
         loaded = with_date(loaded, {} if start is None else start.saved.get("config", {}))
         run_plan = plan_of(loaded.config)
         loaded = run_plan.with_reasons(loaded)
+        if kind != "eval":
+            run_plan = replace(run_plan, memory=plan_memory(loaded.config, notes.append))
         stop.is_in(folder)
         out = RunOutputs(loaded, kind, num_steps, folder, start, objects)
         for note in notes:

@@ -14,18 +14,16 @@ from meshrl.cluster.remote import follow, is_follower, is_launched, is_restarted
 from meshrl.cluster.worker import prepare_ranks
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.core.device import device_notice, device_type
+from meshrl.core.device import device_notice
 from meshrl.core.terminal import print_message
 from meshrl.loops.colocated import colocated
 from meshrl.loops.fully_async import fully_async
 from meshrl.loops.one_step_off import one_step_off
 from meshrl.monitor.status import STOP_FILE
-from meshrl.process.diagnosis import memory_limit
 from meshrl.process.leases import sweep
 from meshrl.run import assemble
 from meshrl.run.evaluation import Convert, Evaluated, run_evaluation
 from meshrl.run.inputs import NO_OBJECTS, Objects, WriteReport
-from meshrl.run.memory_check import check_memory
 from meshrl.run.signals import Stop, run_in_own_loop, watchdog
 from meshrl.run.subject import Subject
 
@@ -85,9 +83,8 @@ def _run(
         raise SystemExit(follow(Path(cfg.run.folder)))
     if (notice := device_notice()) is not None:
         print_message(f"note: {notice}")
-    for text in (note, _memory_note(cfg, num_ranks[0])):
-        if text is not None and not objects.quiet:
-            print_message(f"note: {text}")
+    if note is not None and not objects.quiet:
+        print_message(f"note: {note}")
 
     stop = Stop()
 
@@ -106,13 +103,6 @@ def _run(
         if is_launched() and stop.is_of_command:
             raise SystemExit(0) from None  # a failure would make torchrun start the run again
         raise SystemExit(128 + stop.signal) from None
-
-
-def _memory_note(cfg: RunConfig | SftRunConfig, num_train_ranks: int) -> str | None:
-    """For ranks that train on this machine's CPU."""
-    if num_train_ranks == 0 or is_launched() or cfg.cluster.executor == "ray" or device_type() != "cpu":
-        return None
-    return check_memory(cfg, memory_limit())
 
 
 LOOPS = {"colocated": colocated, "one_step_off": one_step_off, "fully_async": fully_async}

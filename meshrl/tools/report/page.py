@@ -364,7 +364,21 @@ def timing(run: RunFolder, undrawn: dict[str, str]) -> str:
         if (tokens := run.tokens(phase))
     ]
     about = f'<p class="note">{"; ".join(facts)}.</p>' if facts else ""
-    return about + curves(run, SPEED, undrawn, phases if drawing else "")
+    return about + curves(run, SPEED, undrawn, (phases if drawing else "") + _memory_by_phase(run))
+
+
+def _memory_by_phase(run: RunFolder) -> str:
+    """The largest measured peak of each phase, and the planned one, if there is a plan."""
+    of = "memory/phase_bytes/"
+    rows = ""
+    for phase in (name.removeprefix(of) for name in run.series if name.startswith(of)):
+        measured, planned = (run.finite_values(f"memory/{kind}_bytes/{phase}") for kind in ("phase", "planned"))
+        cells = [number(planned[-1], "bytes"), f"{max(measured) / planned[-1]:.0%}"] if planned else ["", ""]
+        cells = [number(max(measured), "bytes"), *cells]
+        rows += f"<tr><td>{escape(phase)}</td>" + "".join(f'<td class="num">{cell}</td>' for cell in cells) + "</tr>"
+    head = "<tr><th>phase</th><th>measured peak</th><th>planned peak</th><th>of the plan</th></tr>"
+    title = "<figcaption><b>Memory by phase<small>of the rank with the most</small></b></figcaption>"
+    return f'<figure>{title}<table class="numbers">{head}{rows}</table></figure>' if rows else ""
 
 
 def settings(run: RunFolder) -> str:

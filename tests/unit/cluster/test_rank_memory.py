@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from tiny_models import tiny_qwen2
+import torch
 from tiny_specs import worker_spec
 
-from meshrl.cluster import actors, launch
+from meshrl.cluster import actors
 from meshrl.cluster.actors import RankWorker
-from meshrl.config.run import SftRunConfig
 from meshrl.core.errors import ConfigError
-from meshrl.model.costs import run_memory
 from meshrl.monitor.recorder import recorder
-from meshrl.plan.memory import PHASES
+from meshrl.plan.memory import PHASES, RankMemory
 
 
 def test_a_rank_reports_the_peak_of_its_device_also_if_it_ran_no_phase(monkeypatch: pytest.MonkeyPatch):
@@ -42,22 +39,31 @@ def test_a_rank_whose_device_has_less_than_the_plan_refuses_to_start(
 
     monkeypatch.setattr(actors, "free_bytes", lambda device: free * 10**9)
     monkeypatch.setattr(actors, "seed_generators", reached)
-    worker = RankWorker(replace(worker_spec(), planned_bytes=100 * 10**9))
+    plan = RankMemory("rank", device={"masters": {"train": 100 * 10**9}})
+    worker = RankWorker(replace(worker_spec(), memory=plan))
     with pytest.raises(InterruptedError if starts else ConfigError) as error:
         worker.start()
     if not starts:
         assert "rank 0 needs 100.0 GB of its device, of which 92.0 GB are free" in str(error.value)
 
 
-def test_ranks_on_accelerators_get_what_the_plan_needs_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Without the libraries, and without the cache, which takes what is left."""
-    tiny_qwen2().save_pretrained(tmp_path)
-    content = {"path": "rows.jsonl", "num_steps": 1, "rows_per_step": 4, "max_row_tokens": 64}
-    config = SftRunConfig.model_validate({"model": {"path": str(tmp_path)}, "sft": content})
-    assert launch._planned_bytes(config) == (None, None)  # on a CPU the run compares its ranks together
-    monkeypatch.setattr(launch, "device_type", lambda: "cuda")
-    _, (rank,) = run_memory(config, None)
-    need = max(rank.total(phase) - rank.device["libraries"].get(phase, 0) for phase in PHASES)
-    assert launch._planned_bytes(config) == (need, need)
-    ignoring = config.run.model_copy(update={"ignore_plan": True})
-    assert launch._planned_bytes(config.model_copy(update={"run": ignoring})) == (None, None)
+def test_a_rank_reports_the_planned_peak_of_each_phase_that_it_measures(monkeypatch: pytest.MonkeyPatch):
+    """Of an accelerator without the libraries, which its allocator does not see."""
+    plan = RankMemory("rank", device={"libraries": dict.fromkeys(PHASES, 5), "masters": {"optimizer": 7, "sync": 1}})
+    worker = RankWorker(replace(worker_spec(), memory=plan))
+    monkeypatch.setattr(recorder, "measure", lambda: {"peak_bytes": 3})
+
+    def planned() -> dict[str, float]:
+        recorder.take_memory()
+        for phase in ("optim", "sync", "report"):
+            recorder.sample(phase)
+        of = "memory/planned_bytes/"
+        return {metric.name.removeprefix(of): metric.sum for metric in worker.memory() if metric.name.startswith(of)}
+
+    assert planned() == {"optim": 12, "sync": 6}
+    worker.spec = replace(worker.spec, memory=replace(plan, host={"staged checkpoint": {"save": 1}}))
+    assert planned() == {}, "the plan of an accelerator, in a rank on a CPU"
+    monkeypatch.setattr(actors, "memory_stats", lambda device: {"allocated_bytes": 1, "peak_bytes": 2})
+    monkeypatch.setattr(actors, "settle", lambda device: None)
+    worker.device = torch.device("meta")
+    assert planned() == {"optim": 7, "sync": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from meshrl.core.errors import ConfigError
 from meshrl.model.costs import run_memory
 from meshrl.plan.memory import CACHE, PHASES
 from meshrl.process.diagnosis import memory_limit
-from meshrl.run.memory_check import check_memory
+from meshrl.run import memory_check
+from meshrl.run.memory_check import plan_memory
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +41,31 @@ def need(config: SftRunConfig) -> int:
     return max(2 * rank.total(phase) for phase in PHASES)
 
 
-def test_a_run_that_fits_starts_without_a_word(config: SftRunConfig, need: int):
+@pytest.fixture
+def check_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunConfig | SftRunConfig, int], str | None]:
+    """The note on a run on a machine with this limit."""
+
+    def check(cfg: RunConfig | SftRunConfig, limit: int) -> str | None:
+        notes = list[str]()
+        monkeypatch.setattr(memory_check, "memory_limit", lambda: limit)
+        plan_memory(cfg, notes.append)
+        return notes[0] if notes else None
+
+    return check
+
+
+def test_a_run_that_fits_starts_without_a_word(check_memory, config: SftRunConfig, need: int):
     assert check_memory(config, int(1.2 * need)) is None
 
 
-def test_a_run_that_may_not_fit_gets_a_note(config: SftRunConfig, need: int):
+def test_a_run_that_may_not_fit_gets_a_note(check_memory, config: SftRunConfig, need: int):
     note = check_memory(config, need)
     assert note is not None and "may end for lack of memory" in note
 
 
-def test_a_run_that_does_not_fit_is_refused_with_a_change_of_which_it_does(config: SftRunConfig, need: int):
+def test_a_run_that_does_not_fit_is_refused_with_a_change_of_which_it_does(
+    check_memory, config: SftRunConfig, need: int
+):
     with pytest.raises(ConfigError, match=r"Set train\.max_tokens_per_microbatch=32768") as error:
         check_memory(config, int(0.9 * need))
     assert "run.ignore_plan=true" in str(error.value)
@@ -58,7 +75,7 @@ def test_a_run_that_does_not_fit_is_refused_with_a_change_of_which_it_does(confi
     assert check_memory(config.model_copy(update={"run": ignored}), int(0.5 * need)) is None
 
 
-def test_a_cache_that_grows_with_the_answers_is_no_reason_to_refuse(config: SftRunConfig):
+def test_a_cache_that_grows_with_the_answers_is_no_reason_to_refuse(check_memory, config: SftRunConfig):
     """Of 256 rows of 4,096 tokens. With the limit of the note it fits."""
     values = {
         "model": config.model.model_dump(),
@@ -82,7 +99,7 @@ def test_a_cache_that_grows_with_the_answers_is_no_reason_to_refuse(config: SftR
     assert check_memory(limited, limit) is None
 
 
-def test_no_plan_is_made_for_a_run_that_needs_little(config: SftRunConfig, need: int, monkeypatch: pytest.MonkeyPatch):
+def test_no_plan_is_made_for_a_run_that_needs_little(check_memory, config: SftRunConfig, need: int, monkeypatch):
     def fail(*_: object) -> None:
         raise AssertionError("a plan was made")
 
@@ -90,6 +107,18 @@ def test_no_plan_is_made_for_a_run_that_needs_little(config: SftRunConfig, need:
     assert check_memory(config, 1000 * need) is None
     with pytest.raises(AssertionError, match="a plan was made"):
         check_memory(config, need)
+
+
+def test_ranks_on_accelerators_are_planned_with_what_they_need_at_least(config: SftRunConfig, monkeypatch):
+    """Without the libraries, and without the cache, which takes what is left."""
+    monkeypatch.setattr(memory_check, "device_type", lambda: "cuda")
+    (rank,) = plan_memory(config, lambda note: None)
+    (expected,) = run_memory(config, None)[1]
+    assert rank == expected and rank.least == max(
+        rank.total(phase) - rank.device["libraries"].get(phase, 0) for phase in PHASES
+    )
+    ignoring = config.run.model_copy(update={"ignore_plan": True})
+    assert plan_memory(config.model_copy(update={"run": ignoring}), lambda note: None) == ()
 
 
 @pytest.mark.parametrize(

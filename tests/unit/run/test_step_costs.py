@@ -11,7 +11,8 @@ from meshrl.model.costs import model_flops
 from meshrl.model.recipe import load_causal_lm
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import read_metrics
-from meshrl.run import start
+from meshrl.plan.memory import CPU_LIBRARIES
+from meshrl.run import memory_check, start
 from meshrl.tools.report.page import write_report
 
 
@@ -25,6 +26,7 @@ from meshrl.tools.report.page import write_report
 )
 def test_flops_are_those_of_the_rows_whatever_the_ranks_and_micro_batches(tmp_path, monkeypatch, layout):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory_check, "SMALL", 0.0)  # its memory is planned, too
     config = write_run(tmp_path)
     run = train(config, "made", *layout)
     flops = model_flops(load_causal_lm(tmp_path / "model"))
@@ -46,6 +48,7 @@ def test_flops_are_those_of_the_rows_whatever_the_ranks_and_micro_batches(tmp_pa
         assert 0 <= line.metrics["rollout/queue_s/p50"] <= line.metrics["rollout/first_token_max_s"]
         for phase in ("rollout", "train", "optim", "sync"):
             assert line.metrics[f"memory/phase_bytes/{phase}"] > 1e6
+            assert line.metrics[f"memory/planned_bytes/{phase}"] > CPU_LIBRARIES
     assert (units["train/model_flops"], units["perf/mfu"]) == ("FLOP", "fraction")
     notes = (run / "run_notes.txt").read_text()
     assert "perf/mfu" not in notes
@@ -60,7 +63,9 @@ def test_sft_reports_them_too(tmp_path, monkeypatch):
     sft = {"model": given["model"], "run": given["run"], "cluster": {"executor": "inline"}}
     sft["sft"] = {"path": "chats.jsonl", "num_steps": 2, "rows_per_step": 4, "max_row_tokens": 64}
     (tmp_path / "sft.yaml").write_text(json.dumps(sft))
+    monkeypatch.setattr(memory_check, "SMALL", 0.0)
     run = start.sft(load_sft_config(tmp_path / "sft.yaml", ["run.name=warm"]), write_report)
     for line in read_metrics(run / "metrics.jsonl")[0]:
+        assert line.metrics["memory/planned_bytes/train"] > CPU_LIBRARIES
         assert line.metrics["train/model_flops"] > 0 and line.metrics["perf/mfu"] > 0
         assert line.metrics["perf/throughput"] > 0 and line.metrics["memory/phase_bytes/train"] > 1e6

@@ -95,6 +95,18 @@ def test_constant_curves_and_those_with_the_values_of_another_one_are_a_line(tmp
     assert "Constant, or equal to another curve: reward/term/a = reward/mean, reward/failed 0." in visible_text(page)
 
 
+def test_the_memory_of_each_phase_is_next_to_its_plan(tmp_path: Path):
+    names = [
+        f"memory/{kind}_bytes/{phase}" for kind, phase in (("phase", "train"), ("planned", "train"), ("phase", "end"))
+    ]
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step, peak in ((1, 3.1e9), (2, 3e9)):
+        sink.write(step, dict(zip(names, (peak, 4e9, 1e9), strict=True)), dict.fromkeys(names, "bytes"))
+    sink.close()
+    text = visible_text(write_report(tmp_path).read_text())
+    assert "phase measured peak planned peak of the plan train 3.1 GB 4 GB 78% end 1 GB" in " ".join(text.split())
+
+
 def test_a_run_without_held_out_rows_states_so_and_shows_answers_of_its_last_step(tmp_path: Path):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.write(3, {"reward/mean": 0.5}, {})
