@@ -16,6 +16,7 @@ from fault_cases import page as faults  # noqa: E402
 from model_families import page as models  # noqa: E402
 from published_recipes import shares as recipe_shares  # noqa: E402
 
+from meshrl.agent.parsing import FORMATS  # noqa: E402
 from meshrl.config.docs import every_key, is_listed, now_only  # noqa: E402
 from meshrl.config.other_frameworks import Setting, settings  # noqa: E402
 from meshrl.monitor.glossary import (  # noqa: E402
@@ -163,6 +164,15 @@ def _cell(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def tools() -> str:
+    """The formats of calls."""
+    lines = [_beginning("tools.md", "meshrl/agent"), "", "| format | models | marks |", "| --- | --- | --- |"]
+    for name, form in FORMATS.items():
+        marks = ", ".join(f"`{mark.strip()}`" for mark in form.marks).replace("|", "\\|")
+        lines.append(f"| {name} | {form.models} | {marks} |")
+    return "\n".join([*lines, ""])
+
+
 def notebook() -> str:
     """The cells of examples/notebook_grpo.py."""
     script = (ROOT / "examples" / "notebook_grpo.py").read_text(encoding="utf-8")
@@ -186,6 +196,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/from_verl_and_trl.md": from_other_frameworks,
     "docs/metrics.md": metrics,
     "docs/models.md": models,
+    "docs/tools.md": tools,
     "examples/notebook_grpo.ipynb": notebook,
 }
 

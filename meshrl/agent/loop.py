@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from meshrl.agent.flatten import TurnError, attach, path_ids
-from meshrl.agent.tools import ERROR, TOOLS, Tool, ToolError, as_tool, call_tool, name_and_arguments, tool_calls
+from meshrl.agent.parsing import format_name, parse
+from meshrl.agent.tools import ERROR, TOOLS, Tool, as_tool, call_tool
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import (
@@ -31,7 +33,7 @@ from meshrl.core.types import (
     turn_seed,
 )
 from meshrl.data.chat import Message, continuation_ids, image_literal, render, render_text
-from meshrl.data.decode import answer_text, text_of
+from meshrl.data.decode import answer_text
 from meshrl.data.media import find_spans
 from meshrl.data.order import PromptFeed
 
@@ -254,7 +256,7 @@ class MultiTurn:
             turn = await take_turn(trajectory, context, generate, ctx, new)
             if turn is None or turn.stop_reason != "stop":
                 return trajectory
-            calls = tool_calls(text_of(ctx.tokenizer, turn.output_ids, special=True))  # a call may end with a stop id
+            calls = parse(ctx.tokenizer, turn.output_ids, context=context, tools=self.tools).tool_calls
             if not calls:
                 return trajectory
             if len(trajectory.turns) == self.max_turns:
@@ -269,7 +271,7 @@ class MultiTurn:
 
 def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[Message], template: str) -> str | None:
     """Check that the chat template describes the agent's tools to the model, and for MultiTurn that it renders the
-    answers of tools, also after a second call, and that the calls it renders are those that `tool_calls` reads.
+    answers of tools, also after a second call, and that `parse` reads the calls that it renders.
     messages: of a prompt. template: what the template is, for errors.
 
     Returns: a note about a template that renders no calls."""
@@ -304,20 +306,22 @@ def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[M
     if written is None:
         return (
             f"{template}: it renders no `tool_calls` of messages, so it does not show how the model writes a call. "
-            'The only form that is executed is <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+            f"Calls are read in the format {format_name(tokenizer)!r} (docs/tools.md)"
         )
-    if not any(map(_is_stand_in, tool_calls(written))):
+    calls = parse(tokenizer, written, tools=agent.tools).tool_calls
+    if not any(not call.error and json.loads(call.arguments) == _ARGUMENTS for call in calls):
         shown = written[max(0, written.rindex(_ARGUMENTS["stand_in"]) - 120) :][:200]
         raise ConfigError(
-            f"{template}: it writes a call as {shown!r}, but the only form that is executed is "
-            '<tool_call>{"name": ..., "arguments": {...}}</tool_call>: no call would be. '
+            f"{template}: it writes a call as {shown!r}, which the format {format_name(tokenizer)!r} does not read "
+            "(docs/tools.md lists all formats), so no call would be executed. "
             + advice.format("an agent of your own that reads this form")
         )
     return None
 
 
 def _rendered_call(agent: Agent, tokenizer: Any, messages: Sequence[Message]) -> str | None:
-    """The text of a conversation that ends in a call of the first tool; None if the template does not write it."""
+    """A call of the first tool as the template writes it; None if it does not."""
+    before = render_text(tokenizer, messages, tools=agent.tools)
     name = agent.tools[0].get("function", agent.tools[0]).get("name")
     for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):  # templates want one or the other
         call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -327,15 +331,8 @@ def _rendered_call(agent: Agent, tokenizer: Any, messages: Sequence[Message]) ->
         except DataError:
             continue
         if _ARGUMENTS["stand_in"] in text:
-            return text
+            return text[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text))) :]
     return None
-
-
-def _is_stand_in(body: str) -> bool:
-    try:
-        return name_and_arguments(body)[1] == _ARGUMENTS
-    except ToolError:
-        return False
 
 
 AGENTS: dict[str, Callable[..., Agent]] = {"single_turn": SingleTurn, "multi_turn": MultiTurn}

@@ -1,7 +1,5 @@
 """Tools that an agent may call, and their limits. A tool's answer is text for the model, and so are a refusal and an
 exception of the tool.
-
-A model writes a call as with Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ import inspect
 import json
 import math
 import operator
-import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshrl.agent.parsing import ToolCall
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.data.chat import function_schema
 from meshrl.reward.replies import error_text, one_line
@@ -27,7 +25,6 @@ MAX_EXPRESSION_CHARS = 256
 MAX_INT_BITS = 2048  # about 616 digits: enough for any real exercise, too few to slow down the run
 MAX_ANSWER_CHARS = 2000
 ERROR = "error: "  # the beginning of an answer to a call that failed
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolError(Exception):
@@ -73,19 +70,16 @@ def as_tool(tool: Any, key: str) -> Tool:
         ) from cause
 
 
-def tool_calls(text: str) -> list[str]:
-    """The bodies of all complete calls in a model's text, in order."""
-    return _CALL.findall(text)
-
-
-async def call_tool(tools: Mapping[str, Tool], body: str) -> str:
+async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> str:
     """The answer to a call: the tool's text, or "error: ..." for a call that is malformed, unknown or refused, and for
     an exception of the tool. It has at most MAX_ANSWER_CHARS characters and is valid Unicode.
 
     A tool that never returns ends the run when the phase misses its deadline.
     """
     try:
-        name, arguments = name_and_arguments(body)
+        if call.error:
+            raise ToolError(call.error)
+        name, arguments = call.name, json.loads(call.arguments)
         if name not in tools:
             raise ToolError(f"no tool is called {name!r}; there are: {', '.join(tools)}")
         tool = tools[name]
@@ -141,21 +135,6 @@ async def _in_thread(tool: Tool, arguments: dict[str, Any]) -> Any:
 
 def _description(error: BaseException) -> str:
     return one_line(error_text(error))
-
-
-def name_and_arguments(body: str) -> tuple[str, dict[str, Any]]:
-    """Of the body of a call."""
-    try:
-        call = json.loads(body)
-        json.dumps(call, ensure_ascii=False).encode()  # an escaped half of a surrogate pair is not a text
-    except (ValueError, RecursionError) as cause:
-        raise ToolError(f"the tool call is not valid JSON: {cause}") from cause
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise ToolError('a tool call must be a JSON object with a "name"')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        raise ToolError('"arguments" must be a JSON object')
-    return call["name"], arguments
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

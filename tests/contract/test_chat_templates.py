@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import subprocess
 import sys
 import zipfile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
+from meshrl.agent.parsing import format_name, parse
 from meshrl.core.errors import DataError
-from meshrl.data.chat import load_tokenizer, render, stop_token_ids
+from meshrl.data.chat import load_tokenizer, render, render_text, stop_token_ids
 from meshrl.tools.model_check.command import ANSWER, QUESTION, SYSTEM, TOOL, template_facts
 
 SPECIAL = re.compile(r"<\|[^\s|<>]+\|>|<｜[^｜<>]+｜>|<\w+\|>|<\|\w+>|</?\w+>|\[[A-Za-z]{3,}\]")
@@ -86,6 +90,37 @@ def test_thinking_is_switched_by_the_variable_of_the_page(
         text = tokenizer.apply_chat_template([QUESTION], **own)
         assert rendered[-1] == tokenizer.encode(text, add_special_tokens=False)
     assert rendered[0] != rendered[1]
+
+
+CALLS = {  # file in TRL's package -> the format in which its calls are read
+    **dict.fromkeys(["qwen2_5", "qwen3", "qwen3_instruct_2507"], "hermes"),
+    **dict.fromkeys(["qwen3_5_think", "qwen3_6", "nemotron_3_nano", "nemotron_3_super"], "xml"),
+    **dict.fromkeys(["llama3_1", "llama3_2"], "llama3"),
+    **dict.fromkeys(["lfm2_v2", "lfm2_2_5_v2"], "lfm2"),
+    **dict.fromkeys(["deepseek_r1_distill", "deepseekv3"], "deepseek"),
+    "glm4moe": "glm", "gemma4_v5": "gemma4", "gptoss": "gpt_oss",
+}  # fmt: skip
+OF_THREE_TYPES = {"text": 'is "7"\nab', "number": 7, "more": {"a": [1, True]}}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_that_a_published_template_writes_are_read(name: str, published: dict[str, str], tmp_path: Path):
+    tokenizer = load_tokenizer(with_special_tokens_of(published[name], tmp_path))
+    types = {"text": "string", "number": "integer", "more": "object"}
+    schema = {"type": "object", "properties": {key: {"type": kind} for key, kind in types.items()}, "required": []}
+    tool = {"type": "function", "function": {"name": "f", "description": "Does it.", "parameters": schema}}
+    before = render_text(tokenizer, [QUESTION], tools=[tool])
+    written = []
+    for content in ("", None):  # DeepSeek's templates write calls only of messages without content
+        for arguments in (OF_THREE_TYPES, json.dumps(OF_THREE_TYPES)):
+            call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            message = {"role": "assistant", "content": content, "tool_calls": [call]}
+            with contextlib.suppress(Exception):
+                texts = tokenizer.apply_chat_template([QUESTION, message], tools=[tool], tokenize=False)
+                written.append(texts[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, texts))) :])
+    calls = [parse(tokenizer, text, tools=[tool]).tool_calls for text in written]
+    assert format_name(tokenizer) == CALLS[name]
+    assert ["f", OF_THREE_TYPES] in [[c.name, json.loads(c.arguments)] for each in calls for c in each if not c.error]
 
 
 @pytest.mark.parametrize("name", OF_LISTS)

@@ -49,7 +49,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "math_verify": {"reward"},
     "sympy": {"reward"},
     "cloudpickle": {"reward"},
-    "transformers": {"data", "model", *MODEL_CHECK},
+    "transformers": {"data", "model", "agent/parsing.py", *MODEL_CHECK},
     "huggingface_hub": {"data", "model"},
     "jinja2": {"data"},
     "PIL": {"data"},

@@ -9,7 +9,8 @@ from typing import Literal
 
 import pytest
 
-from meshrl.agent.tools import MAX_ANSWER_CHARS, TOOLS, Tool, ToolError, as_tool, calculate, call_tool, tool_calls
+from meshrl.agent.parsing import ToolCall
+from meshrl.agent.tools import MAX_ANSWER_CHARS, TOOLS, Tool, ToolError, as_tool, calculate, call_tool
 from meshrl.core.errors import ConfigError
 from meshrl.reward.replies import MAX_MESSAGE_CHARS
 
@@ -69,30 +70,13 @@ def test_a_chain_of_signs_is_answered():
     assert calculate("-" * 100 + "1") == "1"
 
 
-def test_calls_are_found_in_order_among_other_text():
-    text = 'I add <tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call>, <tool_call>\n{"name": "b"}\n</tool_call>'
-    assert [json.loads(body) for body in tool_calls(text)] == [{"name": "a", "arguments": {"x": 1}}, {"name": "b"}]
-    assert tool_calls('<tool_call>{"name": "a"}') == []
+def answer(name, arguments):
+    return asyncio.run(call_tool(TOOLS, ToolCall("c", name, json.dumps(arguments))))
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("{", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
-        (r'{"name": "a", "arguments": {"x": "\ud83d"}}', "not valid JSON"),
-        ("[]", 'must be a JSON object with a "name"'),
-        ('{"name": 3}', 'must be a JSON object with a "name"'),
-        ('{"name": "a", "arguments": [1]}', '"arguments" must be a JSON object'),
-    ],
-)
-def test_a_malformed_call_is_answered_with_an_error(body, expected):
-    text = asyncio.run(call_tool(TOOLS, body))
-    assert text.startswith("error: ") and expected in text
-
-
-def answer(**call):
-    return asyncio.run(call_tool(TOOLS, json.dumps(call)))
+def test_a_malformed_call_is_answered_with_its_error_and_not_executed():
+    malformed = replace(CALL, arguments='{"expression": "6*7"}', error="not valid JSON: at char 0")
+    assert asyncio.run(call_tool(TOOLS, malformed)) == "error: not valid JSON: at char 0"
 
 
 def test_every_call_is_answered_with_text():
@@ -102,10 +86,10 @@ def test_every_call_is_answered_with_text():
     assert "got ['expression', 'y']" in answer(name="calculator", arguments={"expression": "1", "y": 2})
     assert "must be of type string, got ['6']" in answer(name="calculator", arguments={"expression": ["6"]})
     assert "must be of type string, got None" in answer(name="calculator", arguments={"expression": None})
-    assert answer(name="nope") == "error: no tool is called 'nope'; there are: calculator"
+    assert answer(name="nope", arguments={}) == "error: no tool is called 'nope'; there are: calculator"
 
 
-CALL = '{"name": "calculator", "arguments": {"expression": "x"}}'
+CALL = ToolCall("c", "calculator", '{"expression": "x"}')
 
 
 def test_async_tools_are_awaited_and_long_answers_cut():
@@ -120,8 +104,7 @@ def test_async_tools_are_awaited_and_long_answers_cut():
 def calls(function, **arguments):
     """The answer of a tool that is this function."""
     tool = as_tool(function, "agent.args.tools")
-    body = json.dumps({"name": tool.name, "arguments": arguments})
-    return asyncio.run(call_tool({tool.name: tool}, body))
+    return asyncio.run(call_tool({tool.name: tool}, ToolCall("c", tool.name, json.dumps(arguments))))
 
 
 class WithoutText(Exception):
@@ -167,7 +150,7 @@ def test_a_tool_that_blocks_does_not_block_the_event_loop():
 
     async def both() -> str:
         tool = as_tool(wait, "agent.args.tools")
-        answer = asyncio.ensure_future(call_tool({"wait": tool}, '{"name": "wait"}'))
+        answer = asyncio.ensure_future(call_tool({"wait": tool}, ToolCall("c", "wait", "{}")))
         while not asked.is_set():
             await asyncio.sleep(0.001)
         answered.set()
@@ -193,7 +176,7 @@ def test_a_tool_that_never_returns_does_not_delay_the_end_of_the_run(loop_has_en
         asyncio.get_running_loop().set_exception_handler(lambda loop, problem: problems.append(problem))
         tool = as_tool(hang, "agent.args.tools")
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(call_tool({"hang": tool}, '{"name": "hang"}'), 0.01)
+            await asyncio.wait_for(call_tool({"hang": tool}, ToolCall("c", "hang", "{}")), 0.01)
         if not loop_has_ended:
             end_call()
             await asyncio.sleep(0)
@@ -346,6 +329,6 @@ def test_what_can_not_be_described_to_a_model_is_refused(function, expected):
 
 def test_a_tool_whose_schema_has_no_properties_takes_no_arguments():
     tool = Tool(name="now", description="Returns the time.", parameters={"type": "object"}, function=lambda: "noon")
-    assert asyncio.run(call_tool({"now": tool}, '{"name": "now", "arguments": {}}')) == "noon"
-    refused = asyncio.run(call_tool({"now": tool}, '{"name": "now", "arguments": {"zone": "UTC"}}'))
+    assert asyncio.run(call_tool({"now": tool}, ToolCall("c", "now", "{}"))) == "noon"
+    refused = asyncio.run(call_tool({"now": tool}, ToolCall("c", "now", '{"zone": "UTC"}')))
     assert refused == "error: now takes the arguments [], of which [] are required; got ['zone']"

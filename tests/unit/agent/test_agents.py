@@ -405,7 +405,7 @@ def test_a_template_whose_calls_are_not_read_is_refused(form, is_read):
         assert require_tools_in_template(MultiTurn(), tokenizer, [USER], "T") is None
     else:
         with pytest.raises(
-            ConfigError, match=r"T: it writes a call as .*stand-in argument.*no call would be.*chatml_tools"
+            ConfigError, match=r"T: it writes a call as .*stand-in argument.*'hermes' does not read.*chatml_tools"
         ):
             require_tools_in_template(MultiTurn(), tokenizer, [USER], "T")
 

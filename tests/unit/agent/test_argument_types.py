@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshrl.agent.parsing import ToolCall
 from meshrl.agent.tools import Tool, call_tool
 
 VALUES: dict[str, Any] = {
@@ -32,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
 def call(schema: dict[str, Any], value: Any) -> str:
     parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
     tool = Tool(name="show", description="", parameters=parameters, function=lambda x: f"got {x!r}")
-    return asyncio.run(call_tool({"show": tool}, json.dumps({"name": "show", "arguments": {"x": value}})))
+    return asyncio.run(call_tool({"show": tool}, ToolCall("c", "show", json.dumps({"x": value}))))
 
 
 @pytest.mark.parametrize("name", VALUES)
