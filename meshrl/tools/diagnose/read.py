@@ -23,7 +23,6 @@ from meshrl.monitor.recorder import (
     PROFILE_FILE,
     SPANS_FILE,
     Category,
-    ControllerTrace,
     MemorySample,
     Phase,
     RankFacts,
@@ -89,19 +88,13 @@ Operation = tuple[int, int, str]
 """Start and end in nanoseconds, and name, of a kernel, or on a CPU of an operator of torch."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """All times are of the rank's clock. rank: None if the trace does not state it. operations: computation, in the
-    order of their starts. spans: collectives and copies. steps: (number, start_ns, end_ns) of ProfilerStep. is_cut: the
-    file's end is missing."""
+    """All times are of the rank's clock. operations: computation, in the order of their starts. spans: collectives and
+    copies."""
 
-    rank: int | None
-    host: str
-    device: str
     operations: list[Operation]
     spans: list[Span]
-    steps: list[tuple[int, int, int]] = field(default_factory=list)
-    is_cut: bool = False
 
     def around(self, time_ns: int) -> str:
         """The operations before and after a time, for a text."""
@@ -112,33 +105,28 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a trace, compressed or not. If its end is missing, the events before it are used."""
+    """Read a trace, compressed or not."""
     try:
         with open_plain(path) as file:
             data = file.read(MAX_BYTES + 1)
-        if data.startswith(b"\x1f\x8b"):  # if the end of a compressed file is missing, what is before it is used
+        if data.startswith(b"\x1f\x8b"):
             data = zlib.decompressobj(wbits=31).decompress(data, MAX_BYTES + 1)
     except (OSError, Unreadable, zlib.error) as cause:
         raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
     if len(data) > MAX_BYTES:
         raise DataError(f"{path}: more than {MAX_BYTES:,} bytes of JSON; record fewer steps")
-    is_cut = False
     try:
         record = parse_large(data)
     except ValueError as cause:
-        end, is_cut = data.rfind(b"\n  },"), True  # of the last complete event
-        try:
-            record = parse_large(data[: max(0, end)] + b"\n  }]}")
-        except ValueError:
-            raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
+        raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
     if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
         raise DataError(f"{path}: not a trace of torch.profiler: it has no list traceEvents")
     with data_errors(str(path), "a trace of torch.profiler"):
-        return _profile(record, is_cut)
+        return _profile(record)
 
 
-def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
-    base, inner = int(record.get("baseTimeNanoseconds") or 0), record.get("distributedInfo") or {}
+def _profile(record: dict[str, Any]) -> Profile:
+    base = int(record.get("baseTimeNanoseconds") or 0)
     by_category: dict[str, list[_Event]] = {category: [] for category in _CATEGORIES}
     for event in record["traceEvents"]:
         if event.get("cat") in by_category and event.get("ph") == "X":
@@ -161,19 +149,7 @@ def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
             spans.append(_span("collective", start, end, name, event))
         else:
             operations.append((start, end, name))
-    if not operations and not spans:
-        raise ValueError("it has no operation of a device")
-    annotations = [event for event in by_category["user_annotation"] if event[2].startswith("ProfilerStep#")]
-    devices = record.get("deviceProperties") or [{}]
-    return Profile(
-        rank=int(inner["rank"]) if "rank" in inner else None,
-        host=str(record.get("host_name", "")),
-        device=str(devices[0].get("name", "an accelerator" if on_device else "cpu")),
-        operations=sorted(operations),
-        spans=spans,
-        steps=sorted((int(name.partition("#")[2]), start, end) for start, end, name, _ in annotations),
-        is_cut=is_cut,
-    )
+    return Profile(sorted(operations), spans)
 
 
 def _span(category: Category, start: int, end: int, name: str, event: dict[str, Any]) -> Span:
@@ -185,9 +161,6 @@ def _span(category: Category, start: int, end: int, name: str, event: dict[str, 
         size = elements * _DTYPE_BYTES.get(str(args.get("dtype")), 1)
         return Span(label, category, start, end, {"bytes": size, "group": int(args.get("Group size", 0))})
     return Span(label, category, start, end, {"bytes": int(args["bytes"])} if "bytes" in args else {})
-
-
-_UNKNOWN = RankFacts(host="", device="cpu", trains=True, samples=False)  # without the controller's part
 
 
 @dataclass(kw_only=True, slots=True)
@@ -246,13 +219,12 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the traces of a run's folder. A file of them stands for all."""
+    """Read the traces of a run's folder. A file of them stands for all. Raises: DataError that names a damaged one."""
     if path.is_file() and is_there(path.with_name(CONTROLLER)):
         path = path.parent
     for folder in (path / FOLDER, path):
-        spans, profiles = _numbered(folder, SPANS_FILE), _numbered(folder, PROFILE_FILE)
-        if is_there(folder / CONTROLLER) or spans or profiles:
-            return _run_trace(folder, spans, profiles)
+        if is_there(folder / CONTROLLER):
+            return _run_trace(folder)
     if is_there(path / "metrics.jsonl"):
         raise MeshrlError(
             f"{path} is a run without traces: no step has ended, or an older version wrote it. Give its config instead "
@@ -264,74 +236,34 @@ def read_trace(path: Path) -> Trace:
     )
 
 
-def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
-    """The files of ranks in a folder, by rank."""
-    start, end = pattern.split("{:05d}")
-    numbered = ((path, path.name[len(start) : -len(end)]) for path in folder.glob(f"{start}*{end}"))
-    return {int(number): path for path, number in sorted(numbered) if number.isdecimal()}
-
-
-def _run_trace(folder: Path, files: dict[int, Path], profiles: dict[int, Path]) -> Trace:
-    notes: list[str] = []
-    control = ControllerTrace(phases=[], steps=[], ranks={}, facts={"kind": "train"})
-    try:
-        control = read_controller(folder / CONTROLLER)
-    except DataError as cause:
-        notes.append(f"no steps, no phases of the controller, and clocks of ranks that are not aligned: {cause}")
-    ranks: dict[int, Rank] = {}
-    for number in sorted({*control.ranks, *files, *profiles}):
-        rank = Rank(facts=control.ranks.get(number, _UNKNOWN), spans=[])
-        try:
-            of_rank = read_rank(files.get(number, folder / SPANS_FILE.format(number)))
-            rank.spans, rank.memory = list(of_rank.spans), list(of_rank.memory)
-            if of_rank.num_dropped:
-                notes.append(f"rank {number}: its {of_rank.num_dropped:,} oldest spans were not saved")
-        except DataError as cause:
-            notes.append(f"rank {number} has no spans: {cause}")
-        try:
-            if number in profiles:
-                _add_profile(rank, profiles[number], notes)
-        except DataError as cause:
-            notes.append(f"rank {number} has no profile: {cause}")
+def _run_trace(folder: Path) -> Trace:
+    """The ranks on one clock."""
+    control, ranks, notes = read_controller(folder / CONTROLLER), dict[int, Rank](), list[str]()
+    for number, facts in sorted(control.ranks.items()):
+        of_rank = read_rank(folder / SPANS_FILE.format(number))
+        rank = Rank(facts=facts, spans=list(of_rank.spans), memory=list(of_rank.memory))
+        if of_rank.num_dropped:
+            notes.append(f"rank {number}: its {of_rank.num_dropped:,} oldest spans were not saved")
+        if is_there(path := folder / PROFILE_FILE.format(number)):
+            profile, has_collectives = read_profile(path), any(s.category == "collective" for s in rank.spans)
+            rank.profile = profile if profile.operations or profile.spans else None
+            on_device = facts.device != "cpu"  # on a CPU the profiler sees the launch of a collective only
+            rank.spans += [s for s in profile.spans if s.category == "copy" or (on_device and not has_collectives)]
         if rank.spans:
             ranks[number] = rank
         else:
             notes.append(f"rank {number} is left out: nothing is known about its time")
-    if not ranks:
-        raise MeshrlError(f"{folder}: no file of a rank can be read. " + "; ".join(notes))
-    trace = _trace(folder, control, ranks, notes)
+    if not ranks or not control.steps:
+        raise MeshrlError(f"{folder} has no step of a rank; train with more steps")
+    config = dict[str, Any]()
     for path in (at / CONFIG for at in (folder, folder.parent) if is_there(at / CONFIG)):
         settings = read_part(notes, read_settings, path) or []
-        trace.config = {setting.key: scalar(setting.value.strip('"')) for setting in settings}
-    prompts, samples = (trace.config.get(f"loop.{key}", math.inf) for key in ("prompts_per_step", "samples_per_prompt"))
-    if prompts * samples <= trace.config.get("rollout.max_running_requests", 0):
-        trace.config["rollout.max_running_requests"] = "all"
-    if trace.config and all(rank.facts.device == "cpu" for rank in ranks.values()):
-        trace.config["model.dtype"] = "bfloat16"  # there the default is the faster one
-    return trace
-
-
-def _add_profile(rank: Rank, path: Path, notes: list[str]) -> None:
-    """Raises: DataError when the file is no trace of torch.profiler."""
-    rank.profile = profile = read_profile(path)
-    if profile.is_cut:
-        notes.append(f"the end of {path.name} is missing; what is before it is used")
-    if rank.facts is _UNKNOWN:
-        rank.facts = replace(_UNKNOWN, host=profile.host, device=profile.device)
-    if not rank.spans:
-        times = [(start, end) for start, end, _ in profile.operations] + [(s.start_ns, s.end_ns) for s in profile.spans]
-        extent = min(start for start, _ in times), max(end for _, end in times)
-        commands = [(start, end) for _, start, end in profile.steps] or [extent]
-        rank.spans = [*(Span("train", "phase", start, end) for start, end in commands), *profile.spans]
-    else:
-        has_collectives = any(s.category == "collective" for s in rank.spans)
-        on_device = rank.facts.device != "cpu"  # on a CPU the profiler sees the launch of a collective only
-        rank.spans += [s for s in profile.spans if s.category == "copy" or (on_device and not has_collectives)]
-
-
-def _trace(source: Path, control: ControllerTrace, ranks: dict[int, Rank], notes: list[str]) -> Trace:
-    """The ranks on one clock. The commands of the ranks replace missing phases, and those of the first rank missing
-    steps."""
+        config = {setting.key: scalar(setting.value.strip('"')) for setting in settings}
+    prompts, samples = (config.get(f"loop.{key}", math.inf) for key in ("prompts_per_step", "samples_per_prompt"))
+    if prompts * samples <= config.get("rollout.max_running_requests", 0):
+        config["rollout.max_running_requests"] = "all"
+    if config and all(rank.facts.device == "cpu" for rank in ranks.values()):
+        config["model.dtype"] = "bfloat16"  # there the default is the faster one
     for rank in ranks.values():
         convert = rank.facts.to_controller
         rank.spans = [replace(s, start_ns=convert(s.start_ns), end_ns=convert(s.end_ns)) for s in rank.spans]
@@ -339,17 +271,8 @@ def _trace(source: Path, control: ControllerTrace, ranks: dict[int, Rank], notes
         if rank.profile is not None:
             merged = union((start, end) for start, end, _ in rank.profile.operations)
             rank.operations = [(convert(start), convert(end)) for start, end in merged]
-    commands = [
-        [s for s in rank.spans if s.category == "phase"] or [replace(s, name="step") for s in rank.spans]
-        for _, rank in sorted(ranks.items())
-    ]
-    phases = list(control.phases) or [Phase(s.name, s.start_ns, s.end_ns) for spans in commands for s in spans]
     is_profiled = any(rank.profile for rank in ranks.values())
-    first = ranks[min(ranks)].profile
-    extent = min(s.start_ns for s in commands[0]), max(s.end_ns for s in commands[0])
-    named = first.steps if first is not None and first.steps else [(1, *extent)]
-    steps = list(control.steps) or [Step(number, start, end, is_profiled) for number, start, end in named]
-    traced = [s for s in steps if s.traced] if is_profiled else []
+    traced = [s for s in control.steps if s.traced] if is_profiled else []
     if not traced:
         notes.append(
             "without a profile, all of a forward and backward pass outside collectives counts as computation: Python's "
@@ -361,13 +284,14 @@ def _trace(source: Path, control: ControllerTrace, ranks: dict[int, Rank], notes
         error, clock_error_ns = f"error at most {max(errors) / 1e6:.3f} ms", 2.0 * max(errors)
         clock = f"clocks of ranks aligned by messages between controller and ranks, {error}"
     return Trace(
-        source=source,
-        steps=traced or steps,
-        all_steps=steps,
-        phases=phases,
+        source=folder,
+        steps=traced or list(control.steps),
+        all_steps=list(control.steps),
+        phases=list(control.phases),
         ranks=ranks,
         clock=clock,
         clock_error_ns=clock_error_ns,
         facts=dict(control.facts),
+        config=config,
         notes=notes,
     )

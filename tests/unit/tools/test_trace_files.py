@@ -1,4 +1,4 @@
-"""Reading the traces of a run, damaged ones, too; and the files that `meshrl diagnose` writes."""
+"""Reading the traces of a run; and the files that `meshrl diagnose` writes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ from golden import check_golden
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from meshrl.cli import main
-from meshrl.core.errors import DataError, MeshrlError
-from meshrl.monitor.recorder import FOLDER, PROFILE_FILE
+from meshrl.core.errors import DataError
+from meshrl.monitor.recorder import (
+    FOLDER,
+    PROFILE_FILE,
+    ControllerTrace,
+    Phase,
+    RankFacts,
+    RankTrace,
+    Span,
+    Step,
+    write_controller,
+    write_rank,
+)
 from meshrl.tools.diagnose.command import run
 from meshrl.tools.diagnose.diagnosis import diagnose
 from meshrl.tools.diagnose.read import read_profile, read_trace
-from tests.traces import EPOCH, MS, event, healthy, write_profile, write_trace
+from tests.traces import EPOCH, healthy, write_trace
 
 CUDA = Path(__file__).with_name("cuda_trace.json")
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202egnp\x1b[2J"
@@ -31,18 +42,28 @@ def traced(tmp_path) -> Path:
     return write_trace(tmp_path / "run", [{0: healthy(), 1: healthy()}] * 2, offsets_ms={1: 5000})
 
 
-def profile_at(folder: Path, rank: int) -> Path:
-    """The place of a rank's profile in a run's folder."""
-    path = folder / FOLDER / PROFILE_FILE.format(rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+def write_profiles(run: Path, profiles: dict[int, dict], hosts: dict[int, str] | None = None, device="H100") -> Path:
+    """A run whose ranks have these profiles and train in their steps. Its steps are those of the first rank."""
+    steps = list[Step]()
+    for rank, content in profiles.items():
+        base, spans = content["baseTimeNanoseconds"], list[Span]()
+        for one in content["traceEvents"]:
+            if str(one.get("name")).startswith("ProfilerStep#") and one["cat"] == "user_annotation":
+                start, end = (base + round(at * 1000) for at in (one["ts"], one["ts"] + one["dur"]))
+                spans.append(Span("train", "phase", start, end))
+                steps += [Step(int(one["name"].partition("#")[2]), start, end, True)] * (rank == min(profiles))
+        write_rank(run / FOLDER, RankTrace(rank=rank, spans=spans, memory=[]))
+        (run / FOLDER / PROFILE_FILE.format(rank)).write_text(json.dumps(content))
+    phases = [Phase("train", step.start_ns, step.end_ns) for step in steps]
+    facts = {n: RankFacts(host=(hosts or {}).get(n, "h"), device=device, trains=True, samples=False) for n in profiles}
+    write_controller(run / FOLDER, ControllerTrace(phases=phases, steps=steps, ranks=facts, facts={"kind": "train"}))
+    return run
 
 
 def test_a_cuda_trace_is_divided_by_kernels_and_streams(tmp_path):
     """200 us all-gather from 10, 300 us gemm from 110, copies of 60 us, 100 us kernel from 680, 150 us reduce-scatter
     from 730, in each step of 1000 us."""
-    shutil.copy(CUDA, profile_at(tmp_path, 1))
-    found = diagnose(read_trace(tmp_path))
+    found = diagnose(read_trace(write_profiles(tmp_path, {1: json.loads(CUDA.read_text())})))
     (train,) = [t for t in found.phases if t.phase == "train"]
     assert train.rank == 1 and [step.step for step in found.trace.steps] == [3, 4]
     assert train.wall == pytest.approx(1000e-6)
@@ -54,13 +75,12 @@ def test_a_cuda_trace_is_divided_by_kernels_and_streams(tmp_path):
     sizes = {c.name: (c.num, c.bytes, c.gb_per_s) for c in found.collectives}
     assert sizes["_allgather_base"] == (1, 2_000_000, pytest.approx(2e6 / 200e-6 / 1e9))
     assert sizes["_reduce_scatter_base"] == (1, 2_000_000, pytest.approx(2e6 / 150e-6 / 1e9))
-    assert read_profile(CUDA).device == "NVIDIA H100 80GB HBM3"
 
 
 def test_a_trace_that_torch_profiler_writes_here_is_read(tmp_path):
     """Nodes of autograd contain operators, and may wait for a collective; they are no computation."""
     model, rows = torch.nn.Linear(64, 64), torch.randn(256, 64)
-    path = profile_at(tmp_path, 0)
+    path = tmp_path / "profile.json"
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=schedule(wait=0, warmup=1, active=2),
@@ -70,54 +90,35 @@ def test_a_trace_that_torch_profiler_writes_here_is_read(tmp_path):
             model(rows).sum().backward()
             profiler.step()
     read = read_profile(path)
-    assert [number for number, *_ in read.steps] == [1, 2]
     names = {name for _, _, name in read.operations}
     assert {"aten::addmm", "aten::mm"} <= names
     assert not any("Backward" in name or name.startswith("autograd::") for name in names)
-    found = diagnose(read_trace(tmp_path))
-    (step,) = [t for t in found.phases if t.phase == "step"]
+    found = diagnose(read_trace(write_profiles(tmp_path, {0: json.loads(path.read_text())}, device="cpu")))
+    (step,) = [t for t in found.phases if t.phase == "train"]
     assert 0 < step.compute < step.wall and step.exposed == 0
 
 
 def test_no_rank_is_late_by_the_clock_of_its_machine(tmp_path):
     """The clock of the second machine is 0.2 ms ahead; both ranks do the same. On one machine, the rank is late."""
     for host, is_late in (("b", False), ("a", True)):
-        for rank, name in ((0, "a"), (1, host)):
+        profiles = {}
+        for rank in (0, 1):
             ahead, steps = rank * 200, range(0, 8000, 1000)
             events = [("kernel", "ncclDevKernel_AllGather", at + 100, 400 - ahead) for at in steps]
             events += [("kernel", "gemm", at, 100) for at in steps]
             events += [("user_annotation", f"ProfilerStep#{at // 1000}", at, 1000) for at in steps]
             content = {
                 "baseTimeNanoseconds": EPOCH,
-                "host_name": name,
-                "distributedInfo": {"rank": rank},
                 "traceEvents": [
                     {"ph": "X", "cat": c, "name": n, "ts": at + ahead, "dur": took, "tid": 7}
                     for c, n, at, took in events
                 ],
             }
-            profile_at(tmp_path, rank).write_text(json.dumps(content))
-        found = diagnose(read_trace(tmp_path))
+            profiles[rank] = content
+        found = diagnose(read_trace(write_profiles(tmp_path, profiles, {0: "a", 1: host})))
         assert [one.rank for one in found.stragglers if one.is_named] == [1] * is_late
         (wait,) = [one.detail for one in found.costs if one.cause == "wait"] or [""]
         assert ("clocks were not compared" in wait) is not is_late
-
-
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_the_events_before_the_end_of_a_truncated_file_are_used(tmp_path, is_packed):
-    events = [event("cpu_op", f"aten::op{i}", EPOCH + i * MS, EPOCH + i * MS + 500_000) for i in range(400)]
-    path = write_profile(tmp_path / ("t.json.gz" if is_packed else "t.json"), events)
-    place = profile_at(tmp_path, 0)
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) * 2 // 3])
-    found = read_profile(path)
-    assert found.is_cut and 50 < len(found.operations) < 400
-    assert found.operations[0] == (EPOCH, EPOCH + 500_000, "aten::op0")
-    shutil.copy(path, place)
-    assert any(f"the end of {place.name}" in note for note in read_trace(tmp_path).notes)
-    path.write_bytes(data[:40])
-    with pytest.raises(DataError, match=r"t\.json.*not a trace of torch\.profiler"):
-        read_profile(path)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,6 @@ def test_the_events_before_the_end_of_a_truncated_file_are_used(tmp_path, is_pac
             b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": NaN, "dur": 1, "name": "a"}]}',
             "not a trace of torch.profiler",
         ),
-        (b'{"traceEvents": []}', "it has no operation of a device"),
         (b"[" * 100_000, "not a trace of torch.profiler"),
         (b"\x1f\x8bno gzip", "not a trace of torch.profiler"),
     ],
@@ -145,74 +145,41 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, content, text):
     assert text in str(refused.value)
 
 
-def test_a_run_without_a_ranks_file_shows_the_other_ranks(traced):
-    (traced / "traces/rank_00001.spans.json").unlink()
-    (traced / "traces/rank_00001.profile.json.gz").unlink()
-    found = diagnose(read_trace(traced))
-    assert {t.rank for t in found.phases} == {0}
-    assert any("rank 1 has no spans" in note and "no such file" in note for note in found.trace.notes)
-
-
-def test_a_run_that_was_killed_in_the_middle_of_its_files_is_shown(traced):
-    profiled = traced / "traces/rank_00000.profile.json.gz"
-    profiled.write_bytes(profiled.read_bytes()[:-30])
-    spans = traced / "traces/rank_00001.spans.json"
-    spans.write_text(spans.read_text()[:-100])
-    found = diagnose(read_trace(traced))
-    assert any("the end of rank_00000.profile.json.gz is missing" in note for note in found.trace.notes)
-    assert any("rank 1 has no spans" in note for note in found.trace.notes)
-    assert found.costs
-
-
-def test_a_run_without_the_controllers_file_shows_the_commands_of_its_ranks(traced):
-    (traced / "traces/controller.json").unlink()
-    found = diagnose(read_trace(traced))
-    assert {t.phase for t in found.phases} == {"rollout", "train", "sync", "step"}
-    assert "no steps" in found.trace.notes[0]
-
-
-@pytest.mark.parametrize("has_controller", [True, False])
-def test_a_run_with_nothing_but_profiles_is_shown(tmp_path, has_controller):
-    traced = write_trace(tmp_path, [{0: healthy(), 1: healthy()}] * 2)
-    for path in (traced / "traces").glob("rank_*.spans.json"):
-        path.unlink()
-    if not has_controller:
-        (traced / "traces/controller.json").unlink()
-    found = diagnose(read_trace(traced))
-    assert {t.rank for t in found.phases} == {0, 1} and found.costs
-    assert all(t.compute > 0 for t in found.phases if t.phase == "train")
-    assert not any("without a profile" in note for note in found.trace.notes)
-
-
 def test_the_operations_around_a_gap_at_the_start_or_the_end():
     read = read_profile(CUDA)
     assert read.around(0).startswith("between the start and ") and read.around(1 << 62).endswith(" and the end")
 
 
 @pytest.mark.parametrize(
-    ("file", "path", "value", "text"),
+    ("file", "path", "value"),
     [
-        ("controller.json", ("phases", 0, "end_ns"), "soon", "clocks of ranks that are not aligned"),
-        ("controller.json", ("phases", 0, "end_ns"), float("nan"), "clocks of ranks that are not aligned"),
-        ("controller.json", ("ranks", "0", "clock", 0, "offset_ns"), None, "clocks of ranks that are not aligned"),
-        ("rank_00000.spans.json", ("spans", 0, 2), "soon", "rank 0 has no spans"),
-        ("rank_00000.spans.json", ("spans", 0, 1), "dance", "rank 0 has no spans"),
-        ("rank_00000.spans.json", ("memory", 0, 2, "peak_resident_bytes"), float("inf"), "rank 0 has no spans"),
-        ("rank_00000.spans.json", ("spans", 5, 4, "bytes"), "many", "rank 0 has no spans"),
+        ("controller.json", ("phases", 0, "end_ns"), "soon"),
+        ("controller.json", ("phases", 0, "end_ns"), float("nan")),
+        ("controller.json", ("ranks", "0", "clock", 0, "offset_ns"), None),
+        ("controller.json", ("format",), 99),
+        ("rank_00000.spans.json", ("spans", 0, 2), "soon"),
+        ("rank_00000.spans.json", ("spans", 0, 1), "dance"),
+        ("rank_00000.spans.json", ("memory", 0, 2, "peak_resident_bytes"), float("inf")),
+        ("rank_00000.spans.json", ("spans", 5, 4, "bytes"), "many"),
     ],
 )
-def test_a_wrong_value_in_a_file_is_one_note_and_the_rest_is_shown(traced, file, path, value, text):
+def test_a_file_with_a_wrong_value_is_named(traced, file, path, value):
     record = json.loads((traced / "traces" / file).read_text())
     inner = record
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
     (traced / "traces" / file).write_text(json.dumps(record))
-    run(traced, [], 3, None)
-    found = json.loads((traced / "diagnose.json").read_text())
-    assert {row["rank"] for row in found["phases"]} == {0, 1}
-    (note,) = [note for note in found["notes"] if text in note]
-    assert file in note
+    with pytest.raises(DataError, match=file):
+        read_trace(traced)
+
+
+@pytest.mark.parametrize("file", ["rank_00001.spans.json", "rank_00001.profile.json.gz"])
+def test_a_file_whose_end_is_missing_is_named(traced, file):
+    damaged = traced / "traces" / file
+    damaged.write_bytes(damaged.read_bytes()[:-40])
+    with pytest.raises(DataError, match=file):
+        read_trace(traced)
 
 
 def test_values_of_a_sync_that_are_no_numbers_are_left_out(traced):
@@ -232,19 +199,6 @@ def test_spans_of_no_length_and_ranks_without_spans(tmp_path):
     assert {row["rank"] for row in found["phases"]} == {0}
     assert [row["seconds"] for row in found["collectives"] if row["name"] == "nothing"] == [0]
     assert any("rank 1 is left out" in note for note in found["notes"])
-
-
-def test_traces_without_a_readable_rank(traced):
-    for path in (traced / "traces").glob("rank_*"):
-        path.write_text("{")
-    with pytest.raises(MeshrlError, match="no file of a rank can be read"):
-        read_trace(traced)
-
-
-def test_a_trace_of_another_format_names_both(traced):
-    path = traced / "traces/controller.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
-    assert any("format 99" in note for note in read_trace(traced).notes)
 
 
 @pytest.mark.parametrize(
