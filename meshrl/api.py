@@ -209,7 +209,7 @@ class Run:
     def best_model(self) -> Path | None:
         """The model with the highest held-out score: its folder, or model.path if no step made it better; None when the
         run has recorded none."""
-        from meshrl.run.models import read_best
+        from meshrl.core.best_models import read_best
 
         best = read_best(self.folder)
         return None if best is None else Path(best.model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from meshrl.core.best_models import read_bests
+from meshrl.core.best_models import read_best
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.core.files import is_there
 
@@ -86,7 +86,7 @@ def model_of_run(folder: Path) -> Path | None:
     run = folder.parent if folder.name == "checkpoints" else folder
     models = sorted(run.glob("checkpoints/step_*/model"), key=lambda path: (len(path.parent.name), path))
     try:
-        models += [Path(best.model) for best in read_bests(run)[-1:]]
+        models += [Path(best.model)] if (best := read_best(run)) is not None else []
     except CheckpointError as cause:
         raise ConfigError(f"{cause}. Or name a model's folder in place of the run") from cause
     if models and not models[-1].is_dir():  # a hub id, if no step of the run was better, or it was removed

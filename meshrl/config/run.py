@@ -44,7 +44,7 @@ class RunSection(Slice):
     """number of newest training states to keep on disk"""
     keep_models: int | None = Field(None, ge=1)
     """number of newest exported models to keep on disk; null = all. In addition, the model with the best evaluation is
-    kept, and each model that was the best when a state on disk was saved"""
+    kept"""
     ignore_plan: bool = False
     """start also if the planned memory (`meshrl plan`) is more than a device has, or this machine for ranks on a CPU"""
 

@@ -1,4 +1,4 @@
-"""The record of the best models of a run, checkpoints/best.json."""
+"""The record of the best model of a run, checkpoints/best.json."""
 
 from __future__ import annotations
 
@@ -24,23 +24,16 @@ def best_file(run: Path) -> Path:
     return run / "checkpoints" / "best.json"
 
 
-def read_bests(run: Path) -> list[Best]:
-    """The models in best.json: the best one last, before it those that may become the best one again, because the run
-    returns to a state or to an earlier test, each after the ones that it has beaten."""
+def read_best(run: Path) -> Best | None:
+    """The best model of a run by its checkpoints/best.json; None before the first evaluation."""
     path = best_file(run)
     if not path.exists():
-        return []
+        return None
     try:
         saved = read_json(path)
-        return [
-            Best(
-                step := int(one["step"]),
-                float(one["score"]),
-                str(path.parent / one["model"]) if step else str(one["model"]),
-                dict(one.get("evaluation", {})),
-            )
-            for one in (*saved.get("former", saved.get("others", ())), saved)  # others: of runs before former
-        ]
+        step, model = int(saved["step"]), str(saved["model"])
+        evaluation = dict(saved.get("evaluation", {}))
+        return Best(step, float(saved["score"]), str(path.parent / model) if step else model, evaluation)
     except (Unreadable, KeyError, TypeError, ValueError, OverflowError) as cause:
         raise CheckpointError(
             f"{path} is damaged: {cause}. Remove it; the run then takes its next evaluation as the best so far"

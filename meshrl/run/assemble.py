@@ -19,6 +19,7 @@ from meshrl.cluster.train_group import TrainGroup
 from meshrl.config.load import Loaded
 from meshrl.config.model import ModelConfig
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.best_models import read_best
 from meshrl.core.terminal import counted
 from meshrl.data.chat import ChatFiles
 from meshrl.data.decode import text_of
@@ -36,7 +37,7 @@ from meshrl.reward.score import Scorer
 from meshrl.run.folder import LOGS, bytes_of, wait_for_folder
 from meshrl.run.inputs import Objects, WriteReport
 from meshrl.run.keeper import Checkpoints, Keeper
-from meshrl.run.models import newest_model, read_best
+from meshrl.run.models import newest_model
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.restart import run_to_end
 from meshrl.run.signals import Stop

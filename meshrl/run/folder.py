@@ -21,7 +21,7 @@ from typing import Any
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
 from meshrl.config.source import Reader, content, leaves
-from meshrl.core.best_models import best_file
+from meshrl.core.best_models import best_file, read_best
 from meshrl.core.errors import CheckpointError, ConfigError, MeshrlError
 from meshrl.core.files import is_there, write_text
 from meshrl.core.lookup import similar_names
@@ -32,7 +32,6 @@ from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import split_lines
 from meshrl.monitor.status import STATUS_FILE, Status, read_status
 from meshrl.process.diagnosis import has_open
-from meshrl.run.models import restore_best
 from meshrl.train.checkpoint_files import (
     MANIFEST,
     read_controller,
@@ -208,6 +207,8 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
     remove_leftovers(checkpoints)
     moved = [path for number, path in step_folders(checkpoints) if number > step]
     moved += step_files(rollouts, first_repeated)
+    if start is not None and (best := read_best(folder)) is not None and best.step > step:
+        moved.append(best_file(folder))
     if start is None:
         moved += [path for name in _OF_A_RUN if (path := folder / name).exists() and not _is_empty(path)]
     for path in moved:
@@ -215,12 +216,9 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
         to = parent / aside.name if parent.is_symlink() else aside / parent.relative_to(folder)
         to.mkdir(parents=True, exist_ok=True)
         os.rename(path, to / path.name)
-    if start is not None:
-        best = restore_best(folder, start.step)
-        for path, text in ((aside / _METRICS, later), (best_file(aside), best)):
-            if text:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(path, text)
+    if later:
+        aside.mkdir(exist_ok=True)
+        write_text(aside / _METRICS, later)
     for name in ("config.yaml", _RESULT) if moved or aside.is_dir() or start is None else ():
         if (folder / name).is_file():  # the run replaces them
             aside.mkdir(exist_ok=True)

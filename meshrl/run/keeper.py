@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from meshrl.cluster.train_group import TrainGroup
-from meshrl.core.best_models import Best
+from meshrl.core.best_models import Best, read_best
 from meshrl.core.errors import CheckpointError, DataError, MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors, replacing
 from meshrl.core.types import Metric
@@ -22,7 +22,7 @@ from meshrl.loops.job import Resumable
 from meshrl.model.lora import ADAPTER_FOLDER, LEAST_MERGED
 from meshrl.plan.decisions import AUTO_SAVE_S
 from meshrl.run.folder import OTHER_FOLDER
-from meshrl.run.models import model_folder, prune_models, read_best, replace_best
+from meshrl.run.models import model_folder, prune_models, replace_best
 from meshrl.run.outputs import LiveRun
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
@@ -244,14 +244,10 @@ class Keeper:
         evaluations with another identity; for step 0 that is the model of model.path."""
         run, own = self._run, self._evaluation
         with run.out.spans("export"):
-            now, best = read_best(run.folder), read_best(run.folder, own)
-            if math.isnan(score) or (best is not None and best == now and score <= best.score):
+            best = read_best(run.folder)
+            if math.isnan(score) or (best is not None and best.evaluation == own and score <= best.score):
                 return
-            if best is not None and score <= best.score:  # of evaluations like those before the last change
-                step, score, model = best.step, best.score, best.model
-            else:
-                model = str(await self._export(step)) if step else run.loaded.config.model.path
-            await self.checkpoints.settle()  # the checkpoint that is being written may refer to the former best model
+            model = str(await self._export(step)) if step else run.loaded.config.model.path
             every = run.save_every_steps or run.num_steps
             replace_best(
                 run.folder, Best(step, score, model, own), lambda old: old == run.num_steps or old % every == 0

@@ -12,11 +12,10 @@ from typing import Any
 
 from meshrl.config.load import is_sft
 from meshrl.config.source import HUB_ID
-from meshrl.core.best_models import best_file
+from meshrl.core.best_models import best_file, read_best
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.core.files import is_there
 from meshrl.run.folder import similar_runs, state_in
-from meshrl.run.models import read_best
 from meshrl.train.checkpoint_files import MANIFEST, read_controller, step_folders
 
 _MODEL_PATH = re.compile(r"""model(\.path=|=.*[{,]\s*["']?path["']?\s*:)""")  # overrides of this key

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.loop import WEIGHTED_SUM
-from meshrl.core.best_models import Best
+from meshrl.core.best_models import Best, read_best
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.sinks import MetricsLine, read_metrics
-from meshrl.run.models import read_best
 
 HELD_OUT = "eval/mean_at_k"
 Z = 1.96

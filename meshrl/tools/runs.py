@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshrl.core.best_models import read_best
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import is_there, write_text
 from meshrl.core.terminal import command
@@ -20,7 +21,6 @@ from meshrl.monitor.sinks import MetricsLine, duration, metrics_lines
 from meshrl.monitor.status import STATUS_FILE, STOP_FILE, RankProcess, Status, read_status
 from meshrl.process.diagnosis import FamilyMember, family
 from meshrl.run.folder import holds_lease, is_running
-from meshrl.run.models import read_best
 from meshrl.run.verdict import HELD_OUT, evaluations, name_of, verdict_of
 from meshrl.tools.report.folder import read_settings, text_of_file
 from meshrl.tools.state import METRICS_FILE, State, is_run, read_part, read_state, require_run

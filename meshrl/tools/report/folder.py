@@ -12,6 +12,7 @@ from typing import Any
 from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.reward import PassScore, full_rewards, has_passed
 from meshrl.config.values import scalar
+from meshrl.core.best_models import read_best
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
 from meshrl.core.types import Media, Trajectory
@@ -19,7 +20,6 @@ from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import answer_files, read_rollouts
 from meshrl.monitor.sinks import MetricsLine, mean_of_known, metrics_lines
-from meshrl.run.models import read_best
 from meshrl.run.verdict import HELD_OUT, Verdict, evaluations, verdict_of
 from meshrl.tools.state import METRICS_FILE, State, read_part, read_state, require_run
 

@@ -20,14 +20,13 @@ from tiny_run import train
 
 from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
-from meshrl.core.best_models import Best
+from meshrl.core.best_models import Best, read_best
 from meshrl.core.errors import MeshrlError, RewardError
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.run import folder as lease
 from meshrl.run import start
 from meshrl.run.folder import Start, bytes_of, run_name, set_aside
 from meshrl.run.inputs import Objects
-from meshrl.run.models import read_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.tools.report.page import write_report

@@ -16,7 +16,7 @@ from tiny_run import train
 from meshrl.api import Run
 from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
-from meshrl.core.best_models import Best
+from meshrl.core.best_models import Best, read_best
 from meshrl.core.errors import CheckpointError, ConfigError, RewardError
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.notes import important
@@ -25,21 +25,15 @@ from meshrl.monitor.status import read_status
 from meshrl.rollout.embedded import kv_cache
 from meshrl.run import keeper
 from meshrl.run.folder import Start
-from meshrl.run.models import model_folder, prune_models, read_best, replace_best, restore_best
+from meshrl.run.models import model_folder, prune_models, replace_best
 from meshrl.run.outputs import LiveRun, live_run
 from meshrl.run.signals import Stop
 from meshrl.tools.report.folder import read_run
 from meshrl.tools.report.page import write_report
 from meshrl.tools.runs import read_facts
 from meshrl.train.checkpoint_files import (
-    CONTROLLER,
-    Manifest,
-    commit,
-    make_temporary_folder,
     remove_leftovers,
-    state_folder,
     states,
-    write_json,
 )
 from tests.waiting import wait_until
 
@@ -104,28 +98,16 @@ def _models(run: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in (run / "checkpoints").glob("step_*/model"))
 
 
-@pytest.mark.parametrize(
-    ("keep", "left"), [(1, [20, 50]), (2, [20, 40, 50]), (9, [20, 30, 40, 50]), (None, [20, 30, 40, 50])]
-)
-def test_old_models_are_removed_unless_they_are_the_best_of_the_run_or_at_a_state(keep, left, tmp_path: Path):
-    """The model of step 10 was the best before the first state, that of step 20 at the states of steps 30 and 40."""
-    checkpoints = tmp_path / "checkpoints"
-    for step in (30, 40, 50):
-        final = state_folder(checkpoints, step)
-        fact = write_json(make_temporary_folder(final) / CONTROLLER, {})
-        commit(final, Manifest(step=step, num_ranks=0, files={CONTROLLER: fact}))
+@pytest.mark.parametrize(("keep", "left"), [(1, [20, 50]), (2, [20, 40, 50]), (None, [20, 30, 40, 50])])
+def test_old_models_are_removed_unless_they_are_the_best_of_the_run_or_retained(keep, left, tmp_path: Path):
     for step in (10, 20, 30, 40, 50):
         model_folder(tmp_path, step).mkdir(parents=True)
         (model_folder(tmp_path, step) / "model.safetensors").touch()
-    bests = [Best(step, step / 100, str(model_folder(tmp_path, step))) for step in (10, 20, 50)]
-    for best in bests:
-        replace_best(tmp_path, best, lambda step: step >= 30)
+    for step in (30, 10, 20):
+        replace_best(tmp_path, best := Best(step, 0.5, str(model_folder(tmp_path, step))), lambda old: old >= 30)
     prune_models(tmp_path, keep)
-    assert _models(tmp_path) == left and read_best(tmp_path) == bests[2]
-    assert {path.name for path in checkpoints.glob("step_*")} == {f"step_{step:06d}" for step in {*left, 30, 40, 50}}
-    assert not list(checkpoints.glob("*/model.aside"))
-    assert restore_best(tmp_path, 50) is None and restore_best(tmp_path, 40) is not None
-    assert read_best(tmp_path) == bests[1]
+    assert _models(tmp_path) == left and read_best(tmp_path) == best
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step_*")} == {f"step_{step:06d}" for step in left}
 
 
 def test_a_run_keeps_its_newest_models_and_writes_one_again_that_it_needs(config: Path, tmp_path: Path):
@@ -149,23 +131,6 @@ def test_what_a_killed_run_left_of_a_model_is_removed(tmp_path: Path):
     complete.mkdir(parents=True)
     remove_leftovers(tmp_path)
     assert complete.is_dir() and not left.parent.exists()
-
-
-def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(config: Path, tmp_path: Path):
-    """Step 3 is better than step 1, and the run is killed before step 3 is saved; the repeated step 3 is worse.
-    The model of step 1, which was the best at the checkpoint of step 2, still exists."""
-    script = tmp_path / "script"
-    overrides = ("loop.num_steps=3", "loop.save_every_steps=2", f"reward.terms.answer.args.script={script}")
-    script.write_text("0.25 0.5 0.125 0.875")
-    folder = train(config, "forgets", *overrides)
-    best = read_best(folder)
-    assert best is not None and (best.step, best.score) == (3, 0.875)
-    shutil.rmtree(folder / "checkpoints" / "step_000003" / "state")
-    script.write_text("0.375")
-    train(config, "forgets", *overrides, "run.resume=auto")
-    best = read_best(folder)
-    assert best is not None and (best.step, best.score) == (1, 0.5)
-    assert (Path(best.model) / "model.safetensors").stat().st_size > 0
 
 
 def curves_of(folder: Path) -> dict[str, dict[int, float]]:
@@ -214,11 +179,6 @@ def test_a_resume_with_another_test_compares_no_scores_with_the_former_ones(
     curves = curves_of(folder / "tensorboard")
     assert curves["eval/mean_at_k"] == {0: 0.25, 1: 0.4375, 2: 0.25 * scale, 3: 0.375 * scale}
     assert [*curves["reward/mean"]] == [1, 2, 3]
-    script.write_text("0.125 0.25")  # with the first test again, its best model is the best one
-    train(config, "terms", *overrides, "loop.eval_every_steps=0", "loop.num_steps=4", "run.resume=auto")
-    best = read_best(folder)
-    assert best is not None and (best.step, best.score) == (1, 0.4375) and Path(best.model).is_dir()
-    assert "best: 0.438 at step 1" in (folder / "report.html").read_text()
 
 
 def test_a_run_that_returns_to_a_checkpoint_of_another_run_has_neither_its_best_model_nor_an_early_end(
