@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshrl.agent.flatten import TurnError, attach, path_ids
+from meshrl.agent.mcp import McpServer
 from meshrl.agent.parsing import format_name, parse
-from meshrl.agent.tools import ERROR, TOOLS, Tool, as_tool, call_tool
+from meshrl.agent.search import search_tool
+from meshrl.agent.tools import ERROR, TOOLS, Tool, as_tool, call_tools
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import (
@@ -229,23 +232,46 @@ class MultiTurn:
 
     tools: names in the table TOOLS of meshrl/agent/tools.py, or dotted paths `package.module:name` of a function with
     types and a docstring, or of a Tool. From Python, also these objects themselves.
+    tool_timeout_s: of a call, which is then answered with an error. mcp_servers: commands of MCP servers, whose tools
+    are added; they run while the agent is `opened`. documents: path of a table for the tool `search`, which is added.
     """
 
-    def __init__(self, tools: Sequence[str | Tool | Callable[..., Any]] = ("calculator",), max_turns: int = 4) -> None:
+    def __init__(
+        self,
+        tools: Sequence[str | Tool | Callable[..., Any]] = ("calculator",),
+        max_turns: int = 4,
+        tool_timeout_s: float = 60.0,
+        mcp_servers: Sequence[str] = (),
+        documents: str | None = None,
+    ) -> None:
         if not isinstance(max_turns, int) or max_turns < 1:
             raise ConfigError(f"agent.args.max_turns is {max_turns!r}; it must be an integer of at least 1")
+        if not isinstance(tool_timeout_s, (int, float)) or not 0 < tool_timeout_s < float("inf"):
+            raise ConfigError(f"agent.args.tool_timeout_s is {tool_timeout_s!r}; it must be a number above 0")
         key = "agent.args.tools"
-        if not isinstance(tools, (list, tuple)):
-            raise ConfigError(f"{key} is {type(tools).__name__} {tools!r:.80}; it must be a list of names")
-        if not tools:
+        for name, listed in ((key, tools), ("agent.args.mcp_servers", mcp_servers)):
+            if not isinstance(listed, (list, tuple)):
+                raise ConfigError(f"{name} is {type(listed).__name__} {listed!r:.80}; it must be a list of names")
+        if not tools and not mcp_servers and documents is None:
             raise ConfigError(f"{key} is empty; name at least one tool, or use agent.kind: single_turn")
         resolved = [as_tool(look_up(t, TOOLS, key) if isinstance(t, str) else t, key) for t in tools]
+        self._servers = [McpServer(command, "agent.args.mcp_servers") for command in mcp_servers]
+        resolved += [tool for server in self._servers for tool in server.tools]
+        resolved += [] if documents is None else [search_tool(documents, "agent.args.documents")]
         self._tools: dict[str, Tool] = {tool.name: tool for tool in resolved}
         if len(self._tools) < len(resolved):
             twice = next(t.name for t in resolved if self._tools[t.name] is not t or resolved.count(t) > 1)
             raise ConfigError(f"{key}: two tools are named {twice!r}; give each its own name")
+        self._tool_timeout_s = tool_timeout_s
         self.max_turns = max_turns
         self.tools = [tool.schema for tool in resolved]
+
+    @asynccontextmanager
+    async def opened(self, run: RunOfAgent) -> AsyncIterator[None]:
+        async with AsyncExitStack() as servers:
+            for server in self._servers:
+                await servers.enter_async_context(server.opened())
+            yield
 
     async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
         if not prompt.messages:
@@ -262,7 +288,8 @@ class MultiTurn:
             if len(trajectory.turns) == self.max_turns:
                 trajectory.status = "truncated"
                 return trajectory
-            new = [{"role": "tool", "content": await call_tool(self._tools, call)} for call in calls]
+            answers = await call_tools(self._tools, calls, self._tool_timeout_s)
+            new = [{"role": "tool", "content": answer} for answer in answers]
             for message in new:
                 if image_literal(ctx.tokenizer, message["content"]):
                     message["content"] = f"{ERROR}the answer has a token that stands for an image"

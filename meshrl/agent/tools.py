@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from meshrl.reward.replies import error_text, one_line
 MAX_EXPRESSION_CHARS = 256
 MAX_INT_BITS = 2048  # about 616 digits: enough for any real exercise, too few to slow down the run
 MAX_ANSWER_CHARS = 2000
+MAX_RESULT_CHARS = 1 << 20  # a longer result is an error, not cut: it is made by mistake
+MAX_AT_ONCE = 16  # calls of one answer, of which a degenerate one has thousands
 ERROR = "error: "  # the beginning of an answer to a call that failed
 
 
@@ -70,12 +72,26 @@ def as_tool(tool: Any, key: str) -> Tool:
         ) from cause
 
 
-async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> str:
-    """The answer to a call: the tool's text, or "error: ..." for a call that is malformed, unknown or refused, and for
-    an exception of the tool. It has at most MAX_ANSWER_CHARS characters and is valid Unicode.
+async def call_tools(tools: Mapping[str, Tool], calls: Sequence[ToolCall], timeout_s: float) -> list[str]:
+    """The answers to the calls, in their order, as `call_tool` makes them. At most MAX_AT_ONCE of them run at once."""
+    places = asyncio.Semaphore(MAX_AT_ONCE)
 
-    A tool that never returns ends the run when the phase misses its deadline.
+    async def answered(call: ToolCall) -> str:
+        async with places:
+            return await call_tool(tools, call, timeout_s)
+
+    return await asyncio.gather(*map(answered, calls))
+
+
+async def call_tool(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float | None = None) -> str:
+    """The answer to a call: the tool's text, or "error: ..." for a call that is malformed, unknown or refused, for an
+    exception of the tool, and for a result that is binary, too large or not there after timeout_s. It has at most
+    MAX_ANSWER_CHARS characters and is valid Unicode.
+
+    A function that never returns keeps its thread. An async one that blocks the event loop, or ignores that it is
+    cancelled, ends the run when the phase misses its deadline.
     """
+    limit = asyncio.timeout(timeout_s)
     try:
         if call.error:
             raise ToolError(call.error)
@@ -92,17 +108,27 @@ async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> str:
         for argument, value in arguments.items():
             _check_type(tool, argument, value)
         is_async = any(map(inspect.iscoroutinefunction, (tool.function, type(tool.function).__call__)))
-        answer = tool.function(**arguments) if is_async else await _in_thread(tool, arguments)
-        answer = await answer if inspect.isawaitable(answer) else answer
-        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+        async with limit:
+            answer = tool.function(**arguments) if is_async else await _in_thread(tool, arguments)
+            answer = await answer if inspect.isawaitable(answer) else answer
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=_as_json)
+        if len(text) > MAX_RESULT_CHARS:
+            raise ToolError(f"the result of {name} has {len(text)} characters; at most {MAX_RESULT_CHARS} are allowed")
     except ToolError as refusal:
         text = f"{ERROR}{refusal}"
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code: it may raise anything
         if is_being_cancelled(error):
             raise
-        text = f"{ERROR}{_description(error)}"
+        late = isinstance(error, TimeoutError) and limit.expired()
+        text = f"{ERROR}{f'{call.name} did not return within {timeout_s:g} s' if late else _description(error)}"
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_ANSWER_CHARS else text[:MAX_ANSWER_CHARS] + "..."
+
+
+def _as_json(value: Any) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise ToolError(f"the result is binary ({len(value)} bytes); only text can be returned")
+    return str(value)
 
 
 def is_being_cancelled(error: BaseException) -> bool:

@@ -8,8 +8,9 @@ from meshrl.config.base import Slice
 class AgentConfig(Slice):
     kind: str = "single_turn"
     """single_turn = one answer; multi_turn = executes the model's tool calls until it makes none (agent.args: tools,
-    default [calculator], each a built-in name or a function as package.module:name, and max_turns, default 4); or a
-    class or an async function as package.module:name (docs/python.md)"""
+    default [calculator], each a built-in name or a function as package.module:name, max_turns, default 4,
+    tool_timeout_s, default 60, mcp_servers and documents: docs/tools.md); or a class or an async function as
+    package.module:name (docs/python.md)"""
     args: dict[str, Any] = Field({})
     """keyword arguments of the agent's class or function"""
     max_failure_fraction: float = Field(0.2, ge=0, le=1)

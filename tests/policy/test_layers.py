@@ -52,6 +52,8 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "transformers": {"data", "model", "agent/parsing.py", *MODEL_CHECK},
     "huggingface_hub": {"data", "model"},
     "jinja2": {"data"},
+    "mcp": {"agent/mcp.py"},
+    "bm25s": {"agent/search.py"},
     "PIL": {"data"},
     "safetensors": {"model"},
     "peft": {"model"},
