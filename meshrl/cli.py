@@ -9,15 +9,32 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+from meshrl.cli_options import (
+    CHAT,
+    CONVERT,
+    DIAGNOSE,
+    EVAL,
+    INIT,
+    LAUNCH,
+    MEMORY_PLAN,
+    PAGE,
+    RUN,
+    RUNS,
+    SERVE,
+    TRAIN,
+    TRANSLATE,
+    VIEW,
+    Argument,
+    arg,
+)
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.lookup import did_you_mean
 from meshrl.core.terminal import drop_unwritten_output, open_standard_streams, print_message, print_output, printable
@@ -138,7 +155,17 @@ def _translate(args: argparse.Namespace) -> None:
 def _chat(args: argparse.Namespace) -> None:
     from meshrl.tools.chat import chat
 
-    chat([*args.compare, args.model], args.overrides, args.system, args.image)
+    if not args.url and not args.model:
+        raise ConfigError("give a model, such as runs/NAME, or --url of a server")
+    models = [] if args.url else [*args.compare, args.model]
+    words = [args.model, *args.overrides] if args.url and args.model else args.overrides
+    chat(models, words, args.system, args.image, args.url)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from meshrl.tools.serve import serve
+
+    serve(args.model, args.overrides, args.host, args.port)
 
 
 def _launch(args: argparse.Namespace) -> None:
@@ -257,237 +284,41 @@ def _config(args: argparse.Namespace) -> None:
     print_output(list_keys(args.word))
 
 
-class _Argument(NamedTuple):
-    """An argument of a command. settings: as of argparse. is_alone: only one such argument is allowed."""
-
-    name: str
-    settings: dict[str, Any]
-    is_alone: bool = False
-
-
-def _arg(name: str, metavar: str | None, text: str, is_alone: bool = False, **more: Any) -> _Argument:
-    shown = {} if metavar is None else {"metavar": metavar}
-    return _Argument(name, {**shown, "help": text, **more}, is_alone)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{printable(text)!r} is not an integer of at least 1")
-    return int(text)
-
-
-def _memory_size(text: str) -> int:
-    """Bytes, of a text such as 80GB or 24 GiB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])(i?)B", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{printable(text)!r} is not a size with its unit, such as 80GB or 80GiB")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2].upper()) + 1))
-
-
-def _new_folder(text: str) -> Path:
-    """A path where nothing is yet: this is checked before the imports of a command, which take seconds."""
-    if os.path.lexists(text):
-        raise ConfigError(f"{text} already exists; give the name of a new folder")
-    return Path(text)
-
-
-_CONFIG = "YAML file; `meshrl config` lists its keys"
-_OVERRIDES = _arg("overrides", "key=value", "values that override the file, such as train.optimizer.lr=1e-6", nargs="*")
-_EXPLAIN = _arg(
-    "--explain",
-    None,
-    "start nothing; print the sizes of a step, each value with its origin, and the memory of a rank",
-    action="store_true",
-)
-_RUN = _arg("folder", "RUN", "folder of the run, such as runs/NAME", type=Path)
-_RUNS = _arg("folders", "RUN", "folders of two or more runs", type=Path, nargs="+")
-_PAGE = _arg("--out", "FILE", "page to write (default: in RUN, or the first RUN)", type=Path)
-_RUN_CONFIG = [_arg("config", "CONFIG", _CONFIG), _OVERRIDES]
-_TRAIN = [*_RUN_CONFIG, _EXPLAIN]
-_EVAL = [
-    _arg("config", "CONFIG", f"{_CONFIG}, or runs/NAME to evaluate a run with its own config"),
-    _OVERRIDES,
-    _arg(
-        "--model",
-        "FOLDER",
-        "evaluate this model instead of model.path: a model's folder, a run's folder such as runs/NAME (its "
-        "best model), or a step's folder such as runs/NAME/checkpoints/step_000100",
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[Argument]]] = {
+    "train": (partial(_train, False), "train a model with reinforcement learning", TRAIN),
+    "sft": (partial(_train, True), "train a model with supervised fine-tuning (SFT) on chat data", TRAIN),
+    "eval": (_evaluate, "evaluate a model on its held-out rows, with loop.eval_samples answers per prompt", EVAL),
+    "launch": (_launch, "write a Slurm batch file for a run on several nodes", LAUNCH),
+    "plan": (
+        _plan,
+        "show what a run needs in its GPUs' memory, or (--schedule) the speed of each schedule",
+        MEMORY_PLAN,
     ),
-    _arg("--out", "FOLDER", "new folder for the answers and results (default: eval_N in the run)", type=_new_folder),
-]
-_LAUNCH = [
-    _arg("scheduler", None, "the scheduler of the cluster", choices=["slurm"]),
-    *_RUN_CONFIG,
-    _arg(
-        "--command",
-        None,
-        "command that the batch file runs (default train)",
-        dest="run",
-        choices=["train", "sft", "eval"],
-        default="train",
-    ),
-    _arg("--nodes", "N", "number of nodes (default 1)", type=int, default=1),
-    _arg("--gpus-per-node", "G", "GPUs of each node; the run uses N x G ranks (default: the config's)", type=int),
-    _arg(
-        "--from",
-        "RUN",
-        "folder of a run, from which the time to end with a checkpoint is taken (default: 300 s)",
-        dest="measured",
-        type=Path,
-    ),
-    _arg("--time", "TIME", "time limit, such as 12:00:00 (default: the cluster's)"),
-    _arg("--partition", "PARTITION", "partition (default: the cluster's)"),
-    _arg("--account", "ACCOUNT", "account to charge (default: the cluster's)"),
-    _arg("--out", "FILE", "file to write (default: print to the terminal)", type=Path),
-]
-_PLAN = [
-    *_RUN_CONFIG,
-    _arg(
-        "--gpu-memory",
-        "SIZE",
-        "memory of each GPU, such as 80GB: prints whether the run fits, and what makes it fit",
-        type=_memory_size,
-    ),
-    _arg("--json", None, "print the memory as JSON", action="store_true"),
-    _arg("--schedule", None, "compare the speed of the schedules instead", action="store_true"),
-    _arg(
-        "--from",
-        "RUN",
-        "folder of a run with loop.kind=colocated, from which times and lengths are taken",
-        dest="measured",
-        type=Path,
-    ),
-    _arg(
-        "--assume",
-        "KEY=VALUE,...",
-        "times in seconds and lengths in tokens, such as decode_step_s=0.02,answer_tokens=800 (docs/plan.md)",
-        action="append",
-        default=[],
-    ),
-    _arg("--gpus", "N", "number of GPUs (default: the ranks of the config)", type=int),
-]
-_INIT = [
-    _arg("folder", "FOLDER", "folder to write; it must not exist yet", type=_new_folder),
-    _arg("--model", "MODEL", "the model to train: its folder, a hub id, or runs/NAME", required=True),
-    _arg("--data", "FILE", "your rows: CSV, TSV, JSON, JSONL, parquet, or a hub id", required=True),
-    _arg("--prompt", "COLUMN", "column with the questions (default: question)", default="question"),
-    _arg("--answer", "COLUMN", "column with the right answers (default: answer)", default="answer"),
-    _arg("--subset", "NAME", "configuration of a hub data set that has several"),
-    _arg("--split", "NAME", "split of a Hugging Face data set that has several"),
-]
-_TRANSLATE = [
-    _arg(
-        "file",
-        "FILE",
-        "config or script of a recipe of verl, TRL (a GRPOConfig in Python, or YAML) or prime-rl",
-        type=Path,
-    ),
-    _arg("--out", "FILE", "new file to write (default: print to the terminal)", type=Path),
-    _arg("--rows", "N", "rows of the training data, by which epochs become steps", type=_positive),
-    _arg(
-        "--devices",
-        "N",
-        "devices that train with TRL, which counts answers on each (default 1)",
-        type=_positive,
-        default=1,
-    ),
-]
-_CHAT = [
-    _arg("model", "MODEL", "a model's folder, a hub id, or runs/NAME for its best model"),
-    _arg(
-        "overrides",
-        "QUESTION|key=value",
-        "one question in quotes (default: ask for questions), and settings: temperature=0.7 max_new_tokens=512 "
-        "top_p=1 top_k=0 min_p=0 repetition_penalty=1 seed=0 dtype=bfloat16",
-        nargs="*",
-        default=[],  # otherwise argparse calls it required
-    ),
-    _arg("--compare", "MODEL", "another model that answers, too", action="append", default=[]),
-    _arg("--image", "FILE", "image of the first question; may be given several times", action="append", default=[]),
-    _arg("--system", "TEXT", "text of a system message (default: the chat template's)"),
-]
-_DIAGNOSE = [
-    _arg(
-        "target",
-        "CONFIG|RUN",
-        "a config, some steps of which are run with torch.profiler; or the folder of a run that has traces",
-        type=Path,
-    ),
-    _arg("overrides", "key=value", "values that override those of a config", nargs="*"),
-    _arg("--trace", None, "the kind of diagnosis; so far only fsdp", choices=["fsdp"], default="fsdp"),
-    _arg("--steps", "N", "steps of a config to profile (default 4)", type=_positive, default=4),
-    _arg("--out", "FOLDER", "folder for the files (default: the run's)", type=Path),
-]
-_VIEW = [
-    _RUN,
-    _arg("--steps", "A-B", "write view_A-B.html with these steps only, such as 10-20", True),
-    _arg("--step", "N", "print the answers of this step; -1 is the last one", True, type=int),
-    _arg(
-        "--eval",
-        "N",
-        "print the answers of the evaluation after N steps (default: of the last one)",
-        True,
-        type=int,
-        nargs="?",
-        const=-1,
-        dest="evaluation",
-    ),
-    _arg(
-        "--attention",
-        "STEP/GROUP/ANSWER",
-        "write a page about what each token of an answer attends to, from saved weights; the other views show "
-        "the names of answers, such as 12/3/0, or eval_12/3/0 of the evaluation after step 12",
-        True,
-    ),
-    _arg("--wrong", None, "print only answers with a score below loop.eval_pass_score", action="store_true"),
-    _arg("--text", None, "print only the text of each answer, as one line", action="store_true"),
-    _PAGE,
-]
-_CONVERT = [
-    _arg(
-        "checkpoint",
-        "CHECKPOINT",
-        "such as runs/NAME/checkpoints/step_000100, runs/NAME for its best, model.gguf, or a model's folder",
-        type=Path,
-    ),
-    _arg("out", "FOLDER", "the model folder to write; it must not exist yet", type=_new_folder),
-    _arg(
-        "--dtype",
-        None,
-        "of the weights (default: model.dtype of the run); float32 keeps all changes of LoRA and fp32 masters",
-        choices=("bfloat16", "float32", "float16"),
-    ),
-]
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[_Argument]]] = {
-    "train": (partial(_train, False), "train a model with reinforcement learning", _TRAIN),
-    "sft": (partial(_train, True), "train a model with supervised fine-tuning (SFT) on chat data", _TRAIN),
-    "eval": (_evaluate, "evaluate a model on its held-out rows, with loop.eval_samples answers per prompt", _EVAL),
-    "launch": (_launch, "write a Slurm batch file for a run on several nodes", _LAUNCH),
-    "plan": (_plan, "show what a run needs in its GPUs' memory, or (--schedule) the speed of each schedule", _PLAN),
-    "init": (_init, "write a folder with configs and a reward function for your own rows and a model", _INIT),
-    "translate": (_translate, "write a config from one of verl, TRL or prime-rl", _TRANSLATE),
-    "chat": (_chat, "talk to a model in the terminal: one question, or a conversation", _CHAT),
-    "diagnose": (_diagnose, "report where the time of a run goes, and what to change; see docs/see.md", _DIAGNOSE),
-    "report": (_report, "write RUN/report.html from the run's files, during the run or after it", [_RUN, _PAGE]),
-    "status": (_status, "print the state of a run: step, phase, reward, processes", [_RUN]),
-    "stop": (_stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute", [_RUN]),
-    "view": (_view, "show the answers of a run: as a page (RUN/view.html) or in the terminal", _VIEW),
-    "compare": (_compare, "show what differs between runs or evaluations, also as a page", [_RUNS, _PAGE]),
+    "init": (_init, "write a folder with configs and a reward function for your own rows and a model", INIT),
+    "translate": (_translate, "write a config from one of verl, TRL or prime-rl", TRANSLATE),
+    "chat": (_chat, "talk to a model in the terminal: one question, or a conversation", CHAT),
+    "serve": (_serve, "serve a model to clients of OpenAI's and Anthropic's APIs, until Ctrl-C", SERVE),
+    "diagnose": (_diagnose, "report where the time of a run goes, and what to change; see docs/see.md", DIAGNOSE),
+    "report": (_report, "write RUN/report.html from the run's files, during the run or after it", [RUN, PAGE]),
+    "status": (_status, "print the state of a run: step, phase, reward, processes", [RUN]),
+    "stop": (_stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute", [RUN]),
+    "view": (_view, "show the answers of a run: as a page (RUN/view.html) or in the terminal", VIEW),
+    "compare": (_compare, "show what differs between runs or evaluations, also as a page", [RUNS, PAGE]),
     "runs": (
         _runs,
         "list the runs in a folder: state, progress, held-out scores",
-        [_arg("folder", "FOLDER", "default: runs", type=Path, nargs="?", default=Path("runs"))],
+        [arg("folder", "FOLDER", "default: runs", type=Path, nargs="?", default=Path("runs"))],
     ),
-    "convert": (_convert, "write the model folder of a checkpoint, GGUF file or vision model", _CONVERT),
+    "convert": (_convert, "write the model folder of a checkpoint, GGUF file or vision model", CONVERT),
     "model-check": (
         _model_check,
         "check that meshrl trains and samples a model as Transformers computes it",
-        [_arg("model", "MODEL", "a model's folder, or a hub id, of which only config.json is fetched")],
+        [arg("model", "MODEL", "a model's folder, or a hub id, of which only config.json is fetched")],
     ),
     "config": (
         _config,
         "list the config keys with type, default and meaning",
-        [_arg("word", "WORD", "list only keys with this word in name or meaning", nargs="?")],
+        [arg("word", "WORD", "list only keys with this word in name or meaning", nargs="?")],
     ),
 }
 

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshrl.agent.endpoint.programs import ProgramFailed
 from meshrl.agent.flatten import check_turns
 from meshrl.agent.loop import Agent, AgentContext, start_trajectory
 from meshrl.agent.tools import is_being_cancelled
@@ -14,29 +15,22 @@ from meshrl.core.errors import AgentError, Failure, MeshrlError, RequestError
 from meshrl.core.types import Generate, Prompt, Request, Trajectory, Turn
 from meshrl.reward.replies import error_line
 
+AGENT_FAILURES = ("crash", "timeout")
+"""Kinds of failures of the agent's own code, which agent.max_failure_fraction bounds."""
 _SHOWN = 3
 
 
 async def attempt(
     agent: Agent, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext, name: str
 ) -> Trajectory:
-    """The agent's trajectory, with valid turns; a failed one without turns when the agent raised an exception, or took
-    two turns at once, which raises a RuntimeError in it. The agent gets a copy of the prompt: what it changes, no other
-    attempt sees. name: of the agent, for errors.
+    """The agent's trajectory, with valid turns; a failed one without turns when the agent raised an exception. The
+    agent gets a copy of the prompt: what it changes, no other attempt sees. name: of the agent, for errors.
     """
     of_engine: list[BaseException] = []
-    running: set[str] = set()  # ids of requests
-    refused: list[RuntimeError] = []
     fields = {name: getattr(prompt, name) for name in ("messages", "answer", "meta")}
     own = replace(prompt, **copy.deepcopy(fields))
 
     async def observed(request: Request) -> Turn:
-        request_id = getattr(request, "id", "")
-        if request_id and request_id in running:
-            text = f"two turns at once: a request {request_id} is running. Await each turn before the next one"
-            refused.append(RuntimeError(text))
-            raise refused[-1]
-        running.add(request_id)
         try:
             return await generate(request)
         except RequestError:
@@ -45,14 +39,14 @@ async def attempt(
             if not is_being_cancelled(error):  # an agent may limit the time of a request
                 of_engine.append(error)
             raise
-        finally:
-            running.discard(request_id)
 
     failure = None
     try:
         trajectory = await agent.run(own, index, observed, ctx)
     except RequestError as refusal:
         failure = Failure(kind="engine", message=str(refusal))
+    except ProgramFailed as error:
+        failure = Failure(kind=error.kind, message=str(error))
     except MeshrlError:
         if not of_engine:
             raise
@@ -62,8 +56,6 @@ async def attempt(
         failure = Failure(kind="crash", message=error_line(error))
     if of_engine:
         raise of_engine[0]
-    if refused:  # also where the agent handles the exception, or several of its tasks raised some
-        failure = Failure(kind="crash", message=error_line(refused[0]))
     if failure is not None:
         trajectory = start_trajectory(prompt, index, ctx)
         trajectory.status, trajectory.failure = "failed", failure
@@ -106,7 +98,7 @@ def crash_note(trajectories: Sequence[Trajectory], name: str) -> str | None:
 
 
 def _crashes(trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, Failure]]:
-    return [(t, t.failure) for t in trajectories if t.failure is not None and t.failure.kind == "crash"]
+    return [(t, t.failure) for t in trajectories if t.failure is not None and t.failure.kind in AGENT_FAILURES]
 
 
 def _examples(crashes: Sequence[tuple[Trajectory, Failure]]) -> str:

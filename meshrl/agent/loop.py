@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -128,36 +129,42 @@ async def take_turn(
     ctx: AgentContext,
     new_messages: Sequence[Message] = (),
     media_spans: Sequence[tuple[str, int, int]] = (),
+    sampling: SamplingParams | None = None,
+    max_new_tokens: int | None = None,
 ) -> Turn | None:
     """Sample one turn on this full context, add it to the trajectory's tree, and set the trajectory's status.
 
     The turn's parent is found by ids, and its context is cut to the tokens after the parent. Its text, without the
     special tokens that end it, is decoded into `messages`, after new_messages (the new context for people and rewards).
-    media_spans: places of the prompt's images in context_ids; by default they are found by their placeholders. The seed
-    depends only on run, ordinal, index and number of the turn. Returns None when no turn could be sampled. The status
-    is then `truncated` if an earlier turn filled the context, `failed` if the prompt alone filled it or the engine
-    refused the request.
+    media_spans: places of the prompt's images in context_ids; by default they are found by their placeholders. Several
+    turns of a trajectory may run at once. The seed depends only on run, ordinal, index, the context, and the number of
+    earlier requests with the same context, not on the order of others. sampling: default, that of ctx; max_new_tokens:
+    a limit below that of ctx. Returns None when no turn could be sampled. The status is then `truncated` if an earlier
+    turn filled the context, `failed` if the prompt alone filled it or the engine refused the request.
     """
-    number, prompt = len(trajectory.turns), trajectory.prompt
+    number, prompt = len(trajectory.started), trajectory.prompt
     if not media_spans and prompt.media_spans and prompt.ids is not None:
         media_spans = find_spans(context_ids, prompt.media, int(prompt.ids[prompt.media_spans[0][1]]))
     room = ctx.max_context_tokens - len(context_ids)
     if room < 1:
-        trajectory.status = "truncated" if number else "failed"
-        if not number:
+        trajectory.status = "truncated" if trajectory.turns else "failed"
+        if not trajectory.turns:
             trajectory.failure = Failure(
                 kind="agent",
                 message=f"the prompt of {len(context_ids)} tokens fills the context of {ctx.max_context_tokens}",
             )
         return None
+    content = _content_seed(prompt, context_ids)
+    occurrence = trajectory.started.count(content)
+    trajectory.started.append(content)
     request = Request(
         id=f"{trajectory.id}/{number}",
         context_ids=context_ids,
         media=prompt.media,
         media_spans=list(media_spans),
-        sampling=ctx.sampling,
-        seed=turn_seed(ctx.run_seed, prompt.ordinal, trajectory.index, number),
-        max_new_tokens=min(ctx.max_new_tokens, room),
+        sampling=ctx.sampling if sampling is None else sampling,
+        seed=turn_seed(ctx.run_seed, prompt.ordinal, trajectory.index, content + occurrence),
+        max_new_tokens=min(ctx.max_new_tokens, room, room if max_new_tokens is None else max_new_tokens),
         min_version=ctx.min_version,
         session=trajectory.group_id,  # a group stays on one engine, which computes its prompt once
     )
@@ -180,25 +187,47 @@ async def take_turn(
     return freeze(turn)
 
 
+def _content_seed(prompt: Prompt, context_ids: np.ndarray) -> int:
+    """A number of 64 bits for a context; 0 for the prompt's own."""
+    if prompt.ids is not None and np.array_equal(context_ids, prompt.ids):
+        return 0
+    return int.from_bytes(blake2b(np.ascontiguousarray(context_ids).tobytes(), digest_size=8).digest())
+
+
 def next_context(
     trajectory: Trajectory, new: Sequence[Message], ctx: AgentContext, tools: list[dict[str, Any]] | None = None
 ) -> np.ndarray:
     """The context of a further turn, after the last one: the ids so far, then the chat template's tokens for the
-    messages `new` and a generation prompt. int32[C]. tools: the agent's.
-
-    The conversation is the prompt's messages and those of all turns, in order. A template may render it differently
-    when other messages follow (it may drop earlier thinking). Then the context is rendered again, and the next turn
-    starts a new row.
+    messages `new` and a generation prompt. int32[C]. tools: the agent's. The conversation is the prompt's messages and
+    those of all turns, in order.
     """
     if not trajectory.prompt.messages:
         raise DataError(f"prompt {trajectory.prompt.id!r} has no messages; a conversation needs them")
-    *history, answer = [*trajectory.prompt.messages, *(m for turn in trajectory.turns for m in turn.messages)]
+    conversation = [*trajectory.prompt.messages, *(m for turn in trajectory.turns for m in turn.messages)]
+    return context_after(trajectory, len(trajectory.turns) - 1, conversation, new, ctx, tools)
+
+
+def context_after(
+    trajectory: Trajectory,
+    index: int,
+    conversation: Sequence[Message],
+    new: Sequence[Message],
+    ctx: AgentContext,
+    tools: list[dict[str, Any]] | None = None,
+) -> np.ndarray:
+    """The context that continues turn `index`, whose conversation ends with its answer, with the messages `new` and a
+    generation prompt. int32[C].
+
+    A template may render the conversation differently when other messages follow (it may drop earlier thinking). Then
+    the context is rendered again, and the next turn starts a new row.
+    """
+    *history, answer = conversation
     before = render_text(ctx.tokenizer, history, tools=tools)
     after = render_text(ctx.tokenizer, [*history, answer, *new], tools=tools)
     is_prefix = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
     if not is_prefix:
         return render(ctx.tokenizer, [*history, answer, *new], tools=tools, media=trajectory.prompt.media)
-    so_far, stops = path_ids(trajectory.turns, len(trajectory.turns) - 1), ctx.sampling.stop_token_ids
+    so_far, stops = path_ids(trajectory.turns, index), ctx.sampling.stop_token_ids
     last = int(so_far[-1])
     added = continuation_ids(ctx.tokenizer, new, stops, tools, ended_by=last if last in stops else None)
     return np.concatenate([so_far, added])
@@ -360,6 +389,3 @@ def _rendered_call(agent: Agent, tokenizer: Any, messages: Sequence[Message]) ->
         if _ARGUMENTS["stand_in"] in text:
             return text[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text))) :]
     return None
-
-
-AGENTS: dict[str, Callable[..., Agent]] = {"single_turn": SingleTurn, "multi_turn": MultiTurn}

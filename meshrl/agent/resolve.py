@@ -8,7 +8,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
-from meshrl.agent.loop import AGENTS, Agent, AgentContext, RunOfAgent
+from meshrl.agent.endpoint.agent import EndpointAgent
+from meshrl.agent.loop import Agent, AgentContext, MultiTurn, RunOfAgent, SingleTurn
 from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import look_up
@@ -16,6 +17,12 @@ from meshrl.core.types import Generate, Prompt, Trajectory
 
 AgentFunction = Callable[[Prompt, int, Generate, AgentContext], Awaitable[Trajectory]]
 _PARAMETERS = ("prompt", "index", "generate", "ctx")  # of an agent
+
+AGENTS: dict[str, Callable[..., Agent]] = {
+    "single_turn": SingleTurn,
+    "multi_turn": MultiTurn,
+    "endpoint": EndpointAgent,
+}
 
 
 class FunctionAgent:

@@ -166,6 +166,7 @@ class Trajectory:
     index: int  # within the group
     purpose: Purpose = "train"
     turns: list[Turn] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)  # the content seed of each request, also of those still running
     status: Status = "done"
     failure: Failure | None = None
     rewards: dict[str, Graded] = field(default_factory=dict)

@@ -13,8 +13,16 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from meshrl.agent.loop import AGENTS, Agent
-from meshrl.agent.resolve import AgentFunction, FunctionAgent, as_agent, require_parameters, resolve_agent, shown
+from meshrl.agent.loop import Agent
+from meshrl.agent.resolve import (
+    AGENTS,
+    AgentFunction,
+    FunctionAgent,
+    as_agent,
+    require_parameters,
+    resolve_agent,
+    shown,
+)
 from meshrl.cluster.worker import prepare_ranks
 from meshrl.config.base import value_of
 from meshrl.config.case import Check

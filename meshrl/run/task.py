@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from meshrl.agent.loop import AGENTS, Task, require_tools_in_template
-from meshrl.agent.resolve import resolve_agent
+from meshrl.agent.loop import Task, require_tools_in_template
+from meshrl.agent.resolve import AGENTS, resolve_agent
 from meshrl.config.data import MEDIA_CACHE_BYTES
 from meshrl.config.kinds import REWARDS, needs_answer
 from meshrl.config.load import Loaded

@@ -37,6 +37,11 @@ TESTS = Path(__file__).parents[1]
 SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
 LAYOUTS = {
     "inline": ("cluster.executor=inline",),
+    "inline, endpoint": (
+        "cluster.executor=inline",
+        "agent.kind=endpoint",
+        "agent.args={function: endpoint_programs:chat}",
+    ),
     "processes": SPLIT,
     "processes, broadcast": (*SPLIT, "rollout.sync_transport=broadcast"),
     "torchrun": ("cluster.num_train_ranks=2",),

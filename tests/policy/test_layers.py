@@ -19,6 +19,7 @@ LEVELS = {
     "run": 9,
     "tools": 10,
     "api": 11,
+    "cli_options": 11,
     "cli": 12,
     "__main__": 13,
 }
@@ -65,6 +66,8 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "rich": {"tools", "monitor"},
     "psutil": {"monitor", "process"},
     "ray": {"cluster/ray.py"},
+    "starlette": {"agent/endpoint/server.py"},
+    "uvicorn": {"agent/endpoint/server.py"},
     "httpx2": {"rollout/server/http.py", "reward/judge.py"},
     "vllm": {
         "rollout/vllm/memory.py",

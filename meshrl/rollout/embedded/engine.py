@@ -213,9 +213,11 @@ class EmbeddedEngine:
         return_freed_memory(self._device)
 
     def output_so_far(self, request_id: str) -> list[int]:
-        """The tokens that a running request has sampled, for callers of `step`."""
+        """The tokens that a request has sampled; none before it runs and after its end."""
         rows = self._scheduler.rows
-        slot = next(s.slot for s in rows.sequences if s.request.id == request_id)
+        slot = next((s.slot for s in rows.sequences if s.request.id == request_id), None)
+        if slot is None:
+            return []
         output: list[int] = rows.tokens[slot, : rows.sampled[slot]].tolist()
         return output
 

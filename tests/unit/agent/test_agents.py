@@ -173,7 +173,7 @@ def test_the_same_template_appends_where_it_leaves_history_alone():
     assert [turn.parent for turn in t.turns] == [-1, 0]
 
 
-def test_seeds_follow_run_ordinal_index_and_turn_and_nothing_else():
+def test_seeds_follow_run_ordinal_index_and_context_and_nothing_else():
     tokenizer = tiny_tokenizer()
     seeds = {}
     for index, group in ((0, "a"), (1, "a"), (0, "b")):
@@ -181,8 +181,14 @@ def test_seeds_follow_run_ordinal_index_and_turn_and_nothing_else():
         ctx = context(tokenizer, group_id=group, run_seed=9, min_version=index)
         run(MultiTurn(), policy.generate, ctx, index=index)
         seeds[index, group] = [r.seed for r in policy.requests]
-    assert seeds[0, "a"] == [turn_seed(9, 5, 0, 0), turn_seed(9, 5, 0, 1)] == seeds[0, "b"]
-    assert len({*seeds[0, "a"], *seeds[1, "a"]}) == 4
+    assert seeds[0, "a"] == seeds[0, "b"] and len({*seeds[0, "a"], *seeds[1, "a"]}) == 4
+
+
+def test_the_first_answer_at_a_rendered_prompt_has_the_seed_of_its_attempt():
+    policy, tokenizer = ScriptedPolicy(tiny_tokenizer(), "12"), tiny_tokenizer()
+    prompt = Prompt(id="p", ordinal=5, messages=[USER], ids=render(tokenizer, [USER]))
+    run(SingleTurn(), policy.generate, context(tokenizer, run_seed=9), prompt, index=3)
+    assert policy.requests[0].seed == turn_seed(9, 5, 3, 0)
 
 
 def test_a_turn_cut_at_its_length_is_truncated_and_calls_no_tool():

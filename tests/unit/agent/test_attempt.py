@@ -205,34 +205,39 @@ def test_a_trajectory_of_another_attempt_is_refused(change):
         run(Agent(then))
 
 
-class TwoAtOnce(ScriptedAgent):
-    """Takes two turns at once. handling: what the agent does with the exception."""
+class AtOnce(ScriptedAgent):
+    """Takes these turns after a first one, at the same time. They end in the order of `delays`."""
 
-    def __init__(self, handling):
+    def __init__(self, endings, delays):
         super().__init__()
-        self.handling = handling
+        self.endings, self.delays = endings, dict(zip(endings, delays))
 
     async def run(self, prompt, index, generate, ctx):
         trajectory = start_trajectory(prompt, index, ctx)
-        await take_turn(trajectory, np.array([9, 9], np.int32), generate, ctx)
-        turns = [take_turn(trajectory, np.array([1, n], np.int32), generate, ctx) for n in (2, 3)]
-        if self.handling == "task_group":
-            async with asyncio.TaskGroup() as group:
-                for turn in turns:
-                    group.create_task(turn)
-        else:
-            results = await asyncio.gather(*turns, return_exceptions=self.handling == "swallows")
-            assert [isinstance(result, RuntimeError) for result in results] == [False, True]
+
+        async def slow(request):
+            for _ in range(self.delays.get(int(request.context_ids[-1]), 0)):
+                await asyncio.sleep(0)
+            return await generate(request)
+
+        first = await take_turn(trajectory, np.array([9, 9], np.int32), slow, ctx)
+        base = np.concatenate([[9, 9], first.output_ids]).astype(np.int32)
+        contexts = [np.append(base, np.int32(end)) for end in self.endings]
+        await asyncio.gather(*(take_turn(trajectory, context, slow, ctx) for context in contexts))
         return trajectory
 
 
-@pytest.mark.parametrize("handling", ["raises", "swallows", "task_group"])
-def test_two_turns_at_once_fail_the_sample_with_the_reason(handling):
-    async def generate(request):
-        await asyncio.sleep(0)
-        return await generate_to_the_end(ScriptedEngine(), request)
+def test_turns_at_once_have_ids_of_their_own_and_seeds_of_their_contexts():
+    seen = []
+    for delays in ((0, 3, 6, 9), (9, 6, 3, 0)):
+        engine = ScriptedEngine()
 
-    ctx = scripted_context("p-0@7")
-    t = asyncio.run(attempt(TwoAtOnce(handling), scripted_prompt(0), 2, generate, ctx, "mine:Agent"))
-    assert (t.status, t.turns, t.failure.kind) == ("failed", [], "crash")
-    assert "two turns at once: a request p-0@7/2/1 is running" in t.failure.message
+        async def generate(request, engine=engine):
+            return await generate_to_the_end(engine, request)
+
+        agent = AtOnce((11, 12, 13, 13), delays)
+        t = asyncio.run(attempt(agent, scripted_prompt(0), 2, generate, scripted_context("p-0@7"), "mine:Agent"))
+        assert t.failure is None and [turn.parent for turn in t.turns] == [-1, 0, 0, 0, 0]
+        assert len({r.id for r in engine.requests}) == 5 and len({r.seed for r in engine.requests}) == 5
+        seen.append(sorted((tuple(turn.context_ids), tuple(turn.output_ids)) for turn in t.turns))
+    assert seen[0] == seen[1]

@@ -20,7 +20,7 @@ from meshrl.cli import main
 from meshrl.config.chat import ChatSettings
 from meshrl.core.errors import ConfigError
 from meshrl.data.chat import render, stop_token_ids
-from meshrl.tools.chat import Chat, chat
+from meshrl.tools.chat import Chat, LoadedModel, chat
 
 GREEDY = ChatSettings(temperature=0, max_new_tokens=12, dtype="float32")
 
@@ -54,7 +54,7 @@ def without_remark(text: str) -> str:
 
 
 def test_each_answer_is_streamed_and_continues_the_conversation_until_it_is_reset(model):
-    each = Chat(model, "tiny", None, GREEDY)
+    each = Chat(LoadedModel(model, GREEDY), "tiny", None)
     messages = []
     for question in ("ab?", "and 12?"):
         messages.append({"role": "user", "content": question})
@@ -77,12 +77,12 @@ def test_special_tokens_of_an_answer_are_shown(model, tmp_path):
     tokenizer.add_special_tokens({"additional_special_tokens": [letter]})
     tokenizer.save_pretrained(tmp_path / "model")
     assert greedy(str(tmp_path / "model"), messages) == answer.replace(letter, "") != answer
-    *_, shown = Chat(str(tmp_path / "model"), "tiny", None, GREEDY).answer("ab?")
+    *_, shown = Chat(LoadedModel(str(tmp_path / "model"), GREEDY), "tiny", None).answer("ab?")
     assert without_remark(shown) == answer
 
 
 def test_an_interrupted_answer_stays_in_the_conversation_and_the_next_question_works(model):
-    each = Chat(model, "tiny", "be brief", GREEDY)
+    each = Chat(LoadedModel(model, GREEDY), "tiny", "be brief")
     answer = each.answer("ab?")
     first = next(answer)
     answer.close()
@@ -103,7 +103,7 @@ def test_one_question_prints_the_answer_on_stdout_and_nothing_else(model, capsys
 
 def test_a_seed_gives_the_same_answer_at_the_same_place_of_a_conversation(model):
     settings = ChatSettings(temperature=1, max_new_tokens=12, dtype="float32", seed=3)
-    each = Chat(model, "tiny", None, settings)
+    each = Chat(LoadedModel(model, settings), "tiny", None)
     first, second = (list(each.answer("ab?"))[-1] for _ in range(2))
     each.reset()
     assert [list(each.answer("ab?"))[-1] for _ in range(2)] == [first, second] and first != second
@@ -212,7 +212,7 @@ def greedy_about(model: Path, images: list[Path], messages: list[dict]) -> str:
 
 def test_images_belong_to_the_first_question_and_stay_in_the_conversation_until_a_reset(vision_model: Path):
     files = [vision_model.parent / "1.png", vision_model.parent / "2.png"]
-    each = Chat(str(vision_model), "tiny", None, GREEDY, [str(path) for path in files])
+    each = Chat(LoadedModel(str(vision_model), GREEDY), "tiny", None, [str(path) for path in files])
     parts = [{"type": "image", "image": f"image-{i}"} for i in range(2)]
     messages: list[dict] = [{"role": "user", "content": [*parts, {"type": "text", "text": "ab?"}]}]
     answers = [without_remark(list(each.answer("ab?"))[-1])]

@@ -1,0 +1,148 @@
+"""OpenAI's Chat Completions, `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest
+from meshrl.agent.endpoint.dialect import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ROLES,
+    Body,
+    Event,
+    WireFormat,
+    call_of,
+    count,
+    function_tool,
+    objects,
+    require_allowed,
+    require_conversation,
+    sampling_of,
+    text_of_content,
+    texts,
+)
+from meshrl.data.chat import Message
+
+
+def read(body: Body) -> Ask:
+    require_allowed(body)
+    tools = [_tool(each) for each in objects(body, "tools", MAX_TOOLS)]
+    messages = [_message(each, f"messages[{i}]") for i, each in enumerate(objects(body, "messages", MAX_MESSAGES))]
+    options = body.get("stream_options") or {}
+    return Ask(
+        messages=require_conversation(messages),
+        tools=[] if body.get("tool_choice") == "none" else tools,
+        max_tokens=count(body, "max_completion_tokens", "max_tokens"),
+        stop=texts(body, "stop"),
+        sampling=sampling_of(body),
+        stream=bool(body.get("stream")),
+        usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        logprobs=bool(body.get("logprobs")),
+    )
+
+
+def _tool(tool: Body) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise RefusedRequest(400, f"a tool is {json.dumps(tool):.80}; its type must be function")
+    return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
+
+
+def _message(message: Body, place: str) -> Message:
+    role = message.get("role")
+    if role not in ROLES:
+        raise RefusedRequest(400, f"{place}: role is {role!r:.80}; allowed: {', '.join(ROLES)}")
+    made: Message = {
+        "role": "system" if role == "developer" else role,
+        "content": text_of_content(message.get("content"), f"{place}.content"),
+    }
+    calls = [(call, call.get("function")) for call in objects(message, "tool_calls", MAX_TOOLS)]
+    if calls and role == "assistant":
+        made["tool_calls"] = [
+            call_of(
+                call.get("id"), (of if isinstance(of, dict) else {}).get("name"), (of or {}).get("arguments"), place
+            )
+            for call, of in calls
+        ]
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if isinstance(message.get(name), str):
+            made[name] = message[name]
+    return made
+
+
+def usage_of(reply: ModelReply) -> Body:
+    sampled, cached = len(reply.turn.output_ids), reply.turn.times.cached_tokens
+    return {
+        "prompt_tokens": reply.num_context,
+        "completion_tokens": sampled,
+        "total_tokens": reply.num_context + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _choice(ask: Ask, reply: ModelReply) -> Body:
+    message = {"role": "assistant", "content": reply.message["content"] or None}
+    message |= {name: reply.message[name] for name in ("reasoning_content", "tool_calls") if reply.message.get(name)}
+    return {"index": 0, "message": message, "finish_reason": reply.finish, "logprobs": _logprobs(ask, reply)}
+
+
+def _logprobs(ask: Ask, reply: ModelReply) -> Body | None:
+    if not ask.logprobs:
+        return None
+    pairs = zip(reply.tokens, reply.turn.logprobs.tolist(), strict=True)
+    content = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
+    return {"content": content, "refusal": None}
+
+
+def answer(ask: Ask, reply: ModelReply, model: str) -> Body:
+    return {
+        "id": f"chatcmpl-{reply.id}",
+        "object": "chat.completion",
+        "created": reply.created,
+        "model": model,
+        "choices": [_choice(ask, reply)],
+        "usage": usage_of(reply),
+    }
+
+
+class ChatStream:
+    """AnswerStream of chunks."""
+
+    def __init__(self, ask: Ask, reply_id: str, model: str):
+        self._ask, self._sent = ask, ""
+        self._head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": 0, "model": model}
+
+    def _chunk(self, delta: Body, **choice: Any) -> Event:
+        return None, self._head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None} | choice]}
+
+    def begin(self) -> list[Event]:
+        return [self._chunk({"role": "assistant", "content": ""})]
+
+    def text(self, part: str) -> list[Event]:
+        self._sent += part
+        return [self._chunk({"content": part})]
+
+    def end(self, reply: ModelReply) -> list[Event]:
+        message, rest = reply.message, reply.message["content"][len(self._sent) :]
+        deltas: list[Body] = []
+        if message.get("reasoning_content"):
+            deltas.append({"reasoning_content": message["reasoning_content"]})
+        deltas += [{"content": rest}] if rest else []
+        deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls") or ())]
+        events = [self._chunk(delta) for delta in deltas]
+        events.append(self._chunk({}, finish_reason=reply.finish, logprobs=_logprobs(self._ask, reply)))
+        if self._ask.usage:
+            events.append((None, self._head | {"choices": [], "usage": usage_of(reply)}))
+        return events
+
+
+def error(status: int, message: str) -> Body:
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = "context_length_exceeded" if "context_length_exceeded" in message else None
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+CHAT = WireFormat(read=read, answer=answer, stream=ChatStream, error=error, done="[DONE]")

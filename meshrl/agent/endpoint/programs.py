@@ -1,0 +1,234 @@
+"""The program of an endpoint agent: an async function, which runs in the controller's event loop, a function that
+blocks, which runs in a thread of a worker process, or a command.
+
+Worker processes remain for the run, because imports of SDKs take seconds. A command and a worker are killed with all
+processes that they have started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshrl.process.diagnosis import exit_text, output_tail
+from meshrl.process.guard import GuardedProcess
+
+THREADS = 16  # attempts at once in one worker process
+_POLL_S = 0.05
+_TAIL_BYTES = 1000
+_MAX_LINE_BYTES = 1 << 20
+_FIELDS = ("base_url", "api_key", "model", "messages", "answer", "prompt", "url")
+
+
+class ProgramFailed(Exception):
+    """An attempt that failed. kind: of its Failure."""
+
+    def __init__(self, message: str, kind: str = "crash"):
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What a program gets, as keywords of its signature, or in the environment of a command.
+
+    url: of the endpoint, for Anthropic's SDK; base_url: with /v1, for OpenAI's. api_key: valid for this attempt.
+    messages, answer: of the row. prompt: id, env, meta of the row.
+    """
+
+    url: str
+    base_url: str
+    api_key: str
+    model: str
+    messages: list[dict[str, Any]]
+    answer: Any
+    prompt: dict[str, Any]
+
+
+class AgentProgram(Protocol):
+    async def __call__(self, call: Call) -> float | None:
+        """Run one attempt; returns its reward, or None. Raises: ProgramFailed, or an exception of the user's code."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def keywords(function: Callable[..., Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the signature has."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    names = {each.name for each in parameters}
+    return {name: call[name] for name in _FIELDS if takes_all or name in names}
+
+
+def unknown_parameters(function: Callable[..., Any]) -> list[str]:
+    """Parameters without a default that no program gets."""
+    named = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind not in named and p.default is p.empty and p.name not in _FIELDS]
+
+
+def reward_of(value: Any, place: str) -> float | None:
+    """Raises: ProgramFailed for a result that is no reward."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise ProgramFailed(f"{place} returned {value!r:.80}; it must return a number, the reward, or None")
+
+
+class AsyncProgram:
+    """An async function."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]], name: str):
+        self._function, self._name = function, name
+
+    async def __call__(self, call: Call) -> float | None:
+        return reward_of(await self._function(**keywords(self._function, asdict(call))), self._name)
+
+    async def close(self) -> None:
+        pass
+
+
+class CommandProgram:
+    """A command, with this environment: OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, and
+    MESHRL_TASK, a JSON file with messages and prompt. It may write {"reward": number} into the file MESHRL_RESULT."""
+
+    def __init__(self, command: Sequence[str]):
+        self._command = list(command)
+
+    async def __call__(self, call: Call) -> float | None:
+        with tempfile.TemporaryDirectory(prefix="meshrl-agent-") as folder:
+            task, result = Path(folder, "task.json"), Path(folder, "result.json")
+            task.write_text(json.dumps({"messages": call.messages, "prompt": call.prompt, "model": call.model}))
+            environment = {
+                "OPENAI_BASE_URL": call.base_url,
+                "OPENAI_API_KEY": call.api_key,
+                "ANTHROPIC_BASE_URL": call.url,
+                "ANTHROPIC_API_KEY": call.api_key,
+                "MESHRL_TASK": str(task),
+                "MESHRL_RESULT": str(result),
+            }
+            with open(Path(folder, "output"), "w+b") as output:
+                process = GuardedProcess(
+                    "meshrl.process.guard", ["", *self._command], output=output, environment=environment
+                )
+                try:
+                    while (code := process.exit_code()) is None:
+                        await asyncio.sleep(_POLL_S)
+                finally:
+                    await asyncio.shield(asyncio.to_thread(process.kill))
+                if code:
+                    printed = output_tail(output, _TAIL_BYTES) or "nothing"
+                    raise ProgramFailed(f"the command ended with {exit_text(code)}; it printed: {printed}")
+            return reward_of(_written(result), "the command") if result.is_file() else None
+
+    async def close(self) -> None:
+        pass
+
+
+def _written(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())["reward"]
+    except (ValueError, KeyError, TypeError, RecursionError) as cause:
+        raise ProgramFailed(f'the command wrote a result that is not {{"reward": number}}: {cause}') from cause
+
+
+class _FunctionWorker:
+    """A process that runs a function in threads. A worker with an attempt that was given up takes no other one, and is
+    killed when its attempts have ended."""
+
+    def __init__(self, function: str):
+        ours, theirs = socket.socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with theirs:
+            self.process = GuardedProcess(
+                "meshrl.agent.endpoint.worker",
+                [str(theirs.fileno()), function],
+                output=self._output,
+                environment={"PYTHONPATH": path},
+                pass_fds=[theirs.fileno()],
+            )
+        self._link = ours
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self.num_running, self.is_retired, self._number = 0, False, 0
+
+    async def call(self, fields: dict[str, Any]) -> dict[str, Any]:
+        self.num_running += 1
+        self._number = number = self._number + 1
+        answered = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            if self._reading is None:
+                self._reading = asyncio.create_task(self._read())
+            while self._writer is None:
+                await asyncio.sleep(0)
+            self._writer.write(json.dumps({"number": number, "fields": fields}).encode() + b"\n")
+            return await answered
+        finally:
+            self.is_retired |= not answered.done() or answered.cancelled()
+            self.num_running -= 1
+            del self._waiting[number]
+            if self.is_retired and not self.num_running:
+                await asyncio.shield(self.end())
+
+    async def _read(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._link, limit=_MAX_LINE_BYTES)
+        try:
+            while line := await reader.readline():
+                answer = json.loads(line)
+                if (waiting := self._waiting.get(answer["number"])) is not None and not waiting.done():
+                    waiting.set_result(answer)
+            code = await asyncio.to_thread(self.process.exit_code, 2.0)
+            ending = "closed its connection" if code is None else f"ended with {exit_text(code)}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            ending = f"sent an answer that is not valid ({type(error).__name__})"
+        self.is_retired = True
+        printed = output_tail(self._output, _TAIL_BYTES) or "nothing"
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result({"error": f"its worker process {ending}; it printed: {printed}"})
+
+    async def end(self) -> None:
+        self.is_retired = True
+        if self._reading is not None:
+            self._reading.cancel()
+        await asyncio.to_thread(self.process.kill)
+        if self._writer is not None:
+            self._writer.close()
+        self._link.close()
+        self._output.close()
+
+
+class WorkerProgram:
+    """A function that blocks. function: package.module:name. There are as many workers as attempts need, with at most
+    THREADS attempts each."""
+
+    def __init__(self, function: str):
+        self._function = function
+        self._workers: list[_FunctionWorker] = []
+
+    async def __call__(self, call: Call) -> float | None:
+        self._workers = [each for each in self._workers if not (each.is_retired and not each.num_running)]
+        free = (each for each in self._workers if not each.is_retired and each.num_running < THREADS)
+        worker = next(free, None)
+        if worker is None:
+            worker = _FunctionWorker(self._function)
+            self._workers.append(worker)
+        answer = await worker.call(asdict(call))
+        if "error" in answer:
+            raise ProgramFailed(answer["error"])
+        return reward_of(answer.get("reward"), self._function)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+        self._workers = []

@@ -1,0 +1,210 @@
+"""The programs of endpoint agents: how they are called, and every way in which they end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import endpoint_programs
+import numpy as np
+import psutil
+import pytest
+from endpoint_clients import TextPolicy, endpoint_context
+from tiny_tokenizers import SHOWS_TOOLS, tiny_tokenizer
+
+from meshrl.agent.attempt import attempt, check_attempts
+from meshrl.agent.endpoint.agent import EndpointAgent
+from meshrl.agent.loop import RunOfAgent, SingleTurn
+from meshrl.agent.resolve import resolve_agent
+from meshrl.config.agent import AgentConfig
+from meshrl.core.errors import AgentError, ConfigError, RankFailure
+from meshrl.core.types import Prompt
+
+COMMAND = [sys.executable, "-m", "endpoint_programs"]
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(endpoint_programs.__file__).parent))
+
+
+def prompts(num, **meta):
+    return [
+        Prompt(id=f"p{i}", ordinal=i, messages=[{"role": "user", "content": f"ab{i}?"}], meta=meta) for i in range(num)
+    ]
+
+
+def attempts(agent, given, generate=None, delay_s=0.0):
+    """One attempt at each prompt, each so much later than the one before it."""
+    tokenizer, notes = tiny_tokenizer(SHOWS_TOOLS), []
+    policy = TextPolicy(tokenizer, lambda request: "ab12")
+
+    async def run():
+        ctxs = [endpoint_context(tokenizer, group_id=f"{prompt.id}@{prompt.ordinal}") for prompt in given]
+        if not isinstance(agent, EndpointAgent):
+            return [await agent.run(p, 0, policy.generate, ctx) for p, ctx in zip(given, ctxs)]
+        async with agent.opened(RunOfAgent(folder=Path(), note=notes.append)):
+
+            async def one(i):
+                await asyncio.sleep(i * delay_s)
+                return await attempt(agent, given[i], 0, generate or policy.generate, ctxs[i], "mine")
+
+            return await asyncio.gather(*map(one, range(len(given))))
+
+    trajectories = asyncio.run(run())
+    assert not getattr(agent, "_open", None)
+    return trajectories
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"function": "endpoint_programs:chat"},
+        {"function": "endpoint_programs:streamed"},
+        {"function": "endpoint_programs:blocking"},
+        {"command": COMMAND},
+        {"function": endpoint_programs.chat},
+    ],
+)
+def test_a_program_samples_what_single_turn_samples(args):
+    given = prompts(2)
+    found, expected = attempts(EndpointAgent(**args), given), attempts(SingleTurn(), given)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.failure is None and len(ours.turns) == 1
+        np.testing.assert_array_equal(ours.turns[0].context_ids, theirs.turns[0].context_ids)
+        assert (ours.turns[0].seed, ours.turns[0].messages) == (theirs.turns[0].seed, theirs.turns[0].messages)
+
+
+def children():
+    return {p.pid for p in psutil.Process().children(recursive=True)}
+
+
+ENDINGS = {
+    "raises": ("crash", "KeyError: 'no such room' at "),
+    "exits": ("crash", "its worker process ended with exit code 3"),
+    "hangs": ("timeout", "has not ended within agent.args.timeout_s = 3 s"),
+    "no_call": ("crash", "ended without a request"),
+    "bad_reward": ("crash", "returned 'much'; it must return a number"),
+    "well": (None, ""),
+}
+
+
+def test_every_end_of_a_program_is_typed_and_leaves_no_process():
+    before = children()
+    kinds = [*ENDINGS]
+    for kind in kinds:  # apart, since an exit ends the attempts in the same worker, too
+        agent = EndpointAgent(function="endpoint_programs:ends_badly", timeout_s=3 if kind == "hangs" else 60)
+        (t,) = attempts(agent, prompts(1, ending=kind))
+        expected, text = ENDINGS[kind]
+        assert (t.failure and t.failure.kind) == expected, t.failure
+        if expected:
+            assert text in t.failure.message and t.status == "failed" and t.turns == []
+            with pytest.raises(AgentError, match="raised an exception in 1 of 1 attempts"):
+                check_attempts([t], "mine", 0.2)
+    _wait_for_end(before)
+
+
+def _wait_for_end(before):
+    until = time.monotonic() + 20
+    while children() - before and time.monotonic() < until:
+        time.sleep(0.1)
+    assert children() <= before
+
+
+def test_an_attempt_that_hangs_fails_alone():
+    """The other one runs in the same worker, and ends later."""
+    given = [*prompts(1, ending="hangs"), prompts(2, ending="slow")[1]]
+    agent = EndpointAgent(function="endpoint_programs:ends_badly", timeout_s=4)
+    kinds = [t.failure and t.failure.kind for t in attempts(agent, given, delay_s=2.0)]
+    assert kinds == ["timeout", None]
+
+
+@pytest.mark.parametrize(
+    "code,text",
+    [
+        ("import sys; sys.exit('broken')", "the command ended with exit code 1; it printed: broken"),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+        ("", "without a request"),
+        ("import os; open(os.environ['MESHRL_RESULT'], 'w').write('much')", "wrote a result that is not"),
+    ],
+)
+def test_a_command_that_ends_badly(code, text):
+    before = children()
+    (t,) = attempts(EndpointAgent(command=[sys.executable, "-c", code]), prompts(1))
+    assert t.failure.kind == "crash" and text in t.failure.message
+    _wait_for_end(before)
+
+
+def test_a_reward_of_the_program_is_that_of_the_last_turn():
+    async def two_turns(base_url, api_key, messages):
+        await endpoint_programs.chat(base_url, api_key, messages)
+        await endpoint_programs.chat(base_url, api_key, [*messages, *messages])
+        return 0.25
+
+    (t,) = attempts(EndpointAgent(function=two_turns), prompts(1))
+    assert [turn.reward for turn in t.turns] == [None, 0.25]
+
+
+def test_a_key_ends_with_its_attempt():
+    keys = []
+
+    async def remembers(base_url, api_key, messages):
+        keys.append((base_url, api_key))
+        await endpoint_programs.chat(base_url, api_key, messages)
+        for url, key in keys[:-1]:
+            with pytest.raises(endpoint_programs.httpx2.HTTPStatusError, match="401"):
+                await endpoint_programs.chat(url, key, messages)
+
+    agent = EndpointAgent(function=remembers)
+
+    async def in_turn():
+        tokenizer = tiny_tokenizer(SHOWS_TOOLS)
+        policy = TextPolicy(tokenizer, lambda request: "ab")
+        async with agent.opened(RunOfAgent(folder=Path(), note=print)):
+            for _ in range(2):
+                t = await attempt(agent, prompts(1)[0], 0, policy.generate, endpoint_context(tokenizer), "mine")
+                assert t.failure is None
+
+    asyncio.run(in_turn())
+    assert len({key for _, key in keys}) == 2
+
+
+def test_a_failure_of_the_engine_ends_the_run_and_not_only_the_attempt():
+    async def fails(request):
+        raise RankFailure(1, "rollout", "it is gone")
+
+    async def asks_again(base_url, api_key, messages):
+        while True:
+            await asyncio.sleep(0.01)
+            with suppress(endpoint_programs.httpx2.HTTPStatusError):
+                await endpoint_programs.chat(base_url, api_key, messages)
+
+    with pytest.raises(RankFailure, match="it is gone"):
+        attempts(EndpointAgent(function=asks_again), prompts(1), fails)
+
+
+def strange(base_url, api_key, temperature):
+    pass
+
+
+@pytest.mark.parametrize(
+    "args,text",
+    [
+        ({}, "give either function"),
+        ({"function": "a:b", "command": ["c"]}, "give either function"),
+        ({"function": "endpoint_programs:nothing"}, "has no 'nothing'"),
+        ({"function": "endpoint_programs:ENVIRONMENT"}, "it must be a function"),
+        ({"function": strange}, "has the parameters temperature"),
+        ({"function": lambda base_url: None}, "at the top level of a module"),
+        ({"command": "python agent.py"}, "must be a list of texts"),
+        ({"command": []}, "must be a list of texts"),
+        ({"command": ["a"], "timeout_s": 0}, "timeout_s is 0"),
+        ({"command": ["a"], "workers": 3}, "don't fit agent.kind 'endpoint'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_run(args, text):
+    with pytest.raises(ConfigError, match=text):
+        resolve_agent(AgentConfig(kind="endpoint", args=args))
