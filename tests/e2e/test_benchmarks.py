@@ -342,3 +342,8 @@ def test_schedule_learning(tmp_path: Path) -> None:
     line = smoke("schedule_learning", tmp_path)
     assert bars(line) == {"accuracy_below_colocated_fully_async_1"}
     assert "accuracy_fully_async_1_uncorrected" in line["figures"]
+
+
+def test_the_endpoint_loses_nothing_under_an_attack(tmp_path: Path):
+    line = smoke("endpoint", tmp_path)
+    assert [bar["holds"] for bar in line["bars"][1:]] == [True] * 4

@@ -240,9 +240,8 @@ class Conversation:
 
     def _message(self, ask: Ask, turn: Turn, number: int) -> Message:
         """The answer as the client gets it. A call without a name stays text."""
-        turns, stops = self.trajectory.turns, self.ctx.sampling.stop_token_ids
-        context = np.concatenate([path_ids(turns, turn.parent), turn.context_ids])
-        parsed = parse(self.ctx.tokenizer, turn.output_ids, context=context, tools=ask.tools, stop_ids=stops)
+        stops = self.ctx.sampling.stop_token_ids
+        parsed = parse(self.ctx.tokenizer, turn.output_ids, context=turn.context_ids, tools=ask.tools, stop_ids=stops)
         unnamed = [call.arguments for call in parsed.tool_calls if not call.name]
         message: Message = {"role": "assistant", "content": "\n".join(filter(None, [parsed.content, *unnamed]))}
         if parsed.reasoning_content:
