@@ -193,10 +193,10 @@ def _plan(args: argparse.Namespace) -> None:
 
     if args.schedule and (args.json or args.gpu_memory is not None):
         raise ConfigError("--gpu-memory and --json are of the memory; --schedule compares speeds. Leave one out")
-    if not args.schedule and (args.measured or args.assume):
-        raise ConfigError("--from and --assume have times and lengths for --schedule, which is not given")
-    schedule = (args.measured, args.assume) if args.schedule else None
-    print_output(plan_command(args.config, args.overrides, args.gpus, args.gpu_memory, args.json, schedule), end="")
+    if args.schedule != (args.measured is not None):
+        raise ConfigError("--schedule needs the times and lengths of a run, and they are for it only: --from RUN")
+    text = plan_command(args.config, args.overrides, args.gpus, args.gpu_memory, args.json, args.measured)
+    print_output(text, end="")
 
 
 def _diagnose(args: argparse.Namespace) -> None:

@@ -112,13 +112,6 @@ MEMORY_PLAN = [
         dest="measured",
         type=Path,
     ),
-    arg(
-        "--assume",
-        "KEY=VALUE,...",
-        "times in seconds and lengths in tokens, such as decode_step_s=0.02,answer_tokens=800 (docs/plan.md)",
-        action="append",
-        default=[],
-    ),
     arg("--gpus", "N", "number of GPUs (default: the ranks of the config)", type=int),
 ]
 INIT = [

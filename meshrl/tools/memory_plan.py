@@ -26,9 +26,9 @@ def plan_command(
     gpus: int | None,
     device_bytes: int | None,
     as_json: bool,
-    schedule: tuple[Path | None, Sequence[str]] | None,
+    schedule: Path | None,
 ) -> str:
-    """The text of `meshrl plan`. schedule: the values of --from and --assume; None = the memory is planned."""
+    """The text of `meshrl plan`. schedule: the run of --from; None = the memory is planned."""
     from meshrl.run.inputs import load_run, load_sft
 
     if schedule is not None and is_sft(source):
@@ -47,7 +47,7 @@ def plan_command(
     def check(keys: Sequence[str]) -> object:
         return load_run_config(source, [*overrides, *keys], starts=False)
 
-    return advise(load(()), check, *schedule, gpus) + "\n"
+    return advise(load(()), check, schedule, gpus) + "\n"
 
 
 def plan_memory(load: Load, gpus: int | None, device_bytes: int | None, as_json: bool) -> str:

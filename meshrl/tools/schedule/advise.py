@@ -11,7 +11,7 @@ from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.monitor.sinks import duration
 from meshrl.tools.runs import table
-from meshrl.tools.schedule.inputs import Inputs, measured, resized, with_assumed
+from meshrl.tools.schedule.inputs import Inputs, measured, resized
 from meshrl.tools.schedule.step_time import FIRST_STEPS, Prediction, Setup, predict
 
 MAX_STALENESS = 4  # the largest that is tried; more has little to gain, and importance weights become worse
@@ -25,13 +25,13 @@ Check = Callable[[Sequence[str]], object]
 """Checks the config with these overrides, such as cluster.num_train_ranks=4. Raises: ConfigError."""
 
 
-def advise(config: RunConfig, check: Check, folder: Path | None, assumed: Sequence[str], gpus: int | None) -> str:
+def advise(config: RunConfig, check: Check, folder: Path, gpus: int | None) -> str:
     """The predictions and the recommendation as text. check: of the config; only what it accepts is predicted. folder:
     of a colocated run."""
     count = config.cluster.num_train_ranks + config.cluster.num_rollout_ranks if gpus is None else gpus
     if count < 1:
         raise ConfigError(f"--gpus is {count}; it must be 1 or more")
-    inputs = with_assumed(None if folder is None else measured(folder), assumed, config)
+    inputs = measured(folder)
     refusals: dict[str, str] = {}  # overrides -> why the config's check refuses them
 
     def accepts(setup: Setup) -> bool:

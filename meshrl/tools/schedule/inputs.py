@@ -1,11 +1,11 @@
-"""The inputs of a prediction: measured in a colocated run, or assumed."""
+"""The inputs of a prediction, measured in a colocated run."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ import numpy as np
 
 from meshrl.agent.flatten import context_lengths
 from meshrl.config.run import RunConfig
-from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Trajectory
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import MetricsLine
@@ -26,9 +26,6 @@ LEAST_SPREAD = 0.02  # standard deviation of the tokens of steps over their mean
 MOST_UNSURE = 0.25  # standard error of a fitted constant, over the median time; above it, too
 FORWARD_SHARE = 1 / 3  # of the time of forward and backward
 PROBED_ROWS = 4  # of each sync of stale samples: loops/sync_and_probe.py
-NUM_ASSUMED_GROUPS = 512
-LENGTHS = {"answer_tokens": 0.0, "answer_sigma": 0.8, "prompt_tokens": 200.0}  # with their defaults
-REQUIRED = ("decode_step_s", "train_token_s", "answer_tokens")  # without a run
 FITS = (("train_step_s", "train_token_s"), ("prefill_step_s", "prefill_token_s"), ("decode_step_s", "decode_row_s"))
 """Pairs of a constant and a time for each token or row."""
 
@@ -93,7 +90,7 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
     warm, engines = [line for line, _ in steps], [_decodings(trajectories) for _, trajectories in steps]
     turns = [of_engine for step in engines for of_engine in step]
     if not sum(d.end > d.start for of_engine in turns for d in of_engine):
-        raise MeshrlError(f"the turns in {folder}/rollouts have no decode times; give --assume decode_step_s=SECONDS")
+        raise MeshrlError(f"the turns in {folder}/rollouts have no decode times; give another run")
     fits = [_fit([m.metrics["train/num_tokens"] / ranks for m in warm], [m.metrics["time/train_s"] for m in warm])]
     decode = _fit_decoding(turns)
     first = []  # (context tokens, seconds) of the prefill in an engine's first step
@@ -110,7 +107,7 @@ def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], r
     unknown = [" from ".join(keys) for keys, (*_, is_known) in zip(FITS, fits) if not is_known]
     notes = [
         f"the steps of this run are too few or too alike to separate {', '.join(unknown)}: the second of a pair gets "
-        "all of its time (in a prefill at most a third of training). A longer run gives both, and so does --assume"
+        "all of its time (in a prefill at most a third of training). A longer run gives both"
     ] * bool(unknown)
     between = [  # seconds of a step that no phase has
         line.time - before.time - sum(seconds_by_phase(line).values())
@@ -197,48 +194,6 @@ def _fit(units: Sequence[float], seconds: Sequence[float], count: int | None = N
     if spread >= LEAST_SPREAD * mean and error <= MOST_UNSURE * float(np.median(y)):
         return constant, slope, True
     return (0.0, float(np.median(y / np.maximum(x, 1e-300))), False) if mean else (constant, 0.0, False)
-
-
-def with_assumed(inputs: Inputs | None, texts: Sequence[str], config: RunConfig) -> Inputs:
-    """The inputs with assumed values in place of measured ones, or with assumed values only. texts: key=value, several
-    separated by commas."""
-    allowed = [*(field.name for field in fields(Costs)), *LENGTHS]
-    assumed: dict[str, float] = {}
-    for text in (part for item in texts for part in item.split(",") if part):
-        key, _, value = text.partition("=")
-        if key not in allowed:
-            raise ConfigError(f"--assume {text}: there is no key {key!r}; keys: {', '.join(allowed)}")
-        try:
-            assumed[key] = float(value)
-        except ValueError:
-            assumed[key] = math.nan
-        if not 0 <= assumed[key] < math.inf:
-            raise ConfigError(f"--assume {text}: {value!r} is not a number of at least 0, such as {key}=0.02")
-    if assumed.get("decode_step_s", 1.0) == 0:
-        raise ConfigError("--assume decode_step_s=0: a decode step takes some time; give more than 0")
-    if inputs is None and (missing := [key for key in REQUIRED if key not in assumed]):
-        raise ConfigError(
-            f"there are no times: give --from RUN_FOLDER, or --assume with {', '.join(REQUIRED)} (missing: "
-            f"{', '.join(missing)})"
-        )
-    costs = {key: value for key, value in assumed.items() if key not in LENGTHS}
-    if inputs is None:
-        return Inputs(Costs(**costs), _assumed_lengths(assumed, config), "assumed")
-    groups = inputs.lengths if assumed.keys().isdisjoint(LENGTHS) else _assumed_lengths(assumed, config)
-    source = inputs.source + (f"; assumed: {', '.join(assumed)}" if assumed else "")
-    return Inputs(replace(inputs.costs, **costs), groups, source, inputs.notes)
-
-
-def _assumed_lengths(assumed: dict[str, float], config: RunConfig) -> list[list[Answer]]:
-    """Answers with log-normal lengths, independent of each other, cut off at rollout.sampling.max_new_tokens."""
-    if "answer_tokens" not in assumed:
-        raise ConfigError("--assume: answer_sigma and prompt_tokens need answer_tokens, the mean length of an answer")
-    values = LENGTHS | assumed
-    mean, sigma, prompt = values["answer_tokens"], values["answer_sigma"], round(values["prompt_tokens"])
-    size, most = config.loop.samples_per_prompt, config.rollout.sampling.max_new_tokens
-    drawn = np.random.default_rng(0).standard_normal((NUM_ASSUMED_GROUPS, size))
-    tokens = np.clip(np.rint(np.exp(math.log(max(mean, 1.0)) - sigma**2 / 2 + sigma * drawn)), 1, most).astype(int)
-    return [[Answer(((prompt * (i == 0), n),), prompt + n) for i, n in enumerate(group)] for group in tokens.tolist()]
 
 
 def resized(lengths: Sequence[Sequence[Answer]], config: RunConfig) -> list[list[Answer]]:

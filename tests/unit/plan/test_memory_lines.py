@@ -312,7 +312,7 @@ def test_a_rank_has_the_phases_of_its_work(model: Path, tmp_path: Path, capsys: 
     sft.write_text(f"model: {{path: {model}}}\nsft: {{path: rows.jsonl, num_steps: 1, max_row_tokens: 512}}\n")
     assert main(["plan", str(sft)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["load", "train", "optimizer", "save"]
-    assert main(["plan", str(sft), "--schedule"]) == 2
+    assert main(["plan", str(sft), "--schedule", "--from", "run"]) == 2
     assert "SFT does not sample" in capsys.readouterr().err
     _, trainer, sampler = planned(model, "cluster.num_train_ranks=7", "cluster.num_rollout_ranks=1")
     assert trainer.phases == PHASES and sampler.phases == ("load", "sync", "rollout")
@@ -333,8 +333,8 @@ def test_a_verdict_names_what_it_does_not_count():
         (["--gpus", "0"], "--gpus is 0; it must be 1 or more"),
         (["--json", "--schedule"], "Leave one out"),
         (["--gpu-memory", "80GB", "--schedule"], "Leave one out"),
-        (["--assume", "answer_tokens=800"], "for --schedule, which is not given"),
-        (["--from", "runs/a"], "for --schedule, which is not given"),
+        (["--schedule"], "--schedule needs the times and lengths of a run"),
+        (["--from", "runs/a"], "they are for it only: --from RUN"),
         (["--gpus", "6", "train.mesh.tp=4"], "train.mesh"),
         (["--gpus", "6", "cluster.nodes=4", "cluster.executor=ray"], "cluster.nodes"),
     ],

@@ -13,17 +13,16 @@ import tiny_run
 from meshrl.cli import main
 from meshrl.config.load import load_run_config
 from meshrl.config.loop import LoopConfig
-from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Prompt, Times, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
-from meshrl.tools.schedule.inputs import measured, with_assumed
-from meshrl.tools.schedule.step_time import Costs, Setup, steps_of
+from meshrl.tools.schedule.inputs import measured
+from meshrl.tools.schedule.step_time import Setup, steps_of
 
 STEP_S, ROW_S, PREFILL_S, PREFILL_TOKEN_S = 0.002, 0.0001, 0.01, 2e-5
 TRAIN_S, TRAIN_TOKEN_S, SYNC_S, REST_S, PROMPT = 0.05, 1e-4, 0.02, 0.015, 20
 NUM_GROUPS, SIZE = 4, 4
-ASSUMED = "decode_step_s=0.02,train_token_s=1e-4,answer_tokens=200"
 
 
 def write_colocated_run(
@@ -130,42 +129,12 @@ def test_other_folders_are_refused(tmp_path):
         measured(write_colocated_run(tmp_path / "a", kind="fully_async"))
     with pytest.raises(MeshrlError, match=r"3 finished steps .*; 4 or more"):
         measured(write_colocated_run(tmp_path / "b", num_steps=3))
-    with pytest.raises(MeshrlError, match="no decode times; give"):
+    with pytest.raises(MeshrlError, match="no decode times; give another run"):
         measured(write_colocated_run(tmp_path / "c", times=False))
     for path in (write_colocated_run(tmp_path / "d") / "rollouts").glob("*"):
         path.unlink()
     with pytest.raises(MeshrlError, match="0 finished steps with files in rollouts"):
         measured(tmp_path / "d")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "missing: decode_step_s, train_token_s, answer_tokens"),
-        ("decode_step_s=0.02,train_token_s=1e-4", "missing: answer_tokens"),
-        (f"{ASSUMED},sync=1", "no key 'sync'; keys: decode_step_s, "),
-        (f"{ASSUMED},sync_s=fast", "'fast' is not a number of at least 0"),
-        (f"{ASSUMED},sync_s=-1", "'-1' is not a number of at least 0"),
-        ("decode_step_s=0", "give more than 0"),
-    ],
-)
-def test_wrong_assumptions_are_refused(config, text, message):
-    with pytest.raises(ConfigError, match=message):
-        with_assumed(None, [text], load_run_config(config).config)
-
-
-def test_assumed_values_replace_measured_ones(tmp_path, config):
-    loaded = load_run_config(config, ["rollout.sampling.max_new_tokens=64"]).config
-    run = measured(write_colocated_run(tmp_path / "run"))
-    inputs = with_assumed(run, ["sync_s=3"], loaded)
-    assert inputs.costs.sync_s == 3 and inputs.costs.decode_step_s == run.costs.decode_step_s
-    assert inputs.lengths == run.lengths and inputs.source.endswith("assumed: sync_s")
-    alone = with_assumed(None, ["decode_step_s=0.02,train_token_s=1e-4", "answer_tokens=20,answer_sigma=0"], loaded)
-    assert alone.costs == Costs(decode_step_s=0.02, train_token_s=1e-4)
-    assert {answer.turns[0][1] for group in alone.lengths for answer in group} == {20}
-    tailed = with_assumed(None, ["decode_step_s=0.02,train_token_s=1e-4,answer_tokens=20"], loaded).lengths
-    tokens = [answer.turns[0][1] for group in tailed for answer in group]
-    assert max(tokens) == 64 and 18 < float(np.mean(tokens)) < 20
 
 
 def test_the_command_prints_a_table(tmp_path, config, capsys):
@@ -175,9 +144,9 @@ def test_the_command_prints_a_table(tmp_path, config, capsys):
     printed = capsys.readouterr().out
     for text in ("colocated", "one_step_off", "fully_async", "recommended: loop.kind=", "measured in 7 steps"):
         assert text in printed
-    assert main(["plan", str(config), "--schedule", "--assume", ASSUMED, "--gpus", "1"]) == 0
+    assert main(["plan", str(config), "--schedule", "--from", str(run), "--gpus", "1"]) == 0
     assert "recommended: loop.kind=colocated" in capsys.readouterr().out
-    assert main(["plan", str(config), "--schedule", "--assume", ASSUMED, "--gpus", "0"]) == 2
+    assert main(["plan", str(config), "--schedule", "--from", str(run), "--gpus", "0"]) == 2
     assert "--gpus is 0" in capsys.readouterr().err
     assert main(["plan", str(config), "--schedule", "--from", str(tmp_path)]) == 1
     assert "no metrics.jsonl" in capsys.readouterr().err
@@ -188,9 +157,9 @@ VLLM = ("rollout.engine=vllm", "rollout.vllm.python=null", "rollout.mesh.infer_t
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 @pytest.mark.parametrize("gpus", [32, 12])
-def test_only_splits_that_training_accepts_are_recommended_also_without_vllm(config, capsys, gpus):
+def test_only_splits_that_training_accepts_are_recommended_also_without_vllm(tmp_path, config, capsys, gpus):
     command = [str(config), *VLLM, f"cluster.num_train_ranks={gpus}"]
-    assert main(["plan", *command, "--schedule", "--assume", ASSUMED]) == 0
+    assert main(["plan", *command, "--schedule", "--from", str(write_colocated_run(tmp_path / "run"))]) == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()[1:4]]
     splits = {row[0]: (int(row[1]), row[2]) for row in rows}
@@ -202,8 +171,9 @@ def test_only_splits_that_training_accepts_are_recommended_also_without_vllm(con
     load_run_config(config, [*VLLM, *keys], starts=False)
 
 
-def test_kinds_without_an_accepted_split_are_left_out(config, capsys):
-    command = ["plan", str(config), "--schedule", "--assume", ASSUMED, "--gpus", "4"]
+def test_kinds_without_an_accepted_split_are_left_out(tmp_path, config, capsys):
+    run = str(write_colocated_run(tmp_path / "run"))
+    command = ["plan", str(config), "--schedule", "--from", run, "--gpus", "4"]
     assert main([*command, "train.mesh.ulysses=4", "cluster.num_train_ranks=4"]) == 0
     printed = capsys.readouterr().out
     assert "recommended: loop.kind=colocated cluster.num_train_ranks=4" in printed
