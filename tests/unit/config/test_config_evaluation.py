@@ -73,28 +73,8 @@ def test_sampling_on_the_command_line_that_the_file_overrides_for_evaluations_is
         load_run_config(config, ["rollout.sampling.temperature=0.3"], purpose="eval")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ("rollout.eval_sampling.top_p=0.5", ["no effect", "evaluations are greedy"]),
-        ("rollout.eval_sampling.top_k=5", ["no effect", "evaluations are greedy"]),
-        ("rollout.eval_sampling.min_p=0.1", ["no effect", "evaluations are greedy"]),
-        ("loop.eval_term=answr", ["must be one of reward.terms or weighted_sum", "Nearest: answer"]),
-        (
-            "loop.eval_samples=2 rollout.eval_sampling.temperature=0",
-            ["eval_sampling.temperature = 0", "same answer", "or loop.eval_samples: 1"],
-        ),
-        (
-            "rollout.max_context_tokens=200 rollout.eval_sampling.max_new_tokens=101",
-            ["201 tokens", "rollout.eval_sampling.max_new_tokens = 101"],
-        ),
-    ],
-)
-def test_keys_of_an_evaluation_without_effect_or_with_wrong_values_are_refused(good: Path, overrides: str, words):
-    with pytest.raises(ConfigError) as caught:
-        load_run_config(good, overrides.split())
-    message = " ".join(str(caught.value).split())
-    assert "1 problem" in message and all(word in message for word in words)
+def test_keys_of_evaluations_that_have_an_effect_are_accepted(good: Path):
+    """Those that are refused are in golden/refused.txt."""
     load_run_config(good, ["rollout.eval_sampling.temperature=1", "rollout.eval_sampling.top_p=0.5"])
     load_run_config(good, ["loop.eval_term=answer"])
 

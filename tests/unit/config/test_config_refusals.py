@@ -45,7 +45,8 @@ def test_a_wrong_config_is_refused_with_this_error(good: Path, good_sft: Path, g
             load_sft_config(good_sft, _split(overrides))
         else:
             load_run_config(good, _split(overrides), KNOWN)
-    check_case(REFUSED, given, str(error.value), home=good.parent, elsewhere=Path.cwd())
+    tests = Path(__file__).parents[2]
+    check_case(REFUSED, given, str(error.value), home=good.parent, elsewhere=Path.cwd(), tests=tests)
 
 
 def test_every_unsupported_key_and_every_key_without_effect_is_tried(good: Path):

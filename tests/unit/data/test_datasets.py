@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from golden import cases, check_case
 from tiny_tokenizers import DROPS_THINKING, tiny_tokenizer
 
 from meshrl.config.data import DataConfig
@@ -74,31 +76,14 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
     assert [p.id for p in prompts] == ["train-1", "train-2"]
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ('{"question": "1+1=", "answer"', "not JSON"),
-        ('{"question": "1", "answer": NaN}', "not JSON"),
-        ("[1, 2]", "a JSON list"),
-        (
-            '{"prompt": "1", "answer": "2"}',
-            r"no column 'question' \(columns: prompt, answer\); add it to this row, or set data\.prompt",
-        ),
-        ('{"question": "1"}', r"no column 'answer'.*set data\.answer"),
-        ('{"question": "1", "answer": null}', "column 'answer' is null"),
-        ('{"question": 7, "answer": "2"}', "column 'question' is int 7; it should be a list"),
-        ('{"question": " ", "answer": "2"}', "empty string"),
-        ('{"question": [], "answer": "2"}', "it should be a list of"),
-        ('{"question": [{"role": "user"}], "answer": "2"}', r'message 0 .*should be like \{"role"'),
-        ('{"question": [{"role": "user", "content": 3}], "answer": "2"}', "message 0"),
-        ('{"question": [{"role": "User", "content": "1"}], "answer": "2"}', "message 0 .* 'User'; did you mean 'user'"),
-        ('{"question": [{"role": "sytem", "content": "1"}], "answer": "2"}', "'sytem'; did you mean 'system'"),
-    ],
-)
-def test_the_error_for_a_bad_row_has_file_line_and_expected_form(tmp_path, line, expected):
-    path = write(tmp_path, GOOD, line)
-    with pytest.raises(DataError, match=rf"train\.jsonl:2: .*{expected}"):
-        load(path)
+ROWS = Path(__file__).parent / "golden" / "rows.txt"
+
+
+@pytest.mark.parametrize("given", [given for given, _ in cases(ROWS)])
+def test_the_error_for_a_bad_row_has_file_line_and_expected_form(tmp_path, given):
+    with pytest.raises(DataError) as error:
+        load(write(tmp_path, GOOD, given))
+    check_case(ROWS, given, str(error.value), folder=tmp_path)
 
 
 def answers_from_rows(row):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from golden import cases, check_case
 from tiny_tokenizers import tiny_tokenizer
 from tiny_vision import drawing, encoded, make_vision_folder
 
@@ -137,30 +139,16 @@ def test_text_rows_of_a_model_with_images_are_as_before(files: Path, folder: Pat
     assert with_images[1].messages == [{"role": "user", "content": "ab <image>"}]
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"question": "ab", "images": ["img/none.png"]}, "image 'img/none.png': no such file"),
-        ({"question": "<image><image>ab", "images": ["img/a.png"]}, "it has 1 images for 2 places"),
-        ({"question": "<image>ab", "images": ["img/a.png"] * 2}, "it has 2 images for 1 places"),
-        ({"question": user({"type": "image"})}, "it has 0 images for 1 places"),
-        (
-            {"question": f"{PAD} ab", "images": ["img/a.png"]},
-            r"a text has '<\|image_pad\|>', which stands for an image",
-        ),
-        ({"question": "ab <|video_pad|>"}, r"a text has '<\|video_pad\|>'"),
-        ({"question": "ab", "images": ["http://example.com/a.png"]}, "nothing is fetched"),
-        ({"question": "ab", "images": ["/etc/hostname"]}, "is not below"),
-        ({"question": user({"type": "video", "video": "a.mp4"})}, r"has the part dict .*should be \{"),
-        ({"question": user({"type": "text"})}, "has the part dict"),
-        ({"question": "ab", "images": [{"bytes": "text"}]}, "image 'text': no such file"),
-    ],
-)
-def test_bad_rows_are_an_error_with_file_and_line(files: Path, folder: Path, row: dict, expected: str):
-    path = write(files, {"question": "ab", "images": ["img/a.png"]}, row)
-    with pytest.raises(DataError, match=rf"train\.jsonl:2: .*{expected}"):
+IMAGE_ROWS = Path(__file__).parent / "golden" / "image_rows.txt"
+
+
+@pytest.mark.parametrize("given", [given for given, _ in cases(IMAGE_ROWS)])
+def test_bad_rows_are_an_error_with_file_and_line(files: Path, folder: Path, given: str):
+    path = write(files, {"question": "ab", "images": ["img/a.png"]}, json.loads(given))
+    with pytest.raises(DataError) as error:
         load_prompts(path, maker(folder))
-    with pytest.raises(DataError, match=rf"train\.jsonl:2: .*{expected}"):
+    check_case(IMAGE_ROWS, given, str(error.value), files=files)
+    with pytest.raises(DataError, match=re.escape(str(error.value))):
         open_feed(maker(folder, path=str(path)), 0)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
+from pathlib import Path
 
 import datasets
 import pytest
+from golden import cases, check_case
 from tiny_tokenizers import CHATML, SHOWS_TOOLS, tiny_tokenizer
 
 from meshrl.agent.loop import MultiTurn
@@ -39,43 +40,15 @@ def asked(content, role="user"):
     return [{"role": role, "content": content}]
 
 
-@pytest.mark.parametrize(
-    ("question", "error"),
-    [
-        ([USER, ANSWER], 'ends with an answer, str "4".* data.continue_last: true'),
-        (asked("Solve.", "system"), "ends with a message of the role 'system'"),
-        (asked("2+2?", "human"), "message 0 of column 'question' has the role 'human'; did you mean 'user'"),
-        ([USER, {"role": "gpt", "content": "4"}, USER], "message 1 .* 'gpt'; did you mean 'assistant'"),
-        ([{"from": "human", "value": "2+2?"}], "message 0 .*should be like .*from and value must be renamed"),
-        (json.dumps(asked("2+2?")), r"is JSON text.* data\.map"),
-        (json.dumps([{"from": "human", "value": "2+2?"}]), "is JSON text"),
-        (json.dumps({"messages": [{"content": "2+2?", "role": "user"}]}), "is JSON text"),
-        (str(asked("2+2?")), "is JSON text"),
-        (json.dumps([{"content": "2+2?" * 200, "role": "user"}]), "is JSON text"),
-        (json.dumps([{"role": "developer", "content": "2+2?"}]), "is JSON text"),
-        (json.dumps({"prompt": asked("2+2?")}), "is JSON text"),
-        ("\ufeff" + json.dumps(asked("2+2?")), "is JSON text"),
-        (json.dumps(json.dumps(asked("2+2?"))), "is JSON text"),
-        ([USER, {"role": "assistant", "function_call": {"name": "f"}}, USER], "write it as tool_calls"),
-        (asked([{"type": "video", "video": "a.mp4"}]), 'message 0 .* the part .*should be {"type": "text"'),
-        ([USER, {"role": "assistant", "content": None}, USER], "message 1 .*should be like"),
-        ([USER, {"role": "assistant", "content": "", "function_call": {"name": "f"}}, USER], "write it as tool_calls"),
-        ("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n", "message 0 .* is a rendered prompt.*AS_IS"),
-        (asked("<|im_start|>user\n2+2?<|im_end|>"), "is a rendered prompt"),
-        ("<s>[INST] 2+2? [/INST]", "is a rendered prompt"),
-        ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>", "is a rendered prompt"),
-        ("<bos><start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n", "is a rendered prompt"),
-        ("<|start|>user<|message|>2+2?<|end|><|start|>assistant", "is a rendered prompt"),
-        ("<｜begin▁of▁sentence｜><｜User｜>2+2?<｜Assistant｜>", "is a rendered prompt"),
-        ("\n\nHuman: 2+2?\n\nAssistant:", "is a rendered prompt"),
-        ("A chat with an assistant. USER: 2+2? ASSISTANT:", "is a rendered prompt"),
-        ("Below is a task.\n\n### Instruction:\n2+2?\n\n### Response:\n", "is a rendered prompt"),
-    ],
-)
-def test_a_prompt_that_would_be_rendered_as_something_else_is_refused(question, error):
+PROMPTS = Path(__file__).parent / "golden" / "prompts.txt"
+
+
+@pytest.mark.parametrize("given", [given for given, _ in cases(PROMPTS)])
+def test_a_prompt_that_would_be_rendered_as_something_else_is_refused(given):
     """All of these were rendered without a word: an answer after an answer, a template within a template."""
-    with pytest.raises(DataError, match=rf"^data\[0\]: .*{error.replace('AS_IS', re.escape(AS_IS))}"):
-        prompts([{"question": question, "answer": "4"}])
+    with pytest.raises(DataError) as error:
+        prompts([{"question": json.loads(given), "answer": "4"}])
+    check_case(PROMPTS, given, str(error.value))
 
 
 @pytest.mark.parametrize(
