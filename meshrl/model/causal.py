@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from inspect import signature, unwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,11 +19,14 @@ from meshrl.model.parts import TEXT, Parts, blocks_of, parts_of
 from meshrl.model.routing import Routing
 from meshrl.model.state_layers import cache_argument, use_state_layers
 from meshrl.model.ulysses import UlyssesAttention
+from meshrl.parallel.fsdp import local_shard, run_within
 from meshrl.parallel.mesh import Peers
+from meshrl.plan.sizes import merged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
 
 MASKED = -1e30  # added to the logits of placeholders; -inf would give NaN in an entropy
 
@@ -30,8 +34,8 @@ MASKED = -1e30  # added to the logits of placeholders; -inf would give NaN in an
 class CausalModel(torch.nn.Module):
     """Wraps a Transformers causal LM (`self.lm`). The trainer calls forward, the sampler calls hidden and head.
 
-    Under FSDP this module is the root: embedding, final norm and head are its own parameters, so inside forward
-    the head's weight is the full tensor, and a tied embedding stays tied.
+    Under FSDP this module is the root: what belongs to no other group (`fsdp_groups`) is its own, such as the final
+    norm and a tied embedding, so inside forward it is the full tensor.
 
     peers: the ranks that compute the same rows with this one; vocab_start: the first id of its part of the vocabulary.
     inputs: what it needs of rows besides ids. masked [V]: added to the logits, so that no placeholder of an image is
@@ -40,6 +44,7 @@ class CausalModel(torch.nn.Module):
 
     peers: Peers | None = None
     vocab_start: int = 0
+    compute_dtype: torch.dtype | None = None  # None = that of the parameters
     masked: torch.Tensor | None
 
     def __init__(self, lm: PreTrainedModel, parts: Parts | None = None):
@@ -78,6 +83,26 @@ class CausalModel(torch.nn.Module):
         """The blocks of all parts."""
         return [block for part in self.parts.values() for block in blocks_of(self.lm, part)]
 
+    def fsdp_groups(self, limit: int, itemsize: int) -> list[list[torch.nn.Module]]:
+        """Modules that FSDP2 gathers together: blocks of a part, next to each other, of at most `limit` bytes with
+        numbers of itemsize bytes, and a larger one alone; embedding and head, if they are larger and not tied."""
+
+        def size(module: torch.nn.Module) -> int:
+            return itemsize * sum(local_shard(p).numel() for p in module.parameters())
+
+        groups, lm = list[list[torch.nn.Module]](), self.lm
+        for blocks in (list(blocks_of(lm, part)) for part in self.parts.values()):
+            groups += [[blocks[i] for i in own] for own in merged([size(block) for block in blocks], limit)]
+        ends: list[Any] = [lm.get_input_embeddings(), lm.get_output_embeddings()]
+        if ends[0].weight is ends[1].weight:
+            return groups
+        embedding, head = ([[end]] if size(end) > limit else [] for end in ends)
+        return embedding + groups + head
+
+    def with_head(self, function: Callable[[torch.Tensor, Head], T], hidden: torch.Tensor) -> T:
+        """function(hidden, head), with the gathered parameters of the head."""
+        return run_within(self.lm.get_output_embeddings(), lambda h: function(h, self.head()), hidden)
+
     def head(self) -> Head:
         """The output head, with the current parameters; under tensor parallelism, this rank's part of it."""
         out = self.lm.get_output_embeddings()
@@ -103,7 +128,7 @@ class CausalModel(torch.nn.Module):
             if peers.ulysses is not None:
                 context = UlyssesAttention(context, peers.ulysses)
         embedding: Any = self.lm.get_input_embeddings()
-        cache, dtype = self._cache_argument, embedding.weight.dtype  # it may be a copy in the compute dtype
+        cache, dtype = self._cache_argument, self.compute_dtype or embedding.weight.dtype
         passed = {"attention_context": context} if cache is None else {cache: ContextCache(context)}
         out = self.lm.base_model(
             input_ids=tokens[None],
@@ -132,12 +157,16 @@ class CausalModel(torch.nn.Module):
         the position in `previous` int64[N], counted in this rank's chunk; temperature [N]. Returns float [N]."""
         h = self.hidden(tokens, position_ids, context, **model_kwargs)
         tp = None if self.peers is None else self.peers.tp
-        return token_logprobs(
-            h.index_select(0, previous),
-            self.head(),
-            tokens.index_select(0, scored),
-            temperature,
-            chunk_tokens=chunk_tokens,
-            entropy=entropy,
-            vocabulary=None if tp is None else Vocabulary(self.vocab_start, tp.axis),
-        )
+
+        def logprobs(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return token_logprobs(
+                hidden,
+                head,
+                tokens.index_select(0, scored),
+                temperature,
+                chunk_tokens=chunk_tokens,
+                entropy=entropy,
+                vocabulary=None if tp is None else Vocabulary(self.vocab_start, tp.axis),
+            )
+
+        return self.with_head(logprobs, h.index_select(0, previous))

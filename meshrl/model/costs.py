@@ -16,9 +16,10 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from math import ceil
 from typing import Any
 
@@ -29,6 +30,7 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import device_name
 from meshrl.core.errors import ConfigError
+from meshrl.core.terminal import counted
 from meshrl.core.types import REFERENCE
 from meshrl.model.activations import trace
 from meshrl.model.causal import CausalModel
@@ -41,6 +43,7 @@ from meshrl.model.tensor_parallel import cut_model
 from meshrl.parallel.exchange import Axis
 from meshrl.parallel.tp import TensorParallel
 from meshrl.plan.decisions import Machine
+from meshrl.plan.disk_use import size_text
 from meshrl.plan.memory import ModelMemory, PlannedRun, RankMemory, rank_memory
 from meshrl.plan.run_plan import make_plan
 from meshrl.plan.sizes import micro_batch_tokens
@@ -229,7 +232,7 @@ def model_memory(
     config, compute, masters = full_config(cfg.path), DTYPES[cfg.dtype], DTYPES[train.master_dtype]
     with torch.device("meta"):
         model = _without_values(cfg, config)
-    _, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
+    num_replicas, num_shards, num_ulysses, num_tp = train.mesh_shape(num_train_ranks)
     num_shards *= num_ulysses
     weights, token = _num_bytes(model.parameters(), 1), token_bytes(model, compute)
     _train_only(model, cfg, train)
@@ -239,7 +242,12 @@ def model_memory(
     if num_tp > 1:
         cut_model(model, TensorParallel(Axis(num_tp, 0, None)))
     own = sum(ceil(p.shape[0] / num_shards) * p[0].numel() for p in model.parameters())
-    numbers = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    is_sharded = num_replicas * num_shards > 1
+    groups = model.fsdp_groups(train.fsdp_group_bytes, compute.itemsize) if is_sharded else [[b] for b in model.blocks]
+    sizes = {id(group[0]): compute.itemsize * sum(p.numel() for m in group for p in m.parameters()) for group in groups}
+    ends = model.lm.get_input_embeddings(), model.lm.get_output_embeddings()
+    own_embedding, own_head = (sizes.pop(id(end), 0) for end in ends)
+    blocks = sum(sizes.values())
     total, activations, untraced = sum(p.numel() for p in model.parameters()), None, ""
     if pack is not None:
         with torch.device("meta"):
@@ -254,15 +262,27 @@ def model_memory(
         masters=_num_bytes(model.parameters(), num_shards),
         gradients=_num_bytes((p for p in model.parameters() if p.requires_grad), num_shards),
         reference=0 if cfg.lora.enabled else own * compute.itemsize,  # with LoRA, the policy without adapters
-        blocks=sum(numbers) * compute.itemsize,
-        block=max(numbers) * compute.itemsize,
-        root=(total - sum(numbers)) * compute.itemsize,
+        blocks=blocks,
+        block=max(sizes.values()),
+        root=total * compute.itemsize - blocks - own_embedding - own_head,
+        own_embedding=own_embedding,
+        own_head=own_head,
+        groups=_groups_text(groups, own_embedding, own_head, sizes) if is_sharded else "",
         head=model.head().weight.numel() * compute.itemsize,
         token=token,
         activations=activations,
         untraced=untraced,
         shape=None if cfg.lora.enabled else _shape(model),
     )
+
+
+def _groups_text(groups: Sequence[Sequence[torch.nn.Module]], embedding: int, head: int, sizes: dict[int, int]) -> str:
+    """Such as `embedding 1.1 GB, 28 x 1 block 466.1 MB, head 1.1 GB`."""
+    blocks = [(counted(len(group), "block"), sizes[id(group[0])]) for group in groups if id(group[0]) in sizes]
+    same = ((key, len(list(each))) for key, each in groupby(blocks))
+    texts = [f"{number} x {text} {size_text(size)}" for (text, size), number in same]
+    ends = [f"{name} {size_text(size)}" if size else "" for name, size in (("embedding", embedding), ("head", head))]
+    return "gathered by FSDP2 in groups: " + ", ".join(filter(None, [ends[0], *texts, ends[1]]))
 
 
 def _shape(model: CausalModel) -> Shape:

@@ -54,7 +54,7 @@ class Recipe:
 
     dtype: of the parameters, except adapters, which have adapter_dtype. mesh: None = not sharded, and then no
     checkpointing; with one, the forward computes in compute_dtype. keep_unsharded: after the forward, for the backward
-    pass.
+    pass. group_bytes: as train.fsdp_group_bytes.
     attention: one of attention.NAMES. freezes_vision: a tower and its projector are not trained.
     router_dtype: in which routers compute at least; None = as Transformers does.
     synced: the values come by a weight sync from train ranks, which verify them; until then they are random.
@@ -69,6 +69,7 @@ class Recipe:
     compute_dtype: torch.dtype = torch.float32
     activation_checkpointing: bool | str = False
     keep_unsharded: bool = False
+    group_bytes: int = 0
     torch_compile: bool = False
     synced: bool = False
     device: torch.device = CPU
@@ -131,7 +132,7 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
     if recipe.mesh is None:
         return
     blocks, mesh = model.blocks, fsdp_mesh(recipe.mesh)
-    model.peers = Peers.of(recipe.mesh)
+    model.peers, model.compute_dtype = Peers.of(recipe.mesh), recipe.compute_dtype
     tp = None if model.peers is None else model.peers.tp
     if recipe.torch_compile:
         compile_blocks(model, recipe.device, by_module=tp is not None)
@@ -143,7 +144,7 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
     if is_sharded(mesh):
         shard_model(
             model,
-            blocks,
+            model.fsdp_groups(recipe.group_bytes, recipe.compute_dtype.itemsize),
             mesh,
             compute_dtype=recipe.compute_dtype,
             reshard_after_forward=not recipe.keep_unsharded,

@@ -17,6 +17,7 @@ from meshrl.core.types import Media
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
 from meshrl.model.inputs import Piece, Span
+from meshrl.model.logprob import Head
 from meshrl.model.parts import Parts, eager_attention
 from meshrl.model.routing import require_routing
 
@@ -100,8 +101,8 @@ class _RowWithMedia:
 
 
 class ComparedModel(CausalModel):
-    """A CausalModel whose forward compares. Under FSDP it is the root of both forwards, so that both see a sharded
-    model's embedding and head as full tensors. The placeholder of its images is one of the first COMPARED_IDS ids."""
+    """A CausalModel whose forward compares. Under FSDP it is the root of both forwards, so that both compute
+    with the full tensors of a sharded model. The placeholder of its images is one of the first COMPARED_IDS ids."""
 
     def __init__(self, lm: PreTrainedModel, parts: Parts):
         self.num_ids = min(COMPARED_IDS, lm.config.get_text_config().vocab_size)
@@ -152,7 +153,7 @@ class ComparedModel(CausalModel):
             context = attention.PackedAttention(cu_seqlens, device, mutual=self.inputs.mutual(pieces))
             positions = torch.from_numpy(self.inputs.positions(pieces)).to(device)
             hidden = self.hidden(packed, positions, context, **kwargs)
-            ours.append(torch.log_softmax(self.head().logits(hidden.index_select(0, last)), dim=-1))
+            ours.append(self.with_head(_of_all_ids, hidden.index_select(0, last)))
         return [(each - theirs).abs().max() for each in ours]
 
     def _softmax(self, logits: torch.Tensor) -> torch.Tensor:
@@ -164,7 +165,7 @@ class ComparedModel(CausalModel):
         """Of all ids of the vocabulary, or of the next token where ranks share the vocabulary or the tokens."""
         peers = self.peers
         if peers is None:
-            return torch.log_softmax(self.head().logits(self.hidden(tokens, positions, context)), dim=-1)
+            return self.with_head(_of_all_ids, self.hidden(tokens, positions, context))
         n, first = len(tokens), peers.first(len(tokens))
         own = torch.arange(n, device=tokens.device)[first:][: peers.chunk(n)]
         ones = torch.ones(len(own), device=tokens.device)
@@ -174,6 +175,10 @@ class ComparedModel(CausalModel):
 
     def _padded(self, cu_seqlens: list[int]) -> list[int]:
         return cu_seqlens if self.peers is None else self.peers.padded(cu_seqlens)
+
+
+def _of_all_ids(hidden: torch.Tensor, head: Head) -> torch.Tensor:
+    return torch.log_softmax(head.logits(hidden), dim=-1)
 
 
 @torch.no_grad()

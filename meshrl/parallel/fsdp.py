@@ -1,8 +1,10 @@
-"""FSDP2 over a CausalModel: one group for each block, and the root group for embedding, norm and head."""
+"""FSDP2 over a CausalModel: groups of modules that are gathered together, and the root group with the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshrl.parallel.timing import time_fsdp, timed_collective
+
+T = TypeVar("T")
 
 
 def is_sharded(dp_mesh: DeviceMesh) -> bool:
@@ -19,7 +23,7 @@ def is_sharded(dp_mesh: DeviceMesh) -> bool:
 
 def shard_model(
     root: torch.nn.Module,
-    blocks: list[torch.nn.Module],
+    groups: Sequence[list[torch.nn.Module]],
     dp_mesh: DeviceMesh,
     *,
     compute_dtype: torch.dtype,
@@ -28,17 +32,36 @@ def shard_model(
     """Shard in place. Parameters keep the dtype of the master weights, compute runs in compute_dtype, gradients are
     reduced in fp32 (or the masters' dtype, if that is wider).
 
-    The root group holds the embedding and the head, so that tied weights share one group.
+    An embedding is not gathered for the backward pass, which does not read it. A group that is a linear layer is the
+    head (`run_within`), whose backward pass begins as soon as its forward has ended: it stays gathered meanwhile.
     """
     masters = {p.dtype for p in root.parameters()}
     reduce_dtype = torch.promote_types(torch.float32, max(masters, key=lambda d: d.itemsize))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    for block in blocks:
-        fully_shard(block, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(root, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in [*blocks, root]:
+    for group in [*groups, [root]]:
+        reshards = reshard_after_forward and not isinstance(group[0], torch.nn.Linear) and group != [root]
+        modules: Any = group if len(group) > 1 else group[0]
+        fully_shard(modules, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshards)
+        module = group[0]
         assert isinstance(module, FSDPModule)
+        if isinstance(module, torch.nn.Embedding):
+            module.set_unshard_in_backward(False)
         time_fsdp(module, dp_mesh.size(0) if dp_mesh.ndim > 1 else 1)
+
+
+def run_within(module: torch.nn.Module, function: Callable[..., T], *args: Any) -> T:
+    """function(*args) in place of the module's forward, so that the parameters of a group are gathered for it, and
+    again for its backward pass."""
+    if not isinstance(module, FSDPModule):
+        return function(*args)
+    before = module.__dict__.get("forward")
+    module.forward = function
+    try:
+        return module(*args)  # type: ignore[no-any-return,operator]
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 def reshard(root: torch.nn.Module) -> None:

@@ -53,10 +53,11 @@ class Activations:
 class ModelMemory:
     """Bytes of a model's tensors. weights: of the full model in its compute dtype. trained: of all trained parameters
     in the dtype of the masters. masters, gradients, reference: of the train rank with the largest shards. blocks,
-    block, root: in the compute dtype, what a rank of tp has of all blocks, of the largest one, and of the embedding and
-    the head; head: of the head alone. token: of the keys and values of a token; None if they are not those of softmax
-    attention. activations: None = not traced, for the reason in `untraced`. shape: None = with adapters, of which no
-    traffic is planned."""
+    block, root: in the compute dtype, what a rank of tp has of all blocks, of the largest one or group of FSDP2, and of
+    what is in no other group; head: of the head alone. own_embedding, own_head: that are groups of their own. groups:
+    of FSDP2, as text. token: of the keys and values of a token; None if they are not those of softmax attention.
+    activations: None = not traced, for the reason in `untraced`. shape: None = with adapters, of which no traffic is
+    planned."""
 
     weights: int
     trained: int
@@ -67,6 +68,9 @@ class ModelMemory:
     block: int
     root: int
     head: int
+    own_embedding: int = 0
+    own_head: int = 0
+    groups: str = ""
     token: int | None
     activations: Activations | None = None
     untraced: str = ""
@@ -209,7 +213,9 @@ def _train_rank(job: PlannedRun) -> RankMemory:
 def _add_forward_and_backward(rank: RankMemory, job: PlannedRun) -> None:
     """Blocks in use: gathered, or cast to the compute dtype. Of a backward pass the gradients of one block exist in the
     compute dtype, and in fp32 while they are reduced. The logits of a chunk, and what exists within one block, do not
-    exist at one time; neither do all activations and, in a single micro-batch, all gradients."""
+    exist at one time; neither do all activations and, in a single micro-batch, all gradients. A head that is a group of
+    its own exists with its logits; as it is gathered, and as its gradients are reduced, twice; and these until the next
+    block's are."""
     config, memory, train = job.config, job.memory, job.config.train
     width = _width(config.model.dtype)
     is_rl, lora = isinstance(config, RunConfig), config.model.lora.enabled
@@ -220,15 +226,21 @@ def _add_forward_and_backward(rank: RankMemory, job: PlannedRun) -> None:
     of_block = train.activation_checkpointing in (True, "block")
     if not is_sharded:
         keeps_all = train.activation_checkpointing in (False, "submodule")  # else the copies are made again
+    own_head, reduced, head = 0 if keeps_all else memory.own_head, 0, _head_bytes(job, width, tp)
     if is_copied:
         one = memory.block * (2 if is_sharded else 1)
         rank.add("blocks in use", one, ["annotate"] if is_rl else [])
         rank.add("blocks in use", memory.blocks if keeps_all else one, ["train"])
-        rank.add("embedding, head", memory.root, ["annotate", "train"] if is_rl else ["train"])
+        root = memory.root + (memory.own_embedding + memory.own_head) * keeps_all
+        rank.add("embedding, head", root + own_head, ["annotate"] if is_rl else [])
+        rank.add("embedding, head", root, ["train"])
+        rank.notes["blocks in use"] = memory.groups
     if not lora and is_copied:
-        reduced = memory.block * 4 // width if is_sharded else 0
-        rank.add("gradients in use", memory.block + reduced + memory.head, ["train"])
-    head = _head_bytes(job, width, tp)
+        reduced = memory.block + (own_head * 4 // width if own_head else memory.head)
+        reduced += memory.block * 4 // width if is_sharded else 0
+        rank.add("gradients in use", reduced, ["train"])
+    if own_head:  # then there is one block, and none of these gradients
+        head = max(2 * own_head + head, 0 if lora else own_head + own_head * 4 // width) - memory.block - reduced
     if memory.activations is None:
         rank.unknown["activations"] = memory.untraced
         return

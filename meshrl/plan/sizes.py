@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, prod
 
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -25,6 +26,19 @@ def room_for(num_rows: int, length: int, width: int = DEVICE_PAGE_TOKENS) -> int
     """Tokens for which the embedded engine's cache has memory when it holds num_rows rows of this length, in pages of
     this width."""
     return pages_with_memory(num_rows * -(-length // width)) * width
+
+
+def merged(sizes: Sequence[int], limit: int) -> list[range]:
+    """Neighbours that together have at most this size, by their indices; a larger one is alone."""
+    groups, total = list[range](), 0
+    for i, size in enumerate(sizes):
+        total += size
+        if groups and total <= limit:
+            groups[-1] = range(groups[-1].start, i + 1)
+        else:
+            groups.append(range(i, i + 1))
+            total = size
+    return groups
 
 
 def micro_batches(config: RunConfig | SftRunConfig, num_ranks: int) -> tuple[int | None, int | None]:

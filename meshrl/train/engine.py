@@ -454,6 +454,7 @@ def _recipe(
         compute_dtype=compute,
         activation_checkpointing=trains and cfg.activation_checkpointing,
         keep_unsharded=cfg.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
+        group_bytes=cfg.fsdp_group_bytes,
         torch_compile=cfg.torch_compile,
         device=current_device(mesh.device_type),
     )

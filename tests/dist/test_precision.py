@@ -166,7 +166,7 @@ def test_tied_weights_stay_one_parameter_at_every_stage(pool, tie, strategy):
 def _tied_in_two_groups(rank: int, world: int) -> str:
     model = CausalModel(tiny_qwen2(tie=True))
     mesh = build_mesh((1, world, 1, 1), "cpu")
-    groups = [model.lm.model.embed_tokens, *model.layers]
+    groups = [[model.lm.model.embed_tokens], *([layer] for layer in model.layers)]
     with pytest.raises(ValueError, match="shared with a parameter already managed") as error:
         shard_model(model, groups, fsdp_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True)
         _step(TrainEngine(model, mesh, TrainConfig(), POLICY, Recipe(mesh=mesh, trains=True)), rank)

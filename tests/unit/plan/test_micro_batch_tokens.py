@@ -15,6 +15,7 @@ from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.limits import model_numbers
 from meshrl.plan.decisions import FEWEST_TOKENS, micro_batch, stored_numbers
+from meshrl.plan.sizes import merged
 
 SMOL = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 
@@ -54,3 +55,14 @@ def test_the_estimate_is_near_what_autograd_stores(family):
     parameters = {p.untyped_storage().data_ptr() for p in lm.parameters()}
     num_bytes = sum(x.untyped_storage().nbytes() for at, x in stored.items() if at not in parameters)
     assert 0.5 < stored_numbers(lm.config) * 3 * 4 * length / num_bytes < 2
+
+
+@pytest.mark.parametrize("limit", [0, 1, 7, 30, 10**9])
+def test_neighbours_are_merged_up_to_the_limit(limit):
+    """In order, each once; a group of several fits, and does not with its next neighbour's first one."""
+    for sizes in ([], [5], [9, 1, 1, 1, 9], [3] * 24, [8, 8, 2, 2, 2, 30, 1]):
+        groups = merged(sizes, limit)
+        assert [i for own in groups for i in own] == list(range(len(sizes)))
+        totals = [sum(sizes[i] for i in own) for own in groups]
+        assert all(total <= limit or len(own) == 1 for total, own in zip(totals, groups, strict=True))
+        assert all(total + sizes[own.start] > limit for total, own in zip(totals, groups[1:], strict=False))
