@@ -71,27 +71,9 @@ def test_damaged_jsonl_is_reported_with_its_line(folder: Path):
     check(folder, "rows.jsonl", [*of_text(data, 1), *of_place()], table_of("rows.jsonl"), judge)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        '{"question": "a", "question": "b", "answer": "1"}',
-        '{"question": "\\ud800", "answer": "1"}',
-        '{"question": "a", "answer": NaN}',
-        '{"question": "a", "answer": 1e999}',
-        '{"question": "a", "answer": "1", "n": ' + "9" * 5000 + "}",
-        '{"question": "a", "answer": "1", "n": ' + "[" * 500 + "]" * 500 + "}",
-        '{"question": ["a"], "answer": "1"}',
-        '{"question": [{"role": "user"}], "answer": "1"}',
-        '{"question": [{"role": "unknown", "content": {}}], "answer": "1"}',
-        '{"question": null, "answer": "1"}',
-        '{"answer": "1"}',
-        '["question", "answer"]',
-        '"question"',
-        '{"question": "a", "answer": "1"} {"question": "b", "answer": "2"}',
-    ],
-)
-def test_an_invalid_row_is_reported_with_its_line(folder: Path, row: str):
-    lines = [json.dumps(row) for row in ROWS[:3]]
+@pytest.mark.parametrize("number", ["9" * 5000, "[" * 500 + "]" * 500])
+def test_a_number_without_end_is_reported_with_its_line(folder: Path, number: str):
+    lines, row = [json.dumps(row) for row in ROWS[:3]], '{"question": "a", "answer": "1", "n": ' + number + "}"
     (folder / "rows.jsonl").write_text("\n".join([*lines, row, *lines]) + "\n")
     with limits(), pytest.raises(DataError, match=r"rows\.jsonl:4: "):
         cfg = DataConfig(path=str(folder / "rows.jsonl"), max_prompt_tokens=200)
