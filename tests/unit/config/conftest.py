@@ -44,6 +44,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     (home / "train.jsonl").write_text((json.dumps(row) + "\n") * 30)
     (home / "test.jsonl").write_text(json.dumps(row) + "\n")
     (home / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    templates = {"latin.jinja": b"{{ 1 }} \xe9", "notes.txt": b"hello", "broken.jinja": b"{{ 1 }}\n{{ 1 + }}"}
+    for name, template in templates.items():
+        (home / name).write_bytes(template)
     monkeypatch.chdir(elsewhere)
 
     def write_config(text: str, name: str = "run.yaml") -> Path:
