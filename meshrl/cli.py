@@ -193,9 +193,12 @@ def _plan(args: argparse.Namespace) -> None:
 
     if args.schedule and (args.json or args.gpu_memory is not None):
         raise ConfigError("--gpu-memory and --json are of the memory; --schedule compares speeds. Leave one out")
+    if args.search and args.gpu_memory is None:
+        raise ConfigError("--search needs the memory of each GPU, into which a run has to fit: --gpu-memory SIZE")
     if args.schedule != (args.measured is not None):
         raise ConfigError("--schedule needs the times and lengths of a run, and they are for it only: --from RUN")
-    text = plan_command(args.config, args.overrides, args.gpus, args.gpu_memory, args.json, args.measured)
+    memory = args.gpus, args.gpu_memory, args.json, args.search
+    text = plan_command(args.config, args.overrides, *memory, args.measured)
     print_output(text, end="")
 
 

@@ -103,6 +103,7 @@ MEMORY_PLAN = [
         "memory of each GPU, such as 80GB: prints whether the run fits, and what makes it fit",
         type=memory_size,
     ),
+    arg("--search", None, "with it: the five fastest meshes and modes that fit", action="store_true"),
     arg("--json", None, "print the memory as JSON", action="store_true"),
     arg("--schedule", None, "compare the speed of the schedules instead", action="store_true"),
     arg(

@@ -239,6 +239,7 @@ def model_memory(
     if not cfg.lora.enabled:
         cast_parameters(model.lm, masters)
     trained = _num_bytes((p for p in model.parameters() if p.requires_grad), 1)
+    flops = None if pack is None else model_flops(model.lm)
     if num_tp > 1:
         cut_model(model, TensorParallel(Axis(num_tp, 0, None)))
     own = sum(ceil(p.shape[0] / num_shards) * p[0].numel() for p in model.parameters())
@@ -270,6 +271,7 @@ def model_memory(
         groups=_groups_text(groups, own_embedding, own_head, sizes) if is_sharded else "",
         head=model.head().weight.numel() * compute.itemsize,
         token=token,
+        flops=None if flops is None or pack is None else flops.of_row(pack[1], pack[1], trains=True) / pack[1],
         activations=activations,
         untraced=untraced,
         shape=None if cfg.lora.enabled else _shape(model),

@@ -56,8 +56,8 @@ class ModelMemory:
     block, root: in the compute dtype, what a rank of tp has of all blocks, of the largest one or group of FSDP2, and of
     what is in no other group; head: of the head alone. own_embedding, own_head: that are groups of their own. groups:
     of FSDP2, as text. token: of the keys and values of a token; None if they are not those of softmax attention.
-    activations: None = not traced, for the reason in `untraced`. shape: None = with adapters, of which no traffic is
-    planned."""
+    flops: to train a token of the longest row; None = unknown. activations: None = not traced, for the reason in
+    `untraced`. shape: None = with adapters, of which no traffic is planned."""
 
     weights: int
     trained: int
@@ -72,6 +72,7 @@ class ModelMemory:
     own_head: int = 0
     groups: str = ""
     token: int | None
+    flops: float | None = None
     activations: Activations | None = None
     untraced: str = ""
     shape: Shape | None = None

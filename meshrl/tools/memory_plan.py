@@ -15,6 +15,7 @@ from meshrl.plan.changes import Change, Keys, changes, fit
 from meshrl.plan.disk_use import size_text
 from meshrl.plan.explain import memory_table
 from meshrl.plan.memory import ERROR, PlannedRun, RankMemory, traffic, verdict
+from meshrl.plan.search import MODEL, fastest
 
 Load = Callable[[Sequence[str]], RunConfig | SftRunConfig]
 """The config with these overrides. Raises: ConfigError."""
@@ -26,6 +27,7 @@ def plan_command(
     gpus: int | None,
     device_bytes: int | None,
     as_json: bool,
+    search: bool,
     schedule: Path | None,
 ) -> str:
     """The text of `meshrl plan`. schedule: the run of --from; None = the memory is planned."""
@@ -41,7 +43,7 @@ def plan_command(
         return load_config(source, [*overrides, *keys], starts=False).config
 
     if schedule is None:
-        return plan_memory(load, gpus, device_bytes, as_json)
+        return plan_memory(load, gpus, device_bytes, as_json, search)
     from meshrl.tools.schedule.advise import advise
 
     def check(keys: Sequence[str]) -> object:
@@ -50,21 +52,23 @@ def plan_command(
     return advise(load(()), check, schedule, gpus) + "\n"
 
 
-def plan_memory(load: Load, gpus: int | None, device_bytes: int | None, as_json: bool) -> str:
-    """gpus: in place of the config's ranks. device_bytes: of each device; None = tables without a verdict."""
+def plan_memory(load: Load, gpus: int | None, device_bytes: int | None, as_json: bool, search: bool = False) -> str:
+    """gpus: in place of the config's ranks. device_bytes: of each device; None = tables without a verdict. search: the
+    fastest meshes and modes that fit, in place of changes."""
     from meshrl.model.costs import run_memory
 
     base = _overrides(load, gpus)
 
-    def planned(keys: Sequence[str] = ()) -> tuple[PlannedRun, tuple[RankMemory, ...]]:
-        return run_memory(load([*base, *keys]), None, device_bytes)
+    def planned(keys: Keys) -> tuple[PlannedRun, tuple[RankMemory, ...]]:
+        texts = [f"{key}={show(value)}" for key, value in keys.items()]
+        return run_memory(load([*base, *texts]), None, device_bytes)
 
-    def changed(keys: Keys) -> Sequence[RankMemory]:
-        return planned([f"{key}={show(value)}" for key, value in keys.items()])[1]
-
-    job, ranks = planned()
-    is_enough = device_bytes is None or fit(ranks, device_bytes)
-    found = [] if device_bytes is None or is_enough else changes(job, ranks, device_bytes, changed)
+    job, ranks = planned({})
+    is_enough, found = device_bytes is None or fit(ranks, device_bytes), list[Change]()
+    if device_bytes is not None and search:
+        found = fastest(job, device_bytes, planned)
+    elif device_bytes is not None and not is_enough:
+        found = changes(job, ranks, device_bytes, lambda keys: planned(keys)[1])
     if as_json:
         return json.dumps(_facts(job, ranks, device_bytes, found), indent=1) + "\n"
     lines = [memory_table(rank) for rank in ranks]
@@ -76,13 +80,16 @@ def plan_memory(load: Load, gpus: int | None, device_bytes: int | None, as_json:
     if device_bytes is not None:
         lines += [f"{rank.what}: {verdict(rank, device_bytes)}" for rank in ranks]
         lines.append(f"measured peaks differ from plans by up to {ERROR:.0%} (docs/perf/memory.md)")
-    if found:
+    if search:
+        lines.append(f"{'the fastest that fit' if found else 'no mesh and mode fits'}; {MODEL}")
+    elif found:
         lines.append("changes that lower it, each planned again, the cheapest first:")
-    width = max((len(" ".join(each.overrides)) for each in found), default=0)
-    for each in found:
-        keys, need = " ".join(each.overrides), size_text(each.need)
+    texts = [" ".join(each.overrides) or "as it is" for each in found]
+    width = max(map(len, texts), default=0)
+    for each, keys in zip(found, texts, strict=True):
+        need = size_text(each.need)
         lines.append(f"  {keys:<{width}} {need:>9}  {'fits' * each.fits:<6}{each.cost}")
-    if not is_enough and not (found and found[-1].fits):
+    if not search and not is_enough and not (found and found[-1].fits):
         lines.append("no change of these keys is enough: use more GPUs (--gpus N), shorter rows or a smaller model")
     return "\n".join(lines) + "\n"
 
@@ -124,5 +131,7 @@ def _facts(
             for rank in ranks
         ],
         "sent_bytes": traffic(job),
-        "changes": [{"keys": each.overrides, "bytes": each.need, "fits": each.fits} for each in found],
+        "changes": [
+            {"keys": each.overrides, "bytes": each.need, "fits": each.fits, "cost": each.cost} for each in found
+        ],
     }

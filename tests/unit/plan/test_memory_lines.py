@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from meshrl.cli import main
 from meshrl.model.costs import run_memory
 from meshrl.plan.explain import explain, memory_lines
 from meshrl.plan.memory import PHASES, PlannedRun, RankMemory, fits, traffic, verdict
+from meshrl.plan.search import step_s
 from meshrl.run.inputs import load_run
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "grpo_trainer" / "config"
@@ -308,6 +310,38 @@ def test_the_command_names_changes_that_make_a_run_fit(model: Path, capsys: pyte
     assert f"  {' '.join(chosen['keys'])}" in text
 
 
+def test_the_fastest_meshes_and_modes_that_fit_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of two layers on two ranks. Each planned by itself needs the same bytes."""
+    model = folder_of(QWEN2_7B | {"num_hidden_layers": 2}, tmp_path)
+    of_run = "--gpus", "2", "--gpu-memory", "45GB"
+    code, text = plan(capsys, model, *of_run, "--search", "--json")
+    found = json.loads(text)["changes"]
+    assert code == 0 and len(found) == 5 and all(change["fits"] for change in found)
+    seconds = [float(change["cost"].removesuffix(" s")) for change in found]
+    assert seconds == sorted(seconds)
+    again = json.loads(plan(capsys, model, *of_run, "--json", *found[0]["keys"])[1])
+    assert again["fits"] is True and max(again["ranks"][0]["bytes"].values()) == found[0]["bytes"]
+    lines = plan(capsys, model, *of_run, "--search")[1].splitlines()
+    assert lines[-6].startswith("the fastest that fit; predicted seconds of an optimizer step: FLOPs")
+    assert " ".join(found[0]["keys"]) in lines[-5] and lines[-5].endswith(found[0]["cost"])
+    assert "no mesh and mode fits" in plan(capsys, model, "--gpus", "2", "--gpu-memory", "9GB", "--search")[1]
+
+
+def test_the_predicted_time_is_that_of_the_products_or_of_the_bytes(model: Path):
+    """Of 1,024 rows of 1,536 tokens on eight GPUs: six products of 7.07e9 weights, and attention, at 400 TFLOP/s."""
+    twice, once, cut = (
+        planned(model, *keys)[0]
+        for keys in ((), ["train.activation_checkpointing=false"], ["train.mesh.tp=2", "train.mesh.ulysses=2"])
+    )
+    attention = 6 * 28 * 3584 * 2 * 768.5  # of a token's query with half of the row
+    assert step_s(once) == pytest.approx(1024 * 1536 / 8 * (6 * 7.0708e9 + attention) / 4e14, rel=0.01)
+    assert step_s(twice) == pytest.approx(4 / 3 * step_s(once))
+    sent = traffic(cut)
+    assert step_s(cut) == pytest.approx(step_s(twice) + (sent["ulysses"] + sent["tp"]) / 3e11)
+    bound = replace(once, memory=replace(once.memory, flops=0.0))
+    assert step_s(bound) == pytest.approx(traffic(once)["FSDP2"] / 3e11)
+
+
 def test_more_gpus_hold_less_each(model: Path, capsys: pytest.CaptureFixture[str]):
     sizes = {}
     for count in ("8", "64"):
@@ -355,6 +389,7 @@ def test_a_verdict_names_what_it_does_not_count():
         (["--gpus", "0"], "--gpus is 0; it must be 1 or more"),
         (["--json", "--schedule"], "Leave one out"),
         (["--gpu-memory", "80GB", "--schedule"], "Leave one out"),
+        (["--search"], "--search needs the memory of each GPU"),
         (["--schedule"], "--schedule needs the times and lengths of a run"),
         (["--from", "runs/a"], "they are for it only: --from RUN"),
         (["--gpus", "6", "train.mesh.tp=4"], "train.mesh"),
