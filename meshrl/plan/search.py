@@ -8,10 +8,9 @@ from functools import reduce
 from itertools import product
 
 from meshrl.core.errors import ConfigError
-from meshrl.plan.changes import Change, Keys, fit
+from meshrl.plan.changes import MOST, Change, Keys, fit
 from meshrl.plan.memory import PlannedRun, RankMemory, traffic
 
-MOST = 5
 RECOMPUTED = {False: 1.0, "selective": 1.01, "submodule": 1.2, True: 4 / 3}  # mode -> FLOPs over those without it
 FLOPS = 4e14  # a second, that a GPU computes
 NODE = 8  # GPUs of a machine
@@ -44,8 +43,7 @@ def step_s(job: PlannedRun) -> float:
     config, ranks = job.config, job.num_train_ranks
     _, shards, ulysses, tp = config.train.mesh_shape(ranks)
     tokens = config.rows_per_update * (config.longest_row_tokens or job.tokens) / ranks
-    mode = config.train.activation_checkpointing
-    computes = tokens * (job.memory.flops or 0.0) / FLOPS * RECOMPUTED[True if mode == "block" else mode]
+    computes = tokens * (job.memory.flops or 0) / FLOPS * RECOMPUTED.get(config.train.activation_checkpointing, 4 / 3)
     sent, peers = traffic(job), {"tp": tp, "ulysses": ulysses * tp, "FSDP2": shards * ulysses * tp, "replicas": ranks}
     seconds = {axis: size / SENDS[peers[axis] > NODE] for axis, size in sent.items()}
     of_weights = seconds.pop("FSDP2", 0.0) + seconds.pop("replicas", 0.0)
@@ -53,8 +51,7 @@ def step_s(job: PlannedRun) -> float:
 
 
 def _meshes(job: PlannedRun) -> Iterator[Keys]:
-    ranks, train = job.num_train_ranks, job.config.train
-    sizes = [1, 2, 4, 8]
+    ranks, train, sizes = job.num_train_ranks, job.config.train, (1, 2, 4, 8)
     for replicas, ulysses, tp, mode in product(sorted({1, max(1, ranks // NODE)}), sizes, sizes, RECOMPUTED):
         if ulysses * tp <= NODE and ranks % (replicas * ulysses * tp) == 0:
             keys = {

@@ -131,7 +131,5 @@ def _facts(
             for rank in ranks
         ],
         "sent_bytes": traffic(job),
-        "changes": [
-            {"keys": each.overrides, "bytes": each.need, "fits": each.fits, "cost": each.cost} for each in found
-        ],
+        "changes": [{"keys": c.overrides, "bytes": c.need, "fits": c.fits, "cost": c.cost} for c in found],
     }
