@@ -251,7 +251,9 @@ def _add_forward_and_backward(rank: RankMemory, job: PlannedRun) -> None:
     if of_block:  # the inputs of blocks, of the last norm, also in fp32, and of the head
         stored = (job.model.num_layers + 3) * held.hidden // tp
     if is_rl:
-        rank.add("within a block", held.forward // tp + parts + 2 * held.hidden // tp, ["annotate"])
+        logits = min(job.tokens * ceil(job.model.vocab_size / tp), CHUNK_LOGITS_ON_CPU) * 4 * job.on_cpu
+        at_head = logits + own_head - 2 * memory.block * bool(own_head)  # the blocks are freed, and it is copied
+        rank.add("within a block", max(at_head, held.forward // tp + parts + 2 * held.hidden // tp), ["annotate"])
     own = 0 if of_block else held.stored // (tp * job.model.num_layers)  # of the block, counted in all activations
     within = max(head, held.backward // tp + parts - own)
     rank.add("within a block", within, ["train"])
@@ -268,8 +270,7 @@ def _head_bytes(job: PlannedRun, width: int, tp: int) -> int:
     if not job.on_cpu:
         logits = min(logits, chunk * vocab if chunk else CHUNK_LOGITS)
         return logits * 3 * 4 if width == 4 else 2 * min(logits, SLOPES)
-    limit = logits if logits <= SAVED_LOGITS_ON_CPU else CHUNK_LOGITS_ON_CPU
-    logits = min(logits, chunk * vocab if chunk else limit)
+    logits = min(logits, chunk * vocab if chunk else SAVED_LOGITS_ON_CPU)  # of answers, so many at most
     return logits * 4 if width == 4 else logits * 6 + 2 * job.memory.head  # copies in 16 bits, and of the head in 32
 
 

@@ -132,6 +132,22 @@ def test_the_groups_that_are_gathered_are_planned(model: Path):
     assert few.device["within a block"]["train"] == 2 * end + slopes - block - adapters
 
 
+def test_the_logits_of_a_cpu_are_planned(model: Path):
+    """Those of answers that may be stored for the backward pass, 2^27, and without one those of a chunk, 2^25."""
+    short = "data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=64", "model.lora.enabled=true"
+    of_cpu = f"model.path={model}", "model.dtype=float32", "train.logprob_chunk_tokens=null", *short
+    found = []
+    for tokens in (256, 1024):
+        keys = [*of_cpu, f"train.max_tokens_per_microbatch={tokens}"]
+        config = load_run(CONFIGS / "qwen2-7b_gsm8k_fsdp.yaml", keys, starts=False).config
+        job, (rank,) = run_memory(config, "cpu")
+        found.append(rank.device["within a block"])
+    (head, block), few = (job.memory.own_head, job.memory.block), 256 * 152064 * 4
+    assert head == 152064 * 3584 * 4
+    assert found[0] == {"annotate": head + (4 << 25) - 2 * block, "train": 2 * head + few - block}
+    assert found[1]["train"] == 2 * head + (4 << 27) - block
+
+
 def freed(model: Path, *keys: str) -> dict[str, float]:
     """GB by phase that these overrides save."""
     (_, before), (_, after) = planned(model), planned(model, *keys)
