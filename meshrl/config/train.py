@@ -61,10 +61,10 @@ class TrainConfig(Slice):
     forward; HYBRID_SHARD has dp_replicate copies of the sharded model; NO_SHARD has the full model in every rank. With
     one rank, or ranks of tp alone, FSDP2 has nothing to shard, whatever the value"""
     fsdp_group_bytes: int = Field(1 << 25, ge=0)
-    """FSDP2 gathers neighbouring blocks together as long as they have at most this many bytes in model.dtype, which
-    makes fewer collectives of small layers; embedding and head are gathered for themselves, and freed after use, if
-    they have more and are not tied; 0 = each block for itself. Above 32 MiB, collectives gain little, and ranks need
-    the memory of two larger groups"""
+    """FSDP2 gathers neighbouring blocks of the language model together as long as they have at most this many bytes in
+    model.dtype, which makes fewer collectives of small layers; embedding and head are gathered for themselves, and
+    freed after use, if they have more and are not tied; 0 = each block for itself. Above 32 MiB, collectives gain
+    little, and ranks need the memory of two larger groups"""
     activation_checkpointing: Literal[True, False, "block", "submodule", "selective"] = True
     """which activations of a block are recomputed in backward instead of stored: true or block = all but its input, for
     about a fourth to a third more compute; submodule = those of its MLP or experts, and of its norms; selective = all

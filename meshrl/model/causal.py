@@ -84,15 +84,19 @@ class CausalModel(torch.nn.Module):
         return [block for part in self.parts.values() for block in blocks_of(self.lm, part)]
 
     def fsdp_groups(self, limit: int, itemsize: int) -> list[list[torch.nn.Module]]:
-        """Modules that FSDP2 gathers together: blocks of a part, next to each other, of at most `limit` bytes with
-        numbers of itemsize bytes, and a larger one alone; embedding and head, if they are larger and not tied."""
+        """Modules that FSDP2 gathers together: blocks of the language model, next to each other, of at most `limit`
+        bytes with numbers of itemsize bytes, and a larger one alone; embedding and head, if they are larger and not
+        tied; each block of a tower, because FSDP2 gathers a group for the backward pass of its last block, and LLaVA
+        does not use the output of its tower's."""
 
         def size(module: torch.nn.Module) -> int:
             return itemsize * sum(local_shard(p).numel() for p in module.parameters())
 
         groups, lm = list[list[torch.nn.Module]](), self.lm
-        for blocks in (list(blocks_of(lm, part)) for part in self.parts.values()):
-            groups += [[blocks[i] for i in own] for own in merged([size(block) for block in blocks], limit)]
+        for name, part in self.parts.items():
+            blocks = list(blocks_of(lm, part))
+            sizes, most = [size(block) for block in blocks], limit if name == TEXT else 0
+            groups += [[blocks[i] for i in own] for own in merged(sizes, most)]
         ends: list[Any] = [lm.get_input_embeddings(), lm.get_output_embeddings()]
         if ends[0].weight is ends[1].weight:
             return groups
