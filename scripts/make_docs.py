@@ -13,6 +13,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
 
 from chat_templates import page as chat_templates  # noqa: E402 - found by the line above
 from fault_cases import page as faults  # noqa: E402
+from isolation_cases import table as attacks  # noqa: E402
 from model_families import page as models  # noqa: E402
 from published_recipes import shares as recipe_shares  # noqa: E402
 
@@ -165,12 +166,13 @@ def _cell(names: tuple[str, ...]) -> str:
 
 
 def tools() -> str:
-    """The formats of calls."""
+    """The formats of calls, and what programs can't do in isolation."""
     lines = [_beginning("tools.md", "meshrl/agent"), "", "| format | models | marks |", "| --- | --- | --- |"]
     for name, form in FORMATS.items():
         marks = ", ".join(f"`{mark.strip()}`" for mark in form.marks).replace("|", "\\|")
         lines.append(f"| {name} | {form.models} | {marks} |")
-    return "\n".join([*lines, ""])
+    lines += ["", "## What a program can't do under bubblewrap", "", attacks(), ""]
+    return "\n".join(lines)
 
 
 def notebook() -> str:

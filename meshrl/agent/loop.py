@@ -19,6 +19,7 @@ import numpy as np
 from meshrl.agent.flatten import TurnError, attach, path_ids
 from meshrl.agent.mcp import McpServer
 from meshrl.agent.parsing import format_name, parse
+from meshrl.agent.python_tool import python_tool
 from meshrl.agent.search import search_tool
 from meshrl.agent.tools import ERROR, TOOLS, Tool, as_tool, call_tools
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
@@ -263,6 +264,7 @@ class MultiTurn:
     types and a docstring, or of a Tool. From Python, also these objects themselves.
     tool_timeout_s: of a call, which is then answered with an error. mcp_servers: commands of MCP servers, whose tools
     are added; they run while the agent is `opened`. documents: path of a table for the tool `search`, which is added.
+    sandbox: how the tool `python` runs programs, a kind of meshrl/process/isolation.py.
     """
 
     def __init__(
@@ -272,6 +274,7 @@ class MultiTurn:
         tool_timeout_s: float = 60.0,
         mcp_servers: Sequence[str] = (),
         documents: str | None = None,
+        sandbox: str = "bubblewrap",
     ) -> None:
         if not isinstance(max_turns, int) or max_turns < 1:
             raise ConfigError(f"agent.args.max_turns is {max_turns!r}; it must be an integer of at least 1")
@@ -283,7 +286,14 @@ class MultiTurn:
                 raise ConfigError(f"{name} is {type(listed).__name__} {listed!r:.80}; it must be a list of names")
         if not tools and not mcp_servers and documents is None:
             raise ConfigError(f"{key} is empty; name at least one tool, or use agent.kind: single_turn")
-        resolved = [as_tool(look_up(t, TOOLS, key) if isinstance(t, str) else t, key) for t in tools]
+        resolved = list[Tool]()
+        for tool in tools:
+            found = look_up(tool, {**TOOLS, "python": python_tool}, key) if isinstance(tool, str) else tool
+            resolved.append(
+                python_tool(sandbox, tool_timeout_s, "agent.args.sandbox")
+                if found is python_tool
+                else as_tool(found, key)
+            )
         self._servers = [McpServer(command, "agent.args.mcp_servers") for command in mcp_servers]
         resolved += [tool for server in self._servers for tool in server.tools]
         resolved += [] if documents is None else [search_tool(documents, "agent.args.documents")]
