@@ -89,32 +89,6 @@ def test_an_unknown_section_is_answered_as_far_as_its_name_is_known(write, good:
     assert words in refusal(write(good.read_text() + pasted))
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("load_in_4bit=true", "not available: a frozen base has 16 bits a weight at least. Use model.lora"),
-        ("model.quantization_config={load_in_4bit: true}", "a frozen base has 16 bits a weight"),
-        ("model.quantization=nf4", "a frozen base has 16 bits a weight"),
-        ("model.lora.quantize=nf4", "a frozen base has 16 bits a weight"),
-        ("model.dtype=int4", "must be bfloat16, float16 or float32. int4 of other frameworks is not available: "),
-        ("model.dtype=fp8", "not available: trainer and sampler compute in 16 or 32 bits. Use model.dtype: bfloat16"),
-        ("train.fp8=true", "trainer and sampler compute in 16 or 32 bits"),
-        ("train.master_dtype=float8_e4m3fn", "trainer and sampler compute in 16 or 32 bits"),
-        ("activation_offloading=true", "not available: activations stay on the device or are computed again. Use"),
-        ("train.offload_activations=true", "activations stay on the device or are computed again"),
-        ("train.mesh.ep=2", "not available: no rank has experts of its own. Use train.sharding_strategy: FULL_SHARD"),
-        ("train.expert_model_parallel_size=2", "no rank has experts of its own"),
-        ("rollout.enable_expert_parallel=true", "no rank has experts of its own"),
-    ],
-)
-def test_ways_to_save_memory_that_are_not_built_are_refused_with_the_nearest_that_is(good: Path, override, words):
-    assert words in refusal(good, override)
-
-
-def test_a_wrong_value_that_no_framework_has_gets_the_nearest(good: Path):
-    assert refusal(good, "model.dtype=flaot32").endswith("must be bfloat16, float16 or float32. Nearest: float32.")
-
-
 def test_a_large_config_of_another_framework_is_reported_in_part(write: Callable[..., Path], good: Path):
     lines = "".join(f"  option_{i}: {i}\n" for i in range(3 * MAX_SHOWN))
     text = refusal(write(good.read_text() + "trainer:\n  total_epochs: 3\n" + lines))
@@ -128,28 +102,6 @@ def test_all_wrong_keys_of_a_usual_config_of_another_framework_are_named(write: 
     text = refusal(write(good.read_text() + "trainer:\n  total_epochs: 3\n" + lines))
     assert all(f"trainer.option_{i}" in text for i in range(MAX_SHOWN + 25)) and "26 more keys are wrong: " in text
     assert "docs/from_verl_and_trl.md lists the keys of verl" in text
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("+learning_rate=1", "learning_rate of TRL is train.optimizer.lr here"),
-        ("train.beta=1", "beta of TRL is algo.kl.coef here"),
-        ("train.optimzer.lr=1", "train.optimzer [command line] unknown key. Nearest: train.optimizer."),
-        ("train.optimizer.learning_rate=1", "learning_rate of TRL is train.optimizer.lr here."),
-        ("rollout.n=8", "n of verl is loop.samples_per_prompt here."),
-        ("algo.beta=1", "beta of TRL is algo.kl.coef here"),
-        ("num_generation=8", "num_generations of TRL is loop.samples_per_prompt here."),
-        ("train.optimizer.beta=1", "Nearest: train.optimizer.betas."),
-        ("train.lr=1", "Nearest: train.optimizer.lr."),
-        ("rollout.temprature=1", "Nearest: rollout.sampling.temperature, rollout.eval_sampling.temperature, "),
-        ("train.name=1", "Nearest: run.name."),
-        ("loop.num_train_steps=1", "no known key is similar"),
-        ("some.enable=1", "no known key is similar"),
-    ],
-)
-def test_a_name_of_another_framework_comes_after_a_misspelt_key_of_the_same_section(good: Path, override, words):
-    assert words in refusal(good, override)
 
 
 def test_a_config_of_sft_gets_keys_of_sft(good_sft: Path):
