@@ -21,6 +21,7 @@ from meshrl.cli_options import (
     CHAT,
     CONVERT,
     DIAGNOSE,
+    DOCTOR,
     EVAL,
     INIT,
     LAUNCH,
@@ -208,6 +209,14 @@ def _diagnose(args: argparse.Namespace) -> None:
     print_output(printable(run(args.target, args.overrides, args.steps, args.out)))
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from meshrl.tools.doctor.command import doctor
+
+    text, code = doctor(args.config, args.overrides, args.json, args.self_test)
+    print_output(text, is_printable=True)
+    return code
+
+
 def _report(args: argparse.Namespace) -> None:
     from meshrl.tools.report.page import write_report
 
@@ -302,6 +311,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[
     "chat": (_chat, "talk to a model in the terminal: one question, or a conversation", CHAT),
     "serve": (_serve, "serve a model to clients of OpenAI's and Anthropic's APIs, until Ctrl-C", SERVE),
     "diagnose": (_diagnose, "report where the time of a run goes, and what to change; see docs/see.md", DIAGNOSE),
+    "doctor": (
+        _doctor,
+        "check this machine, alone or for the run of a config: OK, WARN or FAIL, and what to do",
+        DOCTOR,
+    ),
     "report": (_report, "write RUN/report.html from the run's files, during the run or after it", [RUN, PAGE]),
     "status": (_status, "print the state of a run: step, phase, reward, processes", [RUN]),
     "stop": (_stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute", [RUN]),

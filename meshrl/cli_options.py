@@ -177,6 +177,12 @@ DIAGNOSE = [
     arg("--steps", "N", "steps of a config to profile (default 4)", type=positive, default=4),
     arg("--out", "FOLDER", "folder for the files (default: the run's)", type=Path),
 ]
+DOCTOR = [
+    arg("config", "CONFIG", f"{CONFIG} (default: check the machine alone)", nargs="?"),
+    OVERRIDES,
+    arg("--self-test", None, "also make a step of a tiny model with two ranks, in about a minute", action="store_true"),
+    arg("--json", None, "print the lines and what was measured as JSON", action="store_true"),
+]
 VIEW = [
     RUN,
     arg("--steps", "A-B", "write view_A-B.html with these steps only, such as 10-20", True),

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -103,6 +104,40 @@ def has_own_memory(device: torch.device) -> bool:
 def device_name(device: torch.device) -> str:
     """The product name of an accelerator; cpu for the CPU."""
     return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
+def build_text() -> str:
+    """What this build of PyTorch computes on besides CPUs, such as CUDA 13.0; "" = nothing."""
+    if torch.version.hip is not None or torch.version.cuda is not None:
+        return f"ROCm {torch.version.hip}" if torch.version.hip is not None else f"CUDA {torch.version.cuda}"
+    return "" if _accelerator() == "cpu" else _accelerator()
+
+
+def named_devices() -> list[tuple[str, int]]:
+    """The product name and the bytes of memory of each device of this process; empty for the CPU."""
+    devices = [torch.device(device_type(), index) for index in range(device_count())]
+    return [(device_name(device), torch.accelerator.get_memory_info(device)[1]) for device in devices]
+
+
+def peer_speeds() -> list[tuple[int, int, bool, float]]:
+    """Of each pair of this process's devices: whether one can read the other's memory, and the bytes/s of a copy."""
+    devices = [torch.device(device_type(), index) for index in range(device_count())]
+    direct = getattr(torch.get_device_module(device_type()), "can_device_access_peer", lambda a, b: False)
+    return [(a.index, b.index, direct(a, b), copy_speed(a, b)) for a, b in itertools.combinations(devices, 2)]
+
+
+def copy_speed(source: torch.device, target: torch.device, num_bytes: int = 256 << 20) -> float:
+    """Bytes/s of a copy between two devices; the second copy is timed."""
+    sent = torch.ones(num_bytes, dtype=torch.uint8, device=source)
+    received, seconds = torch.empty_like(sent, device=target), 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        received.copy_(sent)
+        for device in (source, target):
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        seconds = time.perf_counter() - start
+    return num_bytes / seconds
 
 
 def visible_devices(device: torch.device, count: int) -> dict[str, str]:

@@ -20,11 +20,16 @@ def products_of_16_bits_are_slow(flags: Collection[str] | None = None, accelerat
     """
     if accelerator is None:
         forced = os.environ.get("MESHRL_DEVICE")
-        accelerator = forced != "cpu" if forced else any(Path("/dev", name).exists() for name in _ACCELERATORS)
+        accelerator = forced != "cpu" if forced else bool(accelerator_files())
     if flags is None:
         flags = _flags()
     fast = {"avx512vl", "avx512bw", "avx512dq"} <= {*flags} or not {"amx_bf16", "avx_ne_convert"}.isdisjoint(flags)
     return "sse2" in flags and not fast and not accelerator
+
+
+def accelerator_files() -> list[str]:
+    """The device files of accelerators that this machine has; an integrated GPU has dri/renderD128, too."""
+    return [name for name in _ACCELERATORS if Path("/dev", name).exists()]
 
 
 def _flags() -> frozenset[str]:

@@ -159,7 +159,7 @@ def how_it_ended(code: int, oom_kills_before: int | None) -> str:
 def oom_kills(system: Path = Path("/")) -> int | None:
     """How many processes of this process's cgroup the kernel has killed for lack of memory; None if it does not count
     them. system: the folder that contains /proc and /sys."""
-    for text in _of_cgroup("memory.events", "memory.oom_control", system):
+    for text in of_cgroup("memory.events", "memory.oom_control", system):
         if match := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
             return int(match[1])
     return None
@@ -168,12 +168,12 @@ def oom_kills(system: Path = Path("/")) -> int | None:
 def memory_limit(system: Path = Path("/")) -> int:
     """Bytes that the processes of this machine may use: its memory, or the limit of this process's cgroup if that is
     less. system: as in oom_kills."""
-    limits = (text.strip() for text in _of_cgroup("memory.max", "memory.limit_in_bytes", system))
+    limits = (text.strip() for text in of_cgroup("memory.max", "memory.limit_in_bytes", system))
     return min([psutil.virtual_memory().total, *(int(text) for text in limits if text.isdecimal())])
 
 
-def _of_cgroup(name: str, name_in_version_1: str, system: Path) -> Iterator[str]:
-    """The contents of a file of the cgroup of this process."""
+def of_cgroup(name: str, name_in_version_1: str, system: Path) -> Iterator[str]:
+    """The contents of a file of the cgroup of this process, from its group to the root. system: as in oom_kills."""
     groups = system / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
