@@ -5,38 +5,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from meshrl.agent.endpoint import dialect
 from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest
-from meshrl.agent.endpoint.dialect import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ROLES,
-    Body,
-    Event,
-    WireFormat,
-    call_of,
-    count,
-    function_tool,
-    objects,
-    require_allowed,
-    require_conversation,
-    sampling_of,
-    text_of_content,
-    texts,
-)
+from meshrl.agent.endpoint.dialect import Body, Event, WireFormat
 from meshrl.data.chat import Message
 
 
 def read(body: Body) -> Ask:
-    require_allowed(body)
-    tools = [_tool(each) for each in objects(body, "tools", MAX_TOOLS)]
-    messages = [_message(each, f"messages[{i}]") for i, each in enumerate(objects(body, "messages", MAX_MESSAGES))]
+    dialect.require_allowed(body)
+    tools = [_tool(each) for each in dialect.objects(body, "tools", dialect.MAX_TOOLS)]
+    messages = [
+        _message(each, f"messages[{i}]")
+        for i, each in enumerate(dialect.objects(body, "messages", dialect.MAX_MESSAGES))
+    ]
     options = body.get("stream_options") or {}
     return Ask(
-        messages=require_conversation(messages),
+        messages=dialect.require_conversation(messages),
         tools=[] if body.get("tool_choice") == "none" else tools,
-        max_tokens=count(body, "max_completion_tokens", "max_tokens"),
-        stop=texts(body, "stop"),
-        sampling=sampling_of(body),
+        max_tokens=dialect.count(body, "max_completion_tokens", "max_tokens"),
+        stop=dialect.texts(body, "stop"),
+        sampling=dialect.sampling_of(body),
         stream=bool(body.get("stream")),
         usage=isinstance(options, dict) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
@@ -47,25 +35,23 @@ def _tool(tool: Body) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         raise RefusedRequest(400, f"a tool is {json.dumps(tool):.80}; its type must be function")
-    return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
+    return dialect.function_tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 
 def _message(message: Body, place: str) -> Message:
     role = message.get("role")
-    if role not in ROLES:
-        raise RefusedRequest(400, f"{place}: role is {role!r:.80}; allowed: {', '.join(ROLES)}")
+    if role not in dialect.ROLES:
+        raise RefusedRequest(400, f"{place}: role is {role!r:.80}; allowed: {', '.join(dialect.ROLES)}")
     made: Message = {
         "role": "system" if role == "developer" else role,
-        "content": text_of_content(message.get("content"), f"{place}.content"),
+        "content": dialect.text_of_content(message.get("content"), f"{place}.content"),
     }
-    calls = [(call, call.get("function")) for call in objects(message, "tool_calls", MAX_TOOLS)]
-    if calls and role == "assistant":
-        made["tool_calls"] = [
-            call_of(
-                call.get("id"), (of if isinstance(of, dict) else {}).get("name"), (of or {}).get("arguments"), place
-            )
-            for call, of in calls
-        ]
+    if role == "assistant" and (calls := dialect.objects(message, "tool_calls", dialect.MAX_TOOLS)):
+        made["tool_calls"] = []
+        for call in calls:
+            function = call.get("function")
+            of = function if isinstance(function, dict) else {}
+            made["tool_calls"].append(dialect.call_of(call.get("id"), of.get("name"), of.get("arguments"), place))
     for name in ("tool_call_id", "name", "reasoning_content"):
         if isinstance(message.get(name), str):
             made[name] = message[name]

@@ -141,6 +141,10 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
     """A tool as chat templates get it."""
     if not isinstance(name, str) or not name:
         raise RefusedRequest(400, f"a tool has the name {name!r:.80}; it must be a text")
+    if not isinstance(parameters or {}, dict) or not isinstance(description or "", str):
+        raise RefusedRequest(
+            400, f"the tool {name!r:.80} has parameters {parameters!r:.80}; they must be a JSON schema"
+        )
     body = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
     return {"type": "function", "function": body}
 

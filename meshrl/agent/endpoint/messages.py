@@ -5,23 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from meshrl.agent.endpoint import dialect
 from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest
-from meshrl.agent.endpoint.dialect import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    Body,
-    Event,
-    WireFormat,
-    call_of,
-    count,
-    function_tool,
-    objects,
-    require_allowed,
-    require_conversation,
-    sampling_of,
-    text_of_content,
-    texts,
-)
+from meshrl.agent.endpoint.dialect import Body, Event, WireFormat
 from meshrl.data.chat import Message
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -29,22 +15,22 @@ _IGNORED = ("thinking", "redacted_thinking")
 
 
 def read(body: Body) -> Ask:
-    require_allowed(body)
+    dialect.require_allowed(body)
     tools = [
-        function_tool(each.get("name"), each.get("description"), each.get("input_schema"))
-        for each in objects(body, "tools", MAX_TOOLS)
+        dialect.function_tool(each.get("name"), each.get("description"), each.get("input_schema"))
+        for each in dialect.objects(body, "tools", dialect.MAX_TOOLS)
     ]
-    system = text_of_content(body.get("system"), "system")
+    system = dialect.text_of_content(body.get("system"), "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    for i, message in enumerate(objects(body, "messages", MAX_MESSAGES)):
+    for i, message in enumerate(dialect.objects(body, "messages", dialect.MAX_MESSAGES)):
         messages += _messages(message, f"messages[{i}]")
     choice = body.get("tool_choice")
     return Ask(
-        messages=require_conversation(messages),
+        messages=dialect.require_conversation(messages),
         tools=[] if isinstance(choice, dict) and choice.get("type") == "none" else tools,
-        max_tokens=count(body, "max_tokens"),
-        stop=texts(body, "stop_sequences"),
-        sampling=sampling_of(body),
+        max_tokens=dialect.count(body, "max_tokens"),
+        stop=dialect.texts(body, "stop_sequences"),
+        sampling=dialect.sampling_of(body),
         stream=bool(body.get("stream")),
         usage=True,
     )
@@ -55,18 +41,22 @@ def _messages(message: Body, place: str) -> list[Message]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RefusedRequest(400, f"{place}: role is {role!r:.80}; allowed: user, assistant")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(message, "content", MAX_TOOLS)
+    blocks = (
+        [{"type": "text", "text": content}]
+        if isinstance(content, str)
+        else dialect.objects(message, "content", dialect.MAX_TOOLS)
+    )
     results, calls, plain = list[Message](), list[Body](), list[Body]()
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use" and role == "assistant":
-            calls.append(call_of(block.get("id"), block.get("name"), block.get("input"), place))
+            calls.append(dialect.call_of(block.get("id"), block.get("name"), block.get("input"), place))
         elif kind == "tool_result" and role == "user":
-            text = text_of_content(block.get("content"), f"{place}: tool_result")
+            text = dialect.text_of_content(block.get("content"), f"{place}: tool_result")
             results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
         elif kind not in _IGNORED:
             plain.append(block)
-    made: Message = {"role": role, "content": text_of_content(plain, place)}
+    made: Message = {"role": role, "content": dialect.text_of_content(plain, place)}
     if calls:
         made["tool_calls"] = calls
     return results if results and not plain else [*results, made]

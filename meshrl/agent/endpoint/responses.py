@@ -4,44 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshrl.agent.endpoint import chat
+from meshrl.agent.endpoint import chat, dialect
 from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest
-from meshrl.agent.endpoint.dialect import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ROLES,
-    Body,
-    Event,
-    WireFormat,
-    call_of,
-    count,
-    function_tool,
-    objects,
-    require_allowed,
-    require_conversation,
-    sampling_of,
-    text_of_content,
-)
+from meshrl.agent.endpoint.dialect import Body, Event, WireFormat
 from meshrl.data.chat import Message
 
 
 def read(body: Body) -> Ask:
-    require_allowed(body)
+    dialect.require_allowed(body)
     style = body.get("text")
     if isinstance(style, dict):
-        require_allowed({"response_format": style.get("format")})
+        dialect.require_allowed({"response_format": style.get("format")})
     given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(body, "input", MAX_MESSAGES)
-    instructions = text_of_content(body.get("instructions"), "instructions")
+    items = (
+        [{"role": "user", "content": given}]
+        if isinstance(given, str)
+        else dialect.objects(body, "input", dialect.MAX_MESSAGES)
+    )
+    instructions = dialect.text_of_content(body.get("instructions"), "instructions")
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     for i, item in enumerate(items):
         _add(messages, item, f"input[{i}]")
-    tools = [_tool(each) for each in objects(body, "tools", MAX_TOOLS)]
+    tools = [_tool(each) for each in dialect.objects(body, "tools", dialect.MAX_TOOLS)]
     return Ask(
-        messages=require_conversation(messages),
+        messages=dialect.require_conversation(messages),
         tools=[] if body.get("tool_choice") == "none" else tools,
-        max_tokens=count(body, "max_output_tokens"),
-        sampling=sampling_of(body),
+        max_tokens=dialect.count(body, "max_output_tokens"),
+        sampling=dialect.sampling_of(body),
         stream=bool(body.get("stream")),
         usage=True,
     )
@@ -50,7 +39,7 @@ def read(body: Body) -> Ask:
 def _tool(tool: Body) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise RefusedRequest(400, f"a tool has the type {tool.get('type')!r:.80}; allowed: function")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
+    return dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
 def _add(messages: list[Message], item: Body, place: str) -> None:
@@ -60,15 +49,15 @@ def _add(messages: list[Message], item: Body, place: str) -> None:
     if kind == "reasoning":
         return
     if kind == "function_call":
-        call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"), place)
+        call = dialect.call_of(item.get("call_id"), item.get("name"), item.get("arguments"), place)
         if not follows:
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        text = text_of_content(item.get("output"), place)
+        text = dialect.text_of_content(item.get("output"), place)
         messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
-    elif kind == "message" and role in ROLES:
-        text = text_of_content(item.get("content"), place)
+    elif kind == "message" and role in dialect.ROLES:
+        text = dialect.text_of_content(item.get("content"), place)
         if role == "assistant" and follows and not messages[-1].get("tool_calls"):
             messages[-1]["content"] += text
         else:

@@ -60,6 +60,8 @@ def test_other_keys_are_refused_in_the_form_of_the_dialect(path, key):
         ({"messages": [USER], "stop": [""]}, 400, "stop is"),
         ({"messages": [USER], "tools": [{"type": "web_search"}]}, 400, "its type must be function"),
         ({"messages": [USER], "tools": [{"function": {}}]}, 400, "a tool has the name None"),
+        ({"messages": [USER], "tools": [{"function": {"name": "f", "parameters": [1]}}]}, 400, "must be a JSON schema"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}, USER]}, 400, "function None"),
         ({"messages": [USER] * 30 + [{"role": "user", "content": "1" * 9000}]}, 400, "context_length_exceeded"),
     ],
 )
@@ -106,6 +108,8 @@ def test_bytes_that_are_no_request_of_a_client(monkeypatch):
     assert "400" in raw(head(content_length=len(deep), connection="close") + deep).split("\r\n")[0]
     nested = json.dumps({"messages": [USER], "tools": json.loads("[" * 100 + "]" * 100)}).encode()
     assert "more than 64 levels" in raw(head(content_length=len(nested), connection="close") + nested)
+    half = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'  # of a surrogate pair
+    assert raw(head(content_length=len(half), connection="close") + half).startswith("HTTP/1.1 422")
     assert raw(head("/v1/other", connection="close")).startswith("HTTP/1.1 404")
 
 
