@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 
 import numpy as np
 import pytest
 from endpoint_clients import CALCULATOR, CALL, KEY, USER, answers, served
+from tiny_tokenizers import SHOWS_TOOLS, tiny_tokenizer
+
+from meshrl.data.chat import render
 
 TEXTS = ("hm " + CALL, "it is 12")
 
@@ -111,3 +116,46 @@ def test_errors_are_those_of_the_sdk():
                     await client.messages.create(model="m", messages=[], max_tokens=5)
 
     asyncio.run(ask())
+
+
+VERIFIERS = """
+import asyncio, json, sys
+from openai import AsyncOpenAI
+from renderers import create_renderer
+from renderers.client import generate
+from transformers import AutoTokenizer
+
+async def ask(url, key, folder):
+    renderer = create_renderer(AutoTokenizer.from_pretrained(folder))
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key)
+    settings = dict(messages=[{"role": "user", "content": "ab?"}], cache_salt="1", extra_headers={"x-session-id": "s"})
+    sampling = {"max_tokens": 9}
+    found = await generate(client=client, renderer=renderer, model="policy", sampling_params=sampling, **settings)
+    names = ("prompt_ids", "completion_ids", "completion_logprobs", "finish_reason", "content")
+    print(json.dumps({name: found[name] for name in names}))
+
+asyncio.run(ask(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_the_client_of_verifiers(tmp_path):
+    """The token route by the client with which verifiers trains."""
+    python = os.environ.get("MESHRL_VERIFIERS_PYTHON")
+    if python is None:
+        pytest.skip("set MESHRL_VERIFIERS_PYTHON to the Python of an environment with verifiers==0.4.0")
+    tiny_tokenizer(SHOWS_TOOLS).save_pretrained(tmp_path)
+
+    async def ask():
+        async with served(answers("ab12")) as at:
+            command = [python, "-c", VERIFIERS, at.url, KEY, str(tmp_path)]
+            done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, env={})
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout), at.conversation.trajectory
+
+    found, trajectory = asyncio.run(ask())
+    (turn,) = trajectory.turns
+    assert found["prompt_ids"] == turn.context_ids.tolist() and found["completion_ids"] == turn.output_ids.tolist()
+    assert [np.float32(value) for value in found["completion_logprobs"]] == turn.logprobs.tolist()
+    assert (found["finish_reason"], found["content"]) == ("stop", "ab12")
+    np.testing.assert_array_equal(turn.context_ids, render(tiny_tokenizer(SHOWS_TOOLS), [USER]))
