@@ -37,6 +37,8 @@ class EndpointAgent:
     function: package.module:name. An async function runs in the controller's event loop, any other in a worker process.
     It gets those of the keywords of `programs.Call` that its signature has, and may return a number, which is added to
     the trajectory's reward. command: a program and its arguments, in place of a function. timeout_s: of one attempt.
+    max_turns: after which requests are refused. A program that ends with an exception because of such a refusal, or
+    because the context is full, leaves a truncated trajectory.
     """
 
     def __init__(
@@ -44,13 +46,18 @@ class EndpointAgent:
         function: str | Callable[..., Any] | None = None,
         command: Sequence[str] | None = None,
         timeout_s: float = 600.0,
+        max_turns: int | None = None,
     ) -> None:
         self.tools: list[dict[str, Any]] = []
         if (function is None) == (command is None):
             raise ConfigError("agent.args: give either function, as package.module:name, or command, a list of texts")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
             raise ConfigError(f"agent.args.timeout_s is {timeout_s!r:.80}; it must be a number of seconds above 0")
-        self.timeout_s = float(timeout_s)
+        if max_turns is not None and (type(max_turns) is not int or max_turns < 1):
+            raise ConfigError(
+                f"agent.args.max_turns is {max_turns!r:.80}; it must be an integer of at least 1, or null"
+            )
+        self.timeout_s, self.max_turns = float(timeout_s), max_turns
         self._program = _program_of(function) if command is None else _command_of(command)
         self._secret, self._num_issued = secrets.token_bytes(32), 0
         self._open: dict[str, Conversation] = {}  # by key
@@ -77,10 +84,14 @@ class EndpointAgent:
         if prompt.media:
             raise DataError(f"prompt {prompt.id!r} has images, which the endpoint does not send to its clients")
         trajectory = start_trajectory(prompt, index, ctx)
-        conversation = Conversation(trajectory, generate, ctx, self._note_once)
+        conversation = Conversation(trajectory, generate, ctx, self._note_once, max_turns=self.max_turns)
+        reward = None
         try:
             with self._key(conversation) as key:
                 reward = await self._attempt(conversation, self._call(prompt, key, self._url))
+        except Exception as error:  # of the user's code
+            if not conversation.is_cut or getattr(error, "kind", "") == "timeout":
+                raise
         finally:
             await conversation.close()
         if trajectory.turns:

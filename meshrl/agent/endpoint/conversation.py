@@ -84,7 +84,8 @@ class _Node:
 
 class Conversation:
     """The requests of one trajectory. note: prints a line for the user. own_sampling: take the client's sampling, for a
-    server that trains nothing."""
+    server that trains nothing. max_turns: further requests are refused. is_cut: the last request was refused, because
+    the context is full or the turns are used up."""
 
     def __init__(
         self,
@@ -93,8 +94,9 @@ class Conversation:
         ctx: AgentContext,
         note: Callable[[str], None],
         own_sampling: bool = False,
+        max_turns: int | None = None,
     ):
-        self.trajectory, self.ctx = trajectory, ctx
+        self.trajectory, self.ctx, self.max_turns, self.is_cut = trajectory, ctx, max_turns, False
         self.failed = asyncio.Event()  # an error ends the attempt
         self._generate, self._note, self._own_sampling = generate, note, own_sampling
         self._root = _Node()
@@ -142,6 +144,9 @@ class Conversation:
 
     async def _take_turn(self, ask: Ask) -> ModelReply:
         ctx, trajectory, node, new = self.ctx, self.trajectory, self._root, list[Message]()
+        if self.max_turns is not None and len(trajectory.started) >= self.max_turns:
+            self._cut()
+            raise RefusedRequest(400, f"the agent has had its {self.max_turns} turns (agent.args.max_turns)")
         if ask.ids is None:
             node, new = self._find(ask)
             try:
@@ -151,9 +156,10 @@ class Conversation:
         else:
             context = ask.ids
         if len(context) >= ctx.max_context_tokens:
-            trajectory.status = "truncated" if trajectory.turns else "failed"
             if not trajectory.turns:
+                trajectory.status = "failed"
                 trajectory.failure = Failure(kind="agent", message="the first request fills the context of the model")
+            self._cut()
             raise RefusedRequest(
                 400,
                 f"the conversation has {len(context)} tokens, and the context of the model is {ctx.max_context_tokens} "
@@ -168,7 +174,13 @@ class Conversation:
             raise RefusedRequest(400, trajectory.failure.message)
         if turn.stop_reason == "abort":
             raise RefusedRequest(503, "the engine stopped before the answer was complete", retry_after_s=1)
+        self.is_cut = False
         return self._record(ask, node, new, turn, len(context))
+
+    def _cut(self) -> None:
+        self.is_cut = True
+        if self.trajectory.turns:
+            self.trajectory.status = "truncated"
 
     def _sampling(self, ask: Ask) -> SamplingParams:
         own = self.ctx.sampling

@@ -148,6 +148,30 @@ def test_a_reward_of_the_program_is_that_of_the_last_turn():
     assert [turn.reward for turn in t.turns] == [None, 0.25]
 
 
+@pytest.mark.parametrize("limit", ["max_turns", "context"])
+def test_a_program_that_ends_at_a_limit_leaves_a_truncated_trajectory(limit):
+    async def goes_on(base_url, api_key, messages):
+        for i in range(9):
+            messages = [*messages, {"role": "user", "content": f"{i}" * 900}]
+            await endpoint_programs.chat(base_url, api_key, messages)
+
+    (t,) = attempts(EndpointAgent(function=goes_on, max_turns=2 if limit == "max_turns" else None), prompts(1))
+    assert (t.status, t.failure) == ("truncated", None)
+    assert len(t.turns) == (2 if limit == "max_turns" else 4)
+
+
+def test_an_exception_after_a_later_turn_is_a_crash():
+    async def shortens_and_breaks(base_url, api_key, messages):
+        await endpoint_programs.chat(base_url, api_key, messages)
+        with pytest.raises(endpoint_programs.httpx2.HTTPStatusError, match="400"):
+            await endpoint_programs.chat(base_url, api_key, [{"role": "user", "content": "1" * 9000}])
+        await endpoint_programs.chat(base_url, api_key, [{"role": "user", "content": "a summary"}])
+        raise KeyError("no such room")
+
+    (t,) = attempts(EndpointAgent(function=shortens_and_breaks), prompts(1))
+    assert t.failure.kind == "crash" and "no such room" in t.failure.message
+
+
 def test_a_key_ends_with_its_attempt():
     keys = []
 
@@ -202,6 +226,7 @@ def strange(base_url, api_key, temperature):
         ({"command": "python agent.py"}, "must be a list of texts"),
         ({"command": []}, "must be a list of texts"),
         ({"command": ["a"], "timeout_s": 0}, "timeout_s is 0"),
+        ({"command": ["a"], "max_turns": 0}, "max_turns is 0"),
         ({"command": ["a"], "workers": 3}, "don't fit agent.kind 'endpoint'"),
     ],
 )
