@@ -129,7 +129,8 @@ class RankWorker:
             releases = spec.num_rollout_ranks == 0 and spec.rollout.releases(has_own_memory(self.device))
             spec = replace(spec, rollout=spec.rollout.model_copy(update={"release_memory": releases}))
         self.spec = spec
-        need, free = 0 if spec.memory is None else spec.memory.least, free_bytes(self.device)
+        need = 0 if spec.memory is None else spec.memory.least
+        free = free_bytes(self.device) if need else None  # the device is asked for nothing without a plan
         if free is not None and need * (1 - ERROR) > free:
             raise ConfigError(
                 f"by its plan, rank {spec.rank} needs {size_text(need)} of its device, of which {size_text(free)} are "
