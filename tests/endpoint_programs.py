@@ -36,6 +36,15 @@ async def streamed(base_url: str, api_key: str, messages: list[dict[str, Any]]) 
     assert events[-1]["choices"][0]["finish_reason"] in ("stop", "length")
 
 
+async def by_tokens(url: str, api_key: str, messages: list[dict[str, Any]]) -> None:
+    """Renders by itself, and asks the token route."""
+    from tiny_tokenizers import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    await post(f"{url}/inference/v1/generate", api_key, {"token_ids": ids, "sampling_params": {"temperature": 0.5}})
+
+
 def blocking(base_url: str, api_key: str, messages: list[dict[str, Any]]) -> None:
     asyncio.run(chat(base_url, api_key, messages))
 

@@ -26,7 +26,9 @@ def test_the_weights_are_those_of_single_turn_to_the_bit(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["function: endpoint_programs:blocking", "command"])
+@pytest.mark.parametrize(
+    "program", ["function: endpoint_programs:by_tokens", "function: endpoint_programs:blocking", "command"]
+)
 def test_other_programs_too(program, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join(p for p in sys.path if p))
     config = write_run(tmp_path)
