@@ -80,9 +80,9 @@ def check_attempts(trajectories: Sequence[Trajectory], name: str, max_fraction: 
     if len(crashes) <= max_fraction * len(trajectories):
         return
     raise AgentError(
-        f"agent {name} raised an exception in {len(crashes)} of {len(trajectories)} attempts, more than "
+        f"agent {name} failed in {len(crashes)} of {len(trajectories)} attempts, more than "
         f"agent.max_failure_fraction = {max_fraction:g} allows. Examples:\n{_examples(crashes)}\n"
-        "Fix the agent at the file and line of its exception."
+        "Fix the agent; of an exception, the last file and line are named."
     )
 
 
@@ -92,7 +92,7 @@ def crash_note(trajectories: Sequence[Trajectory], name: str) -> str | None:
     if not crashes:
         return None
     return (
-        f"agent {name} raised an exception in {len(crashes)} of {len(trajectories)} attempts, which are not trained "
+        f"agent {name} failed in {len(crashes)} of {len(trajectories)} attempts, which are not trained "
         f"(rollout/crashed_fraction counts those of later steps):\n{_examples(crashes)}"
     )
 

@@ -184,7 +184,7 @@ def test_an_exception_of_an_agent_fails_its_attempt_and_too_many_end_the_run(con
     allowed = config("crashes", loop={"num_steps": 1}, agent={"max_failure_fraction": 0.25})
     run = meshrl.train(allowed, rewards={"ascii": share}, data=ROWS, eval_data=ROWS[:2], agent=sometimes, quiet=True)
     notes = (run.folder / "run_notes.txt").read_text()
-    assert "step 1: agent " in notes and "sometimes raised an exception in 4 of 16 attempts" in notes
+    assert "step 1: agent " in notes and "sometimes failed in 4 of 16 attempts" in notes
     assert "answer 0: KeyError: 'no such key'" in notes
     assert run.metrics["rollout/crashed_fraction"] == [0.25] and run.metrics["reward/turns"] == [2.0]
     assert all(t.failure is None if t.index else t.failure.kind == "crash" for t in run.trajectories())
@@ -194,7 +194,7 @@ def test_an_exception_of_an_agent_fails_its_attempt_and_too_many_end_the_run(con
     async def never(prompt, index, generate, ctx):
         raise ConnectionError("the environment is not there")
 
-    with pytest.raises(AgentError, match=r"never raised an exception in 2 of 2 attempts(.|\n)*ConnectionError: the "):
+    with pytest.raises(AgentError, match=r"never failed in 2 of 2 attempts(.|\n)*ConnectionError: the "):
         meshrl.train(config("crash"), rewards={"ascii": share}, data=ROWS, eval_data=ROWS[:2], agent=never, quiet=True)
 
 

@@ -129,7 +129,7 @@ def test_a_share_of_crashes_above_the_limit_ends_the_run_with_examples():
     with pytest.raises(AgentError) as ended:
         check_attempts([crashed(0), crashed(1), done, done], "mine:Agent", 0.25)
     text = str(ended.value)
-    assert "agent mine:Agent raised an exception in 2 of 4 attempts" in text
+    assert "agent mine:Agent failed in 2 of 4 attempts" in text
     assert "more than agent.max_failure_fraction = 0.25 allows" in text
     assert "\n  row p-0, answer 1: ValueError: 1 at my.py:3" in text
 

@@ -103,7 +103,7 @@ def test_every_end_of_a_program_is_typed_and_leaves_no_process():
             if expected:
                 assert text in t.failure.message and t.status == "failed" and t.turns == []
         if expected:
-            with pytest.raises(AgentError, match="raised an exception in 5 of 5 attempts"):
+            with pytest.raises(AgentError, match="failed in 5 of 5 attempts"):
                 check_attempts(ended, "mine", 0.2)
     _wait_for_end(before)
 

@@ -55,7 +55,7 @@ def test_other_failures_do_not_end_the_run(failures):
 
 def test_exceptions_of_the_agent_in_too_many_attempts_end_the_run():
     job = job_of([])
-    with pytest.raises(AgentError, match=r"agent single_turn raised an exception in 2 of 4 attempts, .* 0\.2"):
+    with pytest.raises(AgentError, match=r"agent single_turn failed in 2 of 4 attempts, .* 0\.2"):
         asyncio.run(train_step(job, [refused("crash")] * 2 + [refused("agent")] * 2))
 
 
