@@ -14,7 +14,7 @@ SGLANG_STAMP := .venv-sglang/setup-done
 KERNEL_TESTS := tests/unit/model/test_head_kernels.py tests/unit/sync/test_sync_kernels.py \
   tests/unit/rollout/test_decode_kernels.py \
   tests/e2e/test_compiled_kernels.py
-SDK_TESTS := tests/unit/agent/test_endpoint_sdks.py
+SDK_TESTS := tests/unit/agent/test_endpoint_sdks.py tests/unit/agent/test_mcp_servers.py
 VLLM_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_sync.py \
   tests/unit/rollout/test_vllm_*.py tests/e2e/test_vllm_run.py
 # The files of one server follow each other.
