@@ -294,6 +294,10 @@ class MultiTurn:
                 if found is python_tool
                 else as_tool(found, key)
             )
+        if sandbox != "bubblewrap" and "python" not in tools:
+            raise ConfigError(
+                f"agent.args.sandbox is {sandbox!r:.80}, and agent.args.tools has no `python`, which it is for"
+            )
         self._servers = [McpServer(command, "agent.args.mcp_servers") for command in mcp_servers]
         resolved += [tool for server in self._servers for tool in server.tools]
         resolved += [] if documents is None else [search_tool(documents, "agent.args.documents")]

@@ -85,7 +85,11 @@ def require_allowed(body: Body) -> None:
 
 def sampling_of(body: Body) -> dict[str, float]:
     """What the client asked for of REPLACED."""
-    return {name: number(body, name) for name in REPLACED if body.get(name) is not None}
+    found = {name: number(body, name) for name in REPLACED if body.get(name) is not None}
+    for name in ("top_k", "seed"):
+        if not isinstance(found.get(name, 0), int):
+            raise RefusedRequest(400, f"{name} is {found[name]}; it must be an integer")
+    return found
 
 
 def number(body: Mapping[str, Any], name: str) -> float:

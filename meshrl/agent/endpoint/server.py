@@ -110,6 +110,7 @@ class Endpoint:
                 raw = await _body_of(request)
                 try:
                     body = json.loads(raw)
+                    json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is not a text
                 except (ValueError, RecursionError) as cause:
                     raise RefusedRequest(400, f"the body is not JSON: {cause}") from cause
                 if not isinstance(body, dict):

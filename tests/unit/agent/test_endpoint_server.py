@@ -58,6 +58,7 @@ def test_other_keys_are_refused_in_the_form_of_the_dialect(path, key):
         ({"messages": [USER], "max_tokens": "5"}, 400, "max_tokens is '5'"),
         ({"messages": [USER], "temperature": "hot"}, 400, "temperature is 'hot'"),
         ({"messages": [USER], "stop": [""]}, 400, "stop is"),
+        ({"messages": [USER], "top_k": 0.5}, 400, "top_k is 0.5; it must be an integer"),
         ({"messages": [USER], "tools": [{"type": "web_search"}]}, 400, "its type must be function"),
         ({"messages": [USER], "tools": [{"function": {}}]}, 400, "a tool has the name None"),
         ({"messages": [USER], "tools": [{"function": {"name": "f", "parameters": [1]}}]}, 400, "must be a JSON schema"),
@@ -109,7 +110,7 @@ def test_bytes_that_are_no_request_of_a_client(monkeypatch):
     nested = json.dumps({"messages": [USER], "tools": json.loads("[" * 100 + "]" * 100)}).encode()
     assert "more than 64 levels" in raw(head(content_length=len(nested), connection="close") + nested)
     half = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'  # of a surrogate pair
-    assert raw(head(content_length=len(half), connection="close") + half).startswith("HTTP/1.1 422")
+    assert raw(head(content_length=len(half), connection="close") + half).startswith("HTTP/1.1 400")
     assert raw(head("/v1/other", connection="close")).startswith("HTTP/1.1 404")
 
 
@@ -195,7 +196,8 @@ def test_the_table_of_settings_has_all_of_them():
 
 @pytest.mark.parametrize("name,what", documented_settings())
 def test_each_setting_does_what_its_row_states(name, what):
-    value = {"used": USED_VALUE.get(name, 1), "replaced": 0.5, "refused": REFUSED_VALUE.get(name, [7])}[what]
+    other = 5 if name in ("top_k", "seed") else 0.5
+    value = {"used": USED_VALUE.get(name, 1), "replaced": other, "refused": REFUSED_VALUE.get(name, [7])}[what]
     code, body, at = status(body={"messages": [USER], name: value})
     if what == "refused":
         assert code == 400 and body["error"]["message"].startswith(f"{name} is ") and at.policy.requests == []
@@ -203,7 +205,7 @@ def test_each_setting_does_what_its_row_states(name, what):
     assert code == 200
     (request,) = at.policy.requests
     if what == "replaced":
-        assert at.notes == [f"a client asked for {name} 0.5: the run's own sampling is used in its place"]
+        assert at.notes == [f"a client asked for {name} {other:g}: the run's own sampling is used in its place"]
         assert request.sampling == at.conversation.ctx.sampling
     elif "max" in name:
         assert (request.max_new_tokens, body["choices"][0]["finish_reason"]) == (3, "stop")
