@@ -190,9 +190,10 @@ class Conversation:
         )
         if self._own_sampling:
             changed |= {name: value for name, value in ask.sampling.items() if name != "seed"}
-        elif other := {k: v for k, v in ask.sampling.items() if v != getattr(own, k, None)}:
-            settings = ", ".join(f"{name} {value:g}" for name, value in other.items())
-            self._note(f"a client asked for {settings}: the run's own sampling is used in its place")
+        else:
+            for name, value in ask.sampling.items():
+                if value != getattr(own, name, None):
+                    self._note(f"a client asked for a {name} of its own: the run's own sampling is used in its place")
         return replace(own, **changed)
 
     def _find(self, ask: Ask) -> tuple[_Node, list[Message]]:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshrl.config.reward import MAX_REWARD
 from meshrl.process.diagnosis import exit_text, output_tail
 from meshrl.process.guard import GuardedProcess
 
@@ -79,9 +80,12 @@ def unknown_parameters(function: Callable[..., Any]) -> list[str]:
 
 def reward_of(value: Any, place: str) -> float | None:
     """Raises: ProgramFailed for a result that is no reward."""
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or (is_number and abs(value) <= MAX_REWARD):  # not a NaN
         return value
-    raise ProgramFailed(f"{place} returned {value!r:.80}; it must return a number, the reward, or None")
+    raise ProgramFailed(
+        f"{place} returned {value!r:.80}; it must return a number of at most {MAX_REWARD:g} in size, or None"
+    )
 
 
 class AsyncProgram:

@@ -139,6 +139,16 @@ def test_a_command_that_ends_badly(code, text):
     _wait_for_end(before)
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e300, True])
+def test_a_reward_that_is_no_number_fails_the_attempt_alone(reward):
+    async def returns(base_url, api_key, messages):
+        await endpoint_programs.chat(base_url, api_key, messages)
+        return reward
+
+    (t,) = attempts(EndpointAgent(function=returns), prompts(1))
+    assert t.failure.kind == "crash" and "it must return a number" in t.failure.message
+
+
 def test_a_reward_of_the_program_is_that_of_the_last_turn():
     async def two_turns(base_url, api_key, messages):
         await endpoint_programs.chat(base_url, api_key, messages)

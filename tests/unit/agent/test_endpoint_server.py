@@ -205,7 +205,7 @@ def test_each_setting_does_what_its_row_states(name, what):
     assert code == 200
     (request,) = at.policy.requests
     if what == "replaced":
-        assert at.notes == [f"a client asked for {name} {other:g}: the run's own sampling is used in its place"]
+        assert at.notes == [f"a client asked for a {name} of its own: the run's own sampling is used in its place"]
         assert request.sampling == at.conversation.ctx.sampling
     elif "max" in name:
         assert (request.max_new_tokens, body["choices"][0]["finish_reason"]) == (3, "stop")
