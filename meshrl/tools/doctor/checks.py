@@ -57,7 +57,8 @@ def _software(f: Facts) -> Iterator[Judged]:
     if f["config"] and (other_environment := f["config"].get("environment")) is not None:
         installed = other_environment["versions"]
         is_there = "meshrl" in installed and any(needs[0] in name for name in installed)
-        yield "sampler's Python", "" if is_there else f"it does not import meshrl and {needs[0]}", not is_there, False
+        text = f"{'has meshrl and' if is_there else 'lacks meshrl or'} {needs[0]}"
+        yield "sampler's Python", text, not is_there, False
         yield _engines(other_environment, needs)
 
 

@@ -159,9 +159,10 @@ def tokens(variables: Mapping[str, str], home: Path) -> dict[str, str]:
 def config_facts(source: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Of a config that starts on this machine. Nothing is fetched. problem: why it can't; then there is no other fact.
     environment: of the Python in which the sampler runs, if it is another one. needs: engines and services."""
-    from meshrl.cluster.launch import check_devices
+    from meshrl.cluster.launch import check_devices, plan_of
     from meshrl.config.load import is_sft
     from meshrl.core.errors import MeshrlError
+    from meshrl.plan.decisions import DEVICE_BUCKET_BYTES
     from meshrl.run.inputs import load_run, load_sft
 
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -175,19 +176,19 @@ def config_facts(source: str, overrides: Sequence[str]) -> dict[str, Any]:
     engine = "" if rollout is None else rollout.engine
     python = getattr(getattr(rollout, engine, None), "python", None) or ""
     servers = sum(ranks) if engine in ("vllm", "sglang") else 0
-    needs = {engine: servers, "ray": cluster.executor == "ray", "wandb": "wandb" in config.monitor.sinks}
+    decided = getattr(plan_of(config).config, "rollout", None)  # ranks of Ray have no size before they start
+    bucket = (decided and decided.sync_bucket_bytes) or DEVICE_BUCKET_BYTES
+    is_needed = {engine: servers, "ray": cluster.executor == "ray", "wandb": "wandb" in config.monitor.sinks}
+    is_needed["hub"] = not Path(config.model.path).exists()
+    listed = _output([python, "-c", _LIST]) if python else None
     return {
         "problem": "",
         "text": f"{ranks[0]} train + {ranks[1]} rollout ranks, executor {cluster.executor}, {engine or 'no sampler'}",
         "folder": config.run.folder,
-        "shared_memory": (2 + servers) * rollout.sync_bucket_bytes if rollout and (servers or ranks[1]) else 0,
+        "shared_memory": (2 + servers) * bucket if servers or ranks[1] else 0,
         "nodes": cluster.nodes,
-        "environment": json.loads(_output([python, "-c", _LIST]) or '{"versions": {}, "unmet": []}')
-        if python
-        else None,
-        "needs": [
-            name for name, is_needed in {**needs, "hub": not Path(config.model.path).exists()}.items() if is_needed
-        ],
+        "environment": json.loads(listed or '{"versions": {}, "unmet": []}') if python else None,
+        "needs": [name for name, needed in is_needed.items() if needed],
         **_planned(config, ranks),
     }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import subprocess
+import sys
 
 import pytest
 from golden import check_golden
 from tiny_run import write_run
 
 from meshrl.cli import main
+from meshrl.plan.decisions import HOST_BUCKET_BYTES
 from meshrl.tools.doctor import facts as collected
 from meshrl.tools.doctor.checks import DATA, FAIL, OK, WARN, judge
 from meshrl.tools.doctor.command import self_test, view
@@ -59,6 +61,8 @@ HEALTHY = {
     "config": CONFIG,
     "self_test": ("", "sampled, graded, trained and synced a step on 2 ranks of type cuda in 20 s"),
 }
+SEPARATE = ("cluster.num_train_ranks=1", "cluster.num_rollout_ranks=1", "loop.kind=one_step_off")
+ON_VLLM = ("rollout.engine=vllm", f"rollout.vllm.python={sys.executable}")
 VLLM_CONFLICT = {"versions": VERSIONS | {"vllm": "0.32.0"}, "unmet": [["vllm", "torch==2.13.0", "2.12.0"]]}
 RAY_CONFLICT = {"versions": VERSIONS | {"ray": "2.60.0"}, "unmet": [["ray", "click<8", "8.5.1"]]}
 NO_ENGINE = {"versions": {"meshrl": "0.1.0"}, "unmet": []}
@@ -71,7 +75,7 @@ FAULTS = [
     ("pins.torch", "2.14.0", "tested versions", WARN, "torch 2.13.0 (2.14.0)"),
     ("environment", VLLM_CONFLICT, "engines", FAIL, "vllm 0.32.0 requires torch==2.13.0, but 2.12.0 is installed"),
     ("environment", RAY_CONFLICT, "engines", WARN, "ray 2.60.0 requires click<8"),
-    ("config.environment", NO_ENGINE, "sampler's Python", FAIL, "does not import meshrl and vllm"),
+    ("config.environment", NO_ENGINE, "sampler's Python", FAIL, "lacks meshrl or vllm"),
     ("devices", [], "devices", FAIL, "there are device files: nvidiactl"),
     ("notice", "the driver is too old", "devices", WARN, "the driver is too old"),
     ("peers", [("0-1", "SYS", False, 2e10)], "P2P", WARN, "without direct access"),
@@ -177,6 +181,20 @@ def test_this_machine(capsys, tmp_path, monkeypatch):
     assert {"devices", "disk", "memory plan", "disk use"} <= {*names} and found["facts"]["disk"]["speed"] > 0
     assert main(["doctor", str(config), "loop.num_steps=-1"]) == 1
     assert "FAIL  config" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("overrides,buckets", [((), 0), (SEPARATE, 2), (ON_VLLM, 3)], ids=["colocated", "own", "vllm"])
+def test_the_buckets_of_other_processes_are_counted_if_their_size_is_auto(tmp_path, overrides, buckets):
+    found = collected.config_facts(str(write_run(tmp_path)), ["rollout.sync_bucket_bytes=null", *overrides])
+    assert found["problem"] == "" and found["shared_memory"] == buckets * HOST_BUCKET_BYTES
+
+
+def test_the_python_of_a_sampler_is_asked_for_the_engine_and_meshrl(tmp_path):
+    found = collected.config_facts(str(write_run(tmp_path)), ON_VLLM)
+    assert found["needs"] == ["vllm"] and found["environment"] == json.loads(json.dumps(collected.environment()))
+    (line,) = [each for each in judge(HEALTHY | {"config": CONFIG | found}) if each.name == "sampler's Python"]
+    has_vllm = any("vllm" in name for name in found["environment"]["versions"])
+    assert (line.status, line.text) == ((OK, "has meshrl and vllm") if has_vllm else (FAIL, "lacks meshrl or vllm"))
 
 
 def test_values_of_secrets_are_never_printed(tmp_path):
