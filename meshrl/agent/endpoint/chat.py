@@ -21,7 +21,7 @@ def read(body: Body) -> Ask:
     options = body.get("stream_options") or {}
     return Ask(
         messages=dialect.require_conversation(messages),
-        tools=[] if body.get("tool_choice") == "none" else tools,
+        tools=dialect.chosen(body, tools),
         max_tokens=dialect.count(body, "max_completion_tokens", "max_tokens"),
         stop=dialect.texts(body, "stop"),
         sampling=dialect.sampling_of(body),

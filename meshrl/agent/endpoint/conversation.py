@@ -76,7 +76,7 @@ class _Node:
 
     turn: Turn | None = None
     parent: _Node | None = None
-    tools: str = ""
+    tools: list[dict[str, Any]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     rendered: list[Message] = field(default_factory=list)
     children: list[_Node] = field(default_factory=list)
@@ -166,15 +166,19 @@ class Conversation:
                 "tokens; shorten the conversation (context_length_exceeded)",
             )
         shown = [] if node is self._root and new == (trajectory.prompt.messages or []) else new
+        status, failure = trajectory.status, trajectory.failure
         turn = await take_turn(
             trajectory, context, self._generate, ctx, shown, sampling=self._sampling(ask), max_new_tokens=ask.max_tokens
         )
         if turn is None:
             assert trajectory.failure is not None
-            raise RefusedRequest(400, trajectory.failure.message)
+            reason = trajectory.failure.message
+            if trajectory.turns:  # the agent may go on
+                trajectory.status, trajectory.failure = status, failure
+            raise RefusedRequest(400, reason)
         if turn.stop_reason == "abort":
             raise RefusedRequest(503, "the engine stopped before the answer was complete", retry_after_s=1)
-        self.is_cut = False
+        self.is_cut, trajectory.failure = False, None  # of a request before the first turn
         return self._record(ask, node, new, turn, len(context))
 
     def _cut(self) -> None:
@@ -198,7 +202,6 @@ class Conversation:
 
     def _find(self, ask: Ask) -> tuple[_Node, list[Message]]:
         """The turn with the longest conversation that the client's begins with, and the client's messages after it."""
-        tools = json.dumps(ask.tools, sort_keys=True)
         best, best_at = self._root, 0
         open_nodes = [(self._root, 0)]
         while open_nodes:
@@ -207,7 +210,7 @@ class Conversation:
                 best, best_at = node, at
             for child in node.children:
                 end = at + len(child.messages)
-                is_longer = child.tools == tools and end < len(ask.messages)
+                is_longer = child.tools == ask.tools and end < len(ask.messages)
                 if is_longer and all(map(is_same, child.messages, ask.messages[at:end])):
                     open_nodes.append((child, end))
         return best, ask.messages[best_at:]
@@ -219,7 +222,13 @@ class Conversation:
             if prompt.messages and not ask.tools and new == prompt.messages:
                 return prompt_ids(prompt, ctx.tokenizer, [])
             self._require_text(new)
-            return render(ctx.tokenizer, new, tools=ask.tools)
+            context = render(ctx.tokenizer, new, tools=ask.tools)
+            if ask.tools and np.array_equal(context, render(ctx.tokenizer, new)):
+                raise DataError(
+                    "the chat template does not describe tools to the model; send none, or set data.chat_template "
+                    "(`meshrl serve`: the model's own) to one that does, such as chatml_tools"
+                )
+            return context
         self._require_text(new)
         turns = self.trajectory.turns
         index = next(i for i, turn in enumerate(turns) if turn is node.turn)
@@ -238,8 +247,7 @@ class Conversation:
         if message.get("tool_calls") and finish == "stop":
             finish = "tool_calls"
         if ask.ids is None:
-            tools = json.dumps(ask.tools, sort_keys=True)
-            node.children.append(_Node(turn, node, tools, [*new, message], [*new, sampled]))
+            node.children.append(_Node(turn, node, ask.tools, [*new, message], [*new, sampled]))
         tokens = [self.ctx.tokenizer.decode([i]) for i in turn.output_ids.tolist()] if ask.logprobs else []
         return ModelReply(
             id=f"{self.trajectory.id}/{number}",

@@ -42,7 +42,6 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "previous_response_id": (),
     "conversation": (),
-    "top_k_logprobs": (0,),
 }
 """Settings that would change what is sampled or returned, and the values besides null that a client may give. Others
 that are not read have no effect on sampling, such as `user` and `metadata`, and are accepted."""
@@ -139,6 +138,11 @@ def text_of_content(content: Any, place: str) -> str:
             raise RefusedRequest(400, f"{place}: content of type {kind!r:.80}; this endpoint takes text only")
         found.append(part.get("text", ""))
     return "".join(found)
+
+
+def chosen(body: Body, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These tools, or none if tool_choice is none."""
+    return [] if body.get("tool_choice") in ("none", {"type": "none"}) else tools
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:

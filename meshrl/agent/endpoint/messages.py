@@ -24,10 +24,9 @@ def read(body: Body) -> Ask:
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(dialect.objects(body, "messages", dialect.MAX_MESSAGES)):
         messages += _messages(message, f"messages[{i}]")
-    choice = body.get("tool_choice")
     return Ask(
         messages=dialect.require_conversation(messages),
-        tools=[] if isinstance(choice, dict) and choice.get("type") == "none" else tools,
+        tools=dialect.chosen(body, tools),
         max_tokens=dialect.count(body, "max_tokens"),
         stop=dialect.texts(body, "stop_sequences"),
         sampling=dialect.sampling_of(body),

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from meshrl.config.reward import MAX_REWARD
 from meshrl.process.diagnosis import exit_text, output_tail
 from meshrl.process.guard import GuardedProcess
+from meshrl.reward.replies import error_line
 
 THREADS = 16  # attempts at once in one worker process
 _POLL_S = 0.05
@@ -95,7 +96,11 @@ class AsyncProgram:
         self._function, self._name = function, name
 
     async def __call__(self, call: Call) -> float | None:
-        return reward_of(await self._function(**keywords(self._function, asdict(call))), self._name)
+        try:
+            value = await self._function(**keywords(self._function, asdict(call)))
+        except SystemExit as error:  # it would end the event loop
+            raise ProgramFailed(error_line(error)) from error
+        return reward_of(value, self._name)
 
     async def close(self) -> None:
         pass
@@ -132,7 +137,7 @@ class CommandProgram:
                 if code:
                     printed = output_tail(output, _TAIL_BYTES) or "nothing"
                     raise ProgramFailed(f"the command ended with {exit_text(code)}; it printed: {printed}")
-            return reward_of(_written(result), "the command") if result.is_file() else None
+            return reward_of(_written(result), "the command") if os.path.lexists(result) else None
 
     async def close(self) -> None:
         pass
@@ -140,8 +145,10 @@ class CommandProgram:
 
 def _written(file: Path) -> Any:
     try:
+        if not file.is_file():
+            raise ValueError("it is not a regular file")
         return json.loads(file.read_bytes())["reward"]
-    except (ValueError, KeyError, TypeError, RecursionError) as cause:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
         raise ProgramFailed(f'the command wrote a result that is not {{"reward": number}}: {cause}') from cause
 
 
@@ -162,7 +169,7 @@ class _FunctionWorker:
                 pass_fds=[theirs.fileno()],
             )
         self._link = ours
-        self._writer: asyncio.StreamWriter | None = None
+        self._connected = asyncio.create_task(asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES))
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.num_running, self.is_retired, self._number = 0, False, 0
@@ -174,9 +181,8 @@ class _FunctionWorker:
         try:
             if self._reading is None:
                 self._reading = asyncio.create_task(self._read())
-            while self._writer is None:
-                await asyncio.sleep(0)
-            self._writer.write(json.dumps({"number": number, "fields": fields}).encode() + b"\n")
+            _, writer = await self._connected
+            writer.write(json.dumps({"number": number, "fields": fields}).encode() + b"\n")
             return await answered
         finally:
             self.is_retired |= not answered.done() or answered.cancelled()
@@ -186,7 +192,7 @@ class _FunctionWorker:
                 await asyncio.shield(self.end())
 
     async def _read(self) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._link, limit=_MAX_LINE_BYTES)
+        reader, _ = await self._connected
         try:
             while line := await reader.readline():
                 answer = json.loads(line)
@@ -207,8 +213,7 @@ class _FunctionWorker:
         if self._reading is not None:
             self._reading.cancel()
         await asyncio.to_thread(self.process.kill)
-        if self._writer is not None:
-            self._writer.close()
+        self._connected.cancel()
         self._link.close()
         self._output.close()
 

@@ -28,7 +28,7 @@ def read(body: Body) -> Ask:
     tools = [_tool(each) for each in dialect.objects(body, "tools", dialect.MAX_TOOLS)]
     return Ask(
         messages=dialect.require_conversation(messages),
-        tools=[] if body.get("tool_choice") == "none" else tools,
+        tools=dialect.chosen(body, tools),
         max_tokens=dialect.count(body, "max_output_tokens"),
         sampling=dialect.sampling_of(body),
         stream=bool(body.get("stream")),

@@ -134,7 +134,7 @@ class Endpoint:
                 return _refusal(wire, RefusedRequest(503, f"no answer: {failure}", retry_after_s=1))
             except Exception as error:
                 self._note(f"the endpoint failed to answer {request.url.path}: {type(error).__name__}: {error}")
-                return _refusal(wire, RefusedRequest(500, "the endpoint failed; the run has printed the cause"))
+                return _refusal(wire, RefusedRequest(500, "the endpoint failed; its process has printed the cause"))
 
         return handle
 

@@ -96,6 +96,21 @@ def test_an_answer_that_is_cut_is_marked_and_has_its_usage(path):
         assert any(f'{name}_tokens":4' in text.replace(": ", ":") for name in ("completion", "output"))
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("choice", ["none", {"type": "none"}])
+def test_tools_that_a_client_switches_off_are_not_in_the_prompt(path, choice):
+    async def ask():
+        async with served(answers("ab")) as at:
+            function = CALCULATOR["function"]
+            tool = {**CALCULATOR, "input_schema": {}} | ({} if "chat" in path else {"name": function["name"]})
+            body = {"messages": [USER], "input": "ab?", "max_tokens": 9, "tools": [tool], "tool_choice": choice}
+            assert (await send(at.url, path, body)).status_code == 200
+            ctx = at.conversation.ctx
+            return at.policy.requests[0].context_ids, prompt_ids(at.conversation.trajectory.prompt, ctx.tokenizer, [])
+
+    np.testing.assert_array_equal(*asyncio.run(ask()))
+
+
 def test_logprobs_are_those_that_were_sampled():
     async def ask():
         async with served(answers("ab")) as at:

@@ -11,12 +11,13 @@ from functools import cache
 import numpy as np
 import pytest
 from endpoint_clients import CALCULATOR, CALL, USER, TextPolicy, endpoint_context
-from tiny_tokenizers import DROPS_THINKING, SHOWS_TOOLS, tiny_tokenizer
+from tiny_tokenizers import CHATML, DROPS_THINKING, SHOWS_TOOLS, tiny_tokenizer
 
 from meshrl.agent.endpoint import chat
 from meshrl.agent.endpoint.conversation import Conversation, RefusedRequest, is_same
 from meshrl.agent.flatten import check_turns, path_ids
 from meshrl.agent.loop import start_trajectory
+from meshrl.core.errors import RequestError
 from meshrl.core.types import Prompt
 
 
@@ -131,6 +132,34 @@ def test_a_request_that_failed_is_tried_again():
         return await ask(at, [USER])
 
     assert asyncio.run(converse())["content"] == "ab"
+
+
+def test_a_refused_request_leaves_the_turns_before_it():
+    def answer(request):
+        if request.max_new_tokens == 7:
+            raise RequestError("ids out of range")
+        return "ab"
+
+    at, _ = conversation(answer)
+
+    async def converse():
+        with pytest.raises(RefusedRequest, match="ids out of range"):
+            await ask(at, [USER], max_tokens=7)
+        assert at.trajectory.status == "failed" and at.trajectory.failure.kind == "engine"
+        message = await ask(at, [USER])
+        with pytest.raises(RefusedRequest, match="ids out of range"):
+            await ask(at, [USER, message, USER], max_tokens=7)
+
+    asyncio.run(converse())
+    assert (at.trajectory.status, len(at.trajectory.turns)) == ("done", 1)
+    assert at.trajectory.failure is None
+
+
+def test_tools_that_the_template_leaves_out_are_refused():
+    at, _ = conversation(lambda request: "ab", template=CHATML)
+    with pytest.raises(RefusedRequest, match="does not describe tools") as refusal:
+        asyncio.run(ask(at, [USER]))
+    assert refusal.value.status == 422
 
 
 def test_a_client_that_leaves_does_not_end_its_turn():

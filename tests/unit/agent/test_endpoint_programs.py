@@ -115,6 +115,14 @@ def _wait_for_end(before):
     assert children() <= before
 
 
+def test_sys_exit_in_an_async_function_fails_the_attempt_with_its_place():
+    async def leaves(base_url, api_key, messages):
+        sys.exit(2)
+
+    (t,) = attempts(EndpointAgent(function=leaves), prompts(1))
+    assert t.failure.kind == "crash" and "SystemExit: 2 at " in t.failure.message and __file__ in t.failure.message
+
+
 def test_an_attempt_that_hangs_fails_alone():
     """The other one runs in the same worker, and ends later."""
     given = [*prompts(1, ending="hangs"), prompts(2, ending="slow")[1]]
@@ -130,6 +138,8 @@ def test_an_attempt_that_hangs_fails_alone():
         ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
         ("", "without a request"),
         ("import os; open(os.environ['MESHRL_RESULT'], 'w').write('much')", "wrote a result that is not"),
+        ("import os; os.mkdir(os.environ['MESHRL_RESULT'])", "it is not a regular file"),
+        ("import os; os.mkfifo(os.environ['MESHRL_RESULT'])", "it is not a regular file"),
     ],
 )
 def test_a_command_that_ends_badly(code, text):
