@@ -53,7 +53,7 @@ def serve(tokenizer_folder: str) -> None:
     from meshrl.core.types import Prompt, Request, SamplingParams, Turn
     from meshrl.data.chat import load_tokenizer
 
-    tokenizer = load_tokenizer(tokenizer_folder, SHOWS_TOOLS) if tokenizer_folder else tiny_tokenizer(SHOWS_TOOLS)
+    tokenizer = load_tokenizer(tokenizer_folder, "chatml_tools") if tokenizer_folder else tiny_tokenizer(SHOWS_TOOLS)
     text = "There are 5 apples."
     answer = np.array([*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id], np.int32)
     num = len(answer)

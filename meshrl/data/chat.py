@@ -23,6 +23,7 @@ from meshrl.core.files import Unreadable, is_there, read_json, read_text, size_o
 from meshrl.core.lookup import did_you_mean
 from meshrl.core.types import Media
 from meshrl.data.built_in_templates import BUILT_IN
+from meshrl.data.decode import text_of
 from meshrl.data.files import as_data_error, require_reachable
 from meshrl.data.media import parts_of
 
@@ -373,7 +374,8 @@ def _placeholder() -> list[Message]:
 
 def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
     """The index just after the text of the placeholder answer."""
-    end = bisect_left(range(len(ids) + 1), True, key=lambda count: _CONTENT in tokenizer.decode(ids[:count].tolist()))
+    counts = range(len(ids) + 1)
+    end = bisect_left(counts, True, key=lambda count: _CONTENT in text_of(tokenizer, ids[:count], special=True))
     if end > len(ids):
         raise DataError(
             f"the chat template does not write the content of assistant messages: it renders {_CONTENT!r} as "
