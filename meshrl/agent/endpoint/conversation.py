@@ -21,7 +21,7 @@ from meshrl.agent.loop import AgentContext, context_after, prompt_ids, take_turn
 from meshrl.agent.parsing import parse
 from meshrl.core.errors import DataError, Failure, MeshrlError
 from meshrl.core.types import Generate, SamplingParams, Trajectory, Turn
-from meshrl.data.chat import Message, image_literal, render
+from meshrl.data.chat import Message, image_literal, render, render_text
 from meshrl.data.media import content_text
 
 MAX_AT_ONCE = 64  # requests of one trajectory
@@ -222,13 +222,12 @@ class Conversation:
             if prompt.messages and not ask.tools and new == prompt.messages:
                 return prompt_ids(prompt, ctx.tokenizer, [])
             self._require_text(new)
-            context = render(ctx.tokenizer, new, tools=ask.tools)
-            if ask.tools and np.array_equal(context, render(ctx.tokenizer, new)):
+            if ask.tools and render_text(ctx.tokenizer, new, ask.tools) == render_text(ctx.tokenizer, new):
                 raise DataError(
                     "the chat template does not describe tools to the model; send none, or set data.chat_template "
                     "(`meshrl serve`: the model's own) to one that does, such as chatml_tools"
                 )
-            return context
+            return render(ctx.tokenizer, new, tools=ask.tools)
         self._require_text(new)
         turns = self.trajectory.turns
         index = next(i for i, turn in enumerate(turns) if turn is node.turn)

@@ -109,8 +109,9 @@ class Endpoint:
                 answering = self._answering(request)
                 raw = await _body_of(request)
                 try:
-                    body = json.loads(raw)
-                    json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is not a text
+                    body = json.loads(text := raw.decode())
+                    if "\\ud" in text.lower():  # half of a surrogate pair is not a text
+                        json.dumps(body, ensure_ascii=False).encode()
                 except (ValueError, RecursionError) as cause:
                     raise RefusedRequest(400, f"the body is not JSON: {cause}") from cause
                 if not isinstance(body, dict):
