@@ -1,6 +1,7 @@
 # make setup | fix | check | test | test-all | mutants | quickstart | smollm | vlm [SEED=0]; WORKERS=N: processes that run tests
 # Everything is installed once, into .venv; nothing is compiled. vLLM and SGLang have separate environments, .venv-vllm
-# and .venv-sglang: make setup-vllm | test-vllm | setup-sglang | test-sglang
+# and .venv-sglang, llama.cpp, which is compiled, .venv-llama: make setup-vllm | test-vllm | setup-sglang | test-sglang |
+# setup-llama | test-llama
 
 PYTHON ?= python3
 SEED ?= 0
@@ -22,11 +23,11 @@ SGLANG_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weigh
   tests/unit/rollout/test_sglang_engine.py tests/unit/rollout/test_endpoint_engine.py tests/e2e/test_sglang_run.py
 
 # The tests' tensors are tiny and their ranks share the cores, so one thread each is fastest. Ranks set their own number.
-test test-all mutants test-vllm test-sglang: export OMP_NUM_THREADS ?= 1
+test test-all mutants test-vllm test-sglang test-llama: export OMP_NUM_THREADS ?= 1
 test: export MESHRL_FUZZ_ROUNDS ?= 0.35  # the random part of the damaged files; test-all makes all of it
 unexport PYTHONDONTWRITEBYTECODE  # otherwise every process that a test starts compiles meshrl again
 
-.PHONY: help setup fix check test test-all mutants quickstart smollm vlm setup-vllm test-vllm setup-sglang test-sglang
+.PHONY: help setup fix check test test-all mutants quickstart smollm vlm setup-vllm test-vllm setup-sglang test-sglang setup-llama test-llama
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -99,6 +100,16 @@ setup-sglang: $(SGLANG_STAMP)  ## make .venv-sglang with SGLang, stand-ins for i
 $(SGLANG_STAMP): constraints.txt requirements-sglang.txt pyproject.toml
 	VENV=.venv-sglang PYTHON=$(PYTHON) scripts/install.sh --cpu --sglang
 	@touch $(SGLANG_STAMP)
+
+setup-llama: .venv-llama/setup-done  ## make .venv-llama with llama.cpp, which is compiled (CMake, C++ compiler, ten minutes)
+
+.venv-llama/setup-done:
+	test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	@touch $@
+
+test-llama: setup setup-llama  ## compare exported GGUF files with llama.cpp
+	MESHRL_LLAMA_PYTHON=$(abspath .venv-llama/bin/python) $(PY) -m pytest -n 0 tests/e2e/test_export.py
 
 test-sglang: setup-sglang  ## run the tests of the SGLang engine and of endpoints with real SGLang servers
 	$(SGLANG_PY) -m pytest -k "sglang or endpoint" $(SGLANG_TESTS)

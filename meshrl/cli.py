@@ -23,6 +23,7 @@ from meshrl.cli_options import (
     DIAGNOSE,
     DOCTOR,
     EVAL,
+    EXPORT,
     INIT,
     LAUNCH,
     MEMORY_PLAN,
@@ -274,9 +275,20 @@ def _stop(args: argparse.Namespace) -> None:
     print_message(stop(args.folder), sys.stdout)
 
 
+def _export(args: argparse.Namespace) -> None:
+    from meshrl.tools.export import Export
+
+    if args.type is not None and args.to != "gguf":
+        raise ConfigError(f"--type is of --to gguf; --to {args.to} has the run's dtype. Leave it out")
+    print_message(Export(args.run, args.to, args.type or "q8_0", args.out).write(args.push), sys.stdout)
+
+
 def _convert(args: argparse.Namespace) -> None:
+    from meshrl.core.files import is_there
     from meshrl.tools.convert import convert
 
+    if args.dtype is None and is_there(args.checkpoint / "checkpoints"):
+        return _export(argparse.Namespace(run=args.checkpoint, to="hf", type=None, out=args.out, push=None))
     text, share = convert(args.checkpoint, args.out, args.dtype)
     print_message(f"wrote {args.out}, of {text}", sys.stdout)
     if share is not None and share < 1:
@@ -327,6 +339,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[
         [arg("folder", "FOLDER", "default: runs", type=Path, nargs="?", default=Path("runs"))],
     ),
     "convert": (_convert, "write the model folder of a checkpoint, GGUF file or vision model", CONVERT),
+    "export": (_export, "write the model of a run for others: compared with the run, with a model card", EXPORT),
     "model-check": (
         _model_check,
         "check that meshrl trains and samples a model as Transformers computes it",

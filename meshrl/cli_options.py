@@ -223,3 +223,16 @@ CONVERT = [
         choices=("bfloat16", "float32", "float16"),
     ),
 ]
+EXPORT = [
+    arg("run", "RUN", "runs/NAME for its best model, or a step such as runs/NAME/checkpoints/step_000100", type=Path),
+    arg("out", "FOLDER", "the folder to write (default: in RUN/exports)", type=new_folder, nargs="?"),
+    arg(
+        "--to",
+        None,
+        "a model folder with merged weights, the LoRA adapter alone, or a GGUF file (Llama, Mistral, Qwen2, Qwen3)",
+        choices=("hf", "adapter", "gguf"),
+        required=True,
+    ),
+    arg("--type", None, "of the matrices in a GGUF file (default: q8_0)", choices=("f16", "q8_0", "bf16", "f32")),
+    arg("--push", "NAME", "also upload the folder to this repository of the Hugging Face hub, such as me/model"),
+]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -315,7 +315,9 @@ def without_adapters(lm: torch.nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path, is_mixture: bool) -> None:
+def save_adapter(
+    tensors: Mapping[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path, is_mixture: bool
+) -> None:
     """Write a folder for peft's `PeftModel.from_pretrained`, over the model of `path`. tensors: full, by wire name.
     is_mixture: the model has joint experts."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from meshrl.core.files import is_there, output_errors, read_json, replacing
 from meshrl.data.chat import ChatFiles, write_chat
 from meshrl.model.facts import text_model
 from meshrl.model.gguf import convert_gguf, is_gguf
-from meshrl.model.lora import add_adapters
+from meshrl.model.lora import ADAPTER_FOLDER, add_adapters, joint_experts, save_adapter, trained_weights
 from meshrl.model.recipe import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.save import save_pretrained, saved_share
 from meshrl.run.folder import similar_runs, state_in
@@ -90,6 +90,9 @@ def _write(folder: Path, out: Path, dtype: str | None, trained: bool = True) -> 
         cast_parameters(lm, written)  # one by one, so that memory never has a second model
     with output_errors(out, _REMEDY), replacing(out) as aside:
         share = save_pretrained(lm, written, aside, model.path)
+        if lora:
+            is_mixture = bool(joint_experts(lm))
+            save_adapter(trained_weights(lm), model.lora, model.path, aside / ADAPTER_FOLDER, is_mixture)
         write_chat(aside, chat)
     return share
 

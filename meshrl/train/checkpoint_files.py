@@ -218,17 +218,23 @@ def faults(folder: Path, manifest: Manifest, share: int = 0, num_shares: int = 1
     return problems
 
 
-def require_as_written(path: Path, fact: FileFact) -> None:
-    """Raises: CheckpointError when the file is missing, truncated, or has another content than was written."""
+def file_fact(path: Path) -> FileFact:
+    """The size and the hash of a file as it is."""
     try:
         with open_plain(path) as file:
             digest = hashlib.file_digest(file, _new_digest)  # type: ignore[arg-type]  # any function makes a digest
-            size = os.fstat(file.fileno()).st_size
+            return FileFact(os.fstat(file.fileno()).st_size, digest.hexdigest())
     except (OSError, Unreadable) as cause:
         raise CheckpointError(f"{path} can't be read: {cause}. {_WHAT_TO_DO}") from cause
-    if size != fact.num_bytes:
+
+
+def require_as_written(path: Path, fact: FileFact) -> None:
+    """Raises: CheckpointError when the file is missing, truncated, or has another content than was written."""
+    found = file_fact(path)
+    if found.num_bytes != fact.num_bytes:
+        size = found.num_bytes
         raise CheckpointError(f"{path} has {size:,} bytes, but was written with {fact.num_bytes:,}. {_WHAT_TO_DO}")
-    if digest.hexdigest() != fact.blake2b:
+    if found != fact:
         raise CheckpointError(f"{path} is damaged: its content is not what was written. {_WHAT_TO_DO}")
 
 

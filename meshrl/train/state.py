@@ -108,6 +108,18 @@ def load_model(folder: Path, role: str, lm: torch.nn.Module) -> None:
     saved.load(_model_tensors(lm))
 
 
+def unequal_tensor(folder: Path, role: str, lm: torch.nn.Module, dtype: torch.dtype) -> str | None:
+    """The first parameter of this unsharded float32 model that is not the one in the state, rounded to `dtype`."""
+    saved = SavedTensors(folder, role)
+    for name, p in lm.named_parameters():
+        entry = saved.entries.get(f"model.{name}")
+        theirs = torch.empty(() if entry is None else entry.shape, dtype=None if entry is None else entry.dtype)
+        saved.load({f"model.{name}": theirs})
+        if not torch.equal(theirs.to(dtype).float(), p):
+            return name
+    return None
+
+
 def state_bytes(lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of this rank's share of a checkpoint after the first optimizer step, without headers."""
     slots = _SLOTS_OF_ADAMW if optimizer else 0

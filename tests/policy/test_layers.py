@@ -59,6 +59,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "PIL": {"data"},
     "safetensors": {"model"},
     "peft": {"model"},
+    "gguf": {"model/gguf.py"},
     "datasets": {"data"},
     "pyarrow": {"data", "monitor"},
     "pandas": {"api.py"},
