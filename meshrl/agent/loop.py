@@ -21,7 +21,7 @@ from meshrl.agent.mcp import McpServer
 from meshrl.agent.parsing import format_name, parse
 from meshrl.agent.python_tool import python_tool
 from meshrl.agent.search import search_tool
-from meshrl.agent.tools import ERROR, TOOLS, Tool, as_tool, call_tools
+from meshrl.agent.tools import ERROR, TOOLS, Tool, as_tool, call_tools, check_limits
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import (
@@ -276,10 +276,7 @@ class MultiTurn:
         documents: str | None = None,
         sandbox: str = "bubblewrap",
     ) -> None:
-        if not isinstance(max_turns, int) or max_turns < 1:
-            raise ConfigError(f"agent.args.max_turns is {max_turns!r}; it must be an integer of at least 1")
-        if not isinstance(tool_timeout_s, (int, float)) or not 0 < tool_timeout_s < float("inf"):
-            raise ConfigError(f"agent.args.tool_timeout_s is {tool_timeout_s!r}; it must be a number above 0")
+        check_limits(max_turns, tool_timeout_s=tool_timeout_s)
         key = "agent.args.tools"
         for name, listed in ((key, tools), ("agent.args.mcp_servers", mcp_servers)):
             if not isinstance(listed, (list, tuple)):

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from meshrl.agent.endpoint.agent import EndpointAgent
+from meshrl.agent.environment import EnvironmentAgent
 from meshrl.agent.loop import Agent, AgentContext, MultiTurn, RunOfAgent, SingleTurn
 from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError
@@ -22,6 +23,7 @@ AGENTS: dict[str, Callable[..., Agent]] = {
     "single_turn": SingleTurn,
     "multi_turn": MultiTurn,
     "endpoint": EndpointAgent,
+    "environment": EnvironmentAgent,
 }
 
 

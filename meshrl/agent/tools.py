@@ -11,9 +11,11 @@ import inspect
 import json
 import math
 import operator
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from meshrl.agent.parsing import ToolCall
@@ -51,6 +53,15 @@ class Tool:
         """The schema that chat templates expect in `tools`."""
         body = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": body}
+
+
+def check_limits(max_turns: Any, **seconds: Any) -> None:
+    """Raises: ConfigError for limits that an agent can't have. seconds: by their names in agent.args."""
+    if type(max_turns) is not int or max_turns < 1:
+        raise ConfigError(f"agent.args.max_turns is {max_turns!r:.80}; it must be an integer of at least 1")
+    for name, value in seconds.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+            raise ConfigError(f"agent.args.{name} is {value!r:.80}; it must be a number above 0 and below 1e6")
 
 
 def as_tool(tool: Any, key: str) -> Tool:
@@ -109,7 +120,8 @@ async def call_tool(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float 
             _check_type(tool, argument, value)
         is_async = any(map(inspect.iscoroutinefunction, (tool.function, type(tool.function).__call__)))
         async with limit:
-            answer = tool.function(**arguments) if is_async else await _in_thread(tool, arguments)
+            call_it = partial(tool.function, **arguments)
+            answer = call_it() if is_async else await CallThread(f"tool {name}").call(call_it, is_last=True)
             answer = await answer if inspect.isawaitable(answer) else answer
         text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=_as_json)
         if len(text) > MAX_RESULT_CHARS:
@@ -138,25 +150,36 @@ def is_being_cancelled(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-async def _in_thread(tool: Tool, arguments: dict[str, Any]) -> Any:
-    """The result of a function that may block. Every exception of the function becomes a ToolError.
+class CallThread:
+    """A thread for functions that may block, which it calls in order.
 
     asyncio.to_thread is not used: the end of a run would wait for its threads, also for one that hangs, and they are
     too few for all trajectories of a step.
     """
-    outcome = concurrent.futures.Future[Any]()
-    outcome.set_running_or_notify_cancel()  # a cancelled call drops the outcome, and does not cancel it
 
-    def work() -> None:
-        try:
-            outcome.set_result(tool.function(**arguments))
-        except ToolError as refusal:
-            outcome.set_exception(refusal)
-        except BaseException as error:  # also sys.exit(), and StopIteration, which no future accepts
-            outcome.set_exception(ToolError(_description(error)))
+    def __init__(self, name: str):
+        self._jobs = queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    threading.Thread(target=work, name=f"tool {tool.name}", daemon=True).start()
-    return await asyncio.wrap_future(outcome)
+    def call(self, function: Callable[[], Any], is_last: bool = False) -> asyncio.Future[Any]:
+        """Its result, or exception; a ToolError for one that is no Exception, such as sys.exit(). is_last: the thread
+        then ends."""
+        outcome = concurrent.futures.Future[Any]()
+        outcome.set_running_or_notify_cancel()  # a cancelled call drops the outcome, and does not cancel it
+        self._jobs.put((outcome, function))
+        if is_last:
+            self._jobs.put(None)
+        return asyncio.wrap_future(outcome)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            outcome, function = job
+            try:
+                outcome.set_result(function())
+            except BaseException as error:  # user code. No future accepts StopIteration
+                is_usual = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                outcome.set_exception(error if is_usual else ToolError(_description(error)))
+            del job, outcome, function
 
 
 def _description(error: BaseException) -> str:

@@ -147,11 +147,13 @@ def _kinds(case: Case) -> Iterator[Problem]:
     """Problems of everything that is named by a word of a table or by a dotted path."""
     config = case.rl
     terms = config.reward.terms
-    if not terms:
+    if config.agent.kind not in ("single_turn", "multi_turn"):
+        pass  # the agent may give rewards
+    elif not terms:
         yield Problem(("reward.terms",), "without a reward there is nothing to learn: name at least one term.")
-    elif ":" not in config.agent.kind and not any(term.weight for term in terms.values()):
+    elif not any(term.weight for term in terms.values()):
         weights = tuple(f"reward.terms.{name}.weight" for name in terms)
-        yield Problem(weights, "all weights are 0, so every reward would be 0.")  # a user's agent may give rewards
+        yield Problem(weights, "all weights are 0, so every reward would be 0.")
     named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
     named.append(("agent", "agent.kind", config.agent.kind))
     tables: dict[str, set[str]] = {**case.table_names, "advantage": {*ADVANTAGES}, "loss": {*LOSS_ARGS}}

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import write_run
+from tiny_run import steps_of, train, write_run
 from tiny_samples import random_groups
 
 from meshrl.algo.advantages import assign_advantages
@@ -40,6 +40,30 @@ def test_the_six_files_that_follow_one_prompt_lists_exist():
     files = re.findall(r"^\d\. `(meshrl/[a-z_/]+\.py)`", text, re.MULTILINE)
     assert len(files) == 6
     assert all((ROOT / name).is_file() for name in files)
+
+
+def test_the_page_about_adding_an_environment_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """docs/add_an_environment.md: its game is played without a model, its config trains, and its functions grade."""
+    text = (ROOT / "docs" / "add_an_environment.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(python|yaml)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (_, guess), (_, config), (_, episode), (_, few_guesses), (_, games) = blocks
+    config_path = write_run(tmp_path)
+    (tmp_path / "guess.py").write_text(guess)
+    (tmp_path / "games.py").write_text(few_guesses + games)
+    (tmp_path / "my.yaml").write_text(f"base: {config_path.name}\n{config}")
+    (tmp_path / "games.yaml").write_text(
+        "base: my.yaml\nagent: {args: {environment: 'games:Games', settings: null}}\n"
+        "reward: {terms: {few: {kind: 'games:few_guesses'}, only: {kind: 'games:guess_only'}}}\n"
+        "data: {path: null, sources: {guess: {path: rows.jsonl}}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(episode, {})
+    for name in ("my", "games"):
+        folder = train(tmp_path / f"{name}.yaml", name, "cluster.executor=inline")
+        steps = steps_of(folder)
+        assert len(steps) == 2 and all(step["rollout/crashed_fraction"] == 0 for step in steps), name
+        assert "My number is from 0 to" in (folder / "rollouts" / "step_000001.jsonl").read_text()
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from meshrl.agent.endpoint.programs import (
     unknown_parameters,
 )
 from meshrl.agent.loop import AgentContext, RunOfAgent, start_trajectory
+from meshrl.agent.tools import check_limits
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import Generate, Prompt, Trajectory
@@ -51,12 +52,7 @@ class EndpointAgent:
         self.tools: list[dict[str, Any]] = []
         if (function is None) == (command is None):
             raise ConfigError("agent.args: give either function, as package.module:name, or command, a list of texts")
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
-            raise ConfigError(f"agent.args.timeout_s is {timeout_s!r:.80}; it must be a number of seconds above 0")
-        if max_turns is not None and (type(max_turns) is not int or max_turns < 1):
-            raise ConfigError(
-                f"agent.args.max_turns is {max_turns!r:.80}; it must be an integer of at least 1, or null"
-            )
+        check_limits(1 if max_turns is None else max_turns, timeout_s=timeout_s)
         self.timeout_s, self.max_turns = float(timeout_s), max_turns
         self._program = _program_of(function) if command is None else _command_of(command)
         self._secret, self._num_issued = secrets.token_bytes(32), 0
