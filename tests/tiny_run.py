@@ -83,7 +83,7 @@ def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "GB/
         units |= record.get("units", {})
         if "metrics" in record:
             steps.append(record["metrics"])
-    of_times = ("run/train_idle", "run/rollout_idle", "perf/")  # ratios of times
+    of_times = ("run/train_idle", "run/rollout_idle", "rollout/agent_idle", "perf/")  # ratios of times
     return [
         {k: v for k, v in step.items() if units[k] not in without_units and not k.startswith(of_times)}
         for step in steps

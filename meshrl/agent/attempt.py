@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,8 +32,11 @@ async def attempt(
     own = replace(prompt, **copy.deepcopy(fields))
 
     async def observed(request: Request) -> Turn:
+        asked_at = time.perf_counter()
         try:
-            return await generate(request)
+            turn = await generate(request)
+            turn.times.total_s = time.perf_counter() - asked_at
+            return turn
         except RequestError:
             raise
         except (Exception, asyncio.CancelledError) as error:

@@ -52,6 +52,33 @@ def rloo(rewards: np.ndarray, eps: float) -> np.ndarray:
     return rewards - others
 
 
+def turn_rloo(group: Group, eps: float) -> list[list[np.ndarray]]:
+    """rloo for each turn: its return minus the mean of the returns of the others' turns at the same depth.
+
+    The return of a turn is the trajectory's reward without the rewards of the turns before it in its row. It can't
+    change these, so the expected gradient is the same without their noise. A trajectory that ended before this depth
+    counts with its last turn. Without rewards of turns this is `rloo`.
+
+    Returns: float64[T] for each row of each trajectory; 0 where it is below eps, and in a group of one.
+    Source: Williams 1992 (REINFORCE) with reward to go; Ahmadian et al. 2024, equation 8, for the baseline.
+    """
+    of_rows = [[_turn_returns(row, total) for row in rows] for rows, total in zip(group.rows, group.rewards)]
+    width = max(len(returns) for rows in of_rows for returns, _ in rows)
+    table = np.stack([np.pad(rows[0][0], (0, width - len(rows[0][0])), "edge") for rows in of_rows])  # [G, depths]
+    others = (np.sort(table, axis=0).sum(axis=0) - table) / max(1, len(table) - 1)
+    values = [
+        [(returns - mean[: len(returns)])[depth] for returns, depth in rows] for rows, mean in zip(of_rows, others)
+    ]
+    return [[np.where((len(table) > 1) & (abs(v) >= eps), v, 0.0) for v in of_one] for of_one in values]
+
+
+def _turn_returns(row: Sample, total: float) -> tuple[np.ndarray, np.ndarray]:
+    """The return of each turn of a row by depth, from 1 on, and the depth of each token [T]: 0 = context."""
+    rewards = row.rewards.astype(np.float64)
+    _, first, depth = np.unique(row.turn, return_index=True, return_inverse=True)
+    return total - (rewards.cumsum() - rewards)[first], depth
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """The scored trajectories of one prompt, as a user-defined advantage function gets them.
@@ -76,8 +103,8 @@ class _Trajectory:
 
 
 def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
-    """Fill `advantages` of every sample: the trajectory's advantage at trained tokens, 0 elsewhere. A user-defined
-    function may return different values for each token.
+    """Fill `advantages` of every sample: the trajectory's advantage at trained tokens, 0 elsewhere. turn_rloo has one
+    for each turn, and a user-defined function may return different values for each token.
 
     Groups are formed by group_id, never by position or prompt text. A trajectory with several rows counts once. One
     that could not be scored is not among the samples, and its group's statistics are taken over the others. Groups of
@@ -111,8 +138,12 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
     ]
     group_metrics = _group_metrics(groups, cfg.advantage_eps)  # before a user's function, which may write into rewards
     if cfg.advantage in ADVANTAGES:
-        function = import_object(ADVANTAGES[cfg.advantage].function)
-        _assign(groups, [_group_advantages(function, group, cfg.advantage_eps) for group in groups], cfg.advantage)
+        kind, eps = ADVANTAGES[cfg.advantage], cfg.advantage_eps
+        function = import_object(kind.function)
+        found = [function(g, eps) if kind.by_turn else _group_advantages(function, g, eps) for g in groups]
+        _assign(groups, found, cfg.advantage)
+        if kind.by_turn:  # equal sums may differ in turns
+            group_metrics[1] = _without_advantage(groups)
     else:
         function = look_up(cfg.advantage, ADVANTAGES, "algo.advantage")
         _assign(groups, function(groups), cfg.advantage)

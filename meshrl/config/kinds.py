@@ -82,26 +82,32 @@ REWARDS = {
 class AdvantageKind:
     """A built-in advantage.
 
-    function: of (rewards of one group float64[G], eps), which returns one advantage for each reward. needs_groups: it
-    compares the answers of a group, so that equal rewards have advantage 0. divides_by_std: by that of the group, plus
+    function: of (rewards of one group float64[G], eps), which returns one advantage for each reward: 0 where they are
+    equal. by_turn: it is of (Group, eps), and returns advantages of tokens. divides_by_std: by that of the group, plus
     algo.advantage_eps. text: for the docs, r = reward of a sample.
     """
 
     function: str
-    needs_groups: bool
+    by_turn: bool
     divides_by_std: bool
     text: str
 
 
 ADVANTAGES = {
     "grpo": AdvantageKind(
-        function="meshrl.algo.advantages:grpo", needs_groups=True, divides_by_std=True, text="(r - mean) / std"
+        function="meshrl.algo.advantages:grpo", by_turn=False, divides_by_std=True, text="(r - mean) / std"
     ),
     "dr_grpo": AdvantageKind(
-        function="meshrl.algo.advantages:dr_grpo", needs_groups=True, divides_by_std=False, text="r - mean"
+        function="meshrl.algo.advantages:dr_grpo", by_turn=False, divides_by_std=False, text="r - mean"
     ),
     "rloo": AdvantageKind(
-        function="meshrl.algo.advantages:rloo", needs_groups=True, divides_by_std=False, text="r - mean of the others"
+        function="meshrl.algo.advantages:rloo", by_turn=False, divides_by_std=False, text="r - mean of the others"
+    ),
+    "turn_rloo": AdvantageKind(
+        function="meshrl.algo.advantages:turn_rloo",
+        by_turn=True,
+        divides_by_std=False,
+        text="rloo for each turn, whose r leaves out the rewards of the turns before it",
     ),
 }
 """algo.advantage -> its entry."""
@@ -113,8 +119,8 @@ def needs_answer(kind: str) -> bool:
 
 
 def compares_groups(advantage: str) -> bool:
-    """Whether this advantage is 0 where the rewards of a group are equal. A user-defined one may differ there."""
-    return advantage in ADVANTAGES and ADVANTAGES[advantage].needs_groups
+    """Whether this advantage compares the answers of a group. A user-defined one may not."""
+    return advantage in ADVANTAGES
 
 
 def described(kinds: Mapping[str, RewardKind] | Mapping[str, AdvantageKind]) -> str:

@@ -86,12 +86,14 @@ class SamplingParams:
 
 @dataclass(kw_only=True, slots=True)
 class Times:
-    """The stages of a turn's time, in seconds, and the number of context tokens that came from a cache."""
+    """The stages of a turn's time in its engine, in seconds, and the number of context tokens that came from a cache.
+    total_s: from the agent's request to its answer."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cached_tokens: int = 0
+    total_s: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -46,8 +46,9 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
 
 
 def request_times(trajectories: Sequence[Trajectory]) -> list[Metric]:
-    """How long turns waited in their engine's queue, and until their first token; and the share of their contexts that
-    engines had in their caches. Each is absent if it is not known."""
+    """How long turns waited in their engine's queue, and until their first token; the share of the agents' waiting in
+    which no engine computed; and the share of contexts that engines had in their caches. Each is absent if it is not
+    known."""
     times = [turn.times for trajectory in trajectories for turn in trajectory.turns]
     queue = np.array([t.queue_s for t in times])
     first_token = queue + np.array([t.prefill_s for t in times])
@@ -61,6 +62,10 @@ def request_times(trajectories: Sequence[Trajectory]) -> list[Metric]:
                 histogram(name, seconds, "s"),
                 Metric(name=longest, sum=float(seconds.max()), reduce="max", unit="s"),
             ]
+    computed, total = sum(t.prefill_s + t.decode_s for t in times), sum(t.total_s for t in times)
+    if computed and total:
+        idle = max(0.0, total - computed)
+        metrics.append(Metric(name="rollout/agent_idle", sum=idle, weight=total, unit="fraction"))
     if cached := sum(t.cached_tokens for t in times):
         contexts = sum(sum(context_lengths(trajectory.turns)) for trajectory in trajectories)
         metrics.append(Metric(name="rollout/cached_fraction", sum=cached, weight=contexts, unit="fraction"))

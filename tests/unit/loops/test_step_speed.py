@@ -44,6 +44,12 @@ def test_times_that_an_engine_does_not_report_are_absent():
     assert divide(merge(request_times([second]))) == {"rollout/cached_fraction": 0.5}
 
 
+def test_agents_are_idle_while_they_wait_and_no_engine_computes():
+    """Of 4 + 6 s, the engines computed 1 + 2 + 1 s; the rest is queues, transfers and pauses."""
+    times = [Times(queue_s=1.0, prefill_s=1.0, decode_s=2.0, total_s=4.0), Times(decode_s=1.0, total_s=6.0)]
+    assert divide(merge(request_times([answered(*times)])))["rollout/agent_idle"] == pytest.approx(0.6)
+
+
 def test_throughput_divides_by_all_devices_also_those_that_only_sample():
     cluster = ClusterConfig(num_train_ranks=2, num_rollout_ranks=2)
     metric = throughput(cluster, 600, 3.0)
