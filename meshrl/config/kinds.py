@@ -44,6 +44,16 @@ REWARDS = {
         text="1 for the right final answer, else 0",
         neutral_args=frozenset(),
     ),
+    "python_tests": RewardKind(
+        function="meshrl.reward.python_tests:python_tests",
+        check="meshrl.reward.python_tests:python_tests",
+        self_test="meshrl.reward.self_test:try_python_tests",
+        needs_answer=True,
+        judges_form=False,
+        full_score=1.0,
+        text="1 for a program that passes the tests of its row, else 0",
+        neutral_args=frozenset(["sandbox"]),
+    ),
     "format": RewardKind(
         function="meshrl.reward.kinds:format_match",
         check="meshrl.reward.kinds:format_match",

@@ -48,7 +48,7 @@ class Scorer:
     ):
         """functions: Python objects given in place of a kind, by term. note: called at the first failed grading,
         whenever their number has grown tenfold, and at the end. log: called with the output of the functions."""
-        self._cfg, self._note, self._decode = cfg, note, decode
+        self._cfg, self._note, self._decode, self.timeout_s = cfg, note, decode, cfg.timeout_s
         self.code = {name: code_of(term.kind, (functions or {}).get(name)) for name, term in cfg.terms.items()}
         self._sandbox = Sandbox(cfg, functions, log)
         self._failed, self._num_noted, self._first_failure = Counter[str](), 0, ""

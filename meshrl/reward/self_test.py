@@ -21,6 +21,7 @@ from meshrl.core.lookup import DOTTED_PATH, can_be_imported, import_object
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.reward.answer_forms import references
 from meshrl.reward.kinds import make_grader
+from meshrl.reward.python_tests import TIMEOUT_S, tests_of
 from meshrl.reward.score import Scorer
 
 Note = Callable[[str], None]
@@ -57,6 +58,11 @@ MATH_EXAMPLES = {
     "math_verify": ("0.5", "$\\boxed{\\frac{1}{2}}$", "$\\boxed{\\frac{1}{3}}$"),
 }
 """rule -> (answer, a right completion, a wrong one); the rule auto must grade all of them right."""
+PROGRAMS = (
+    ({"inputs": ["3"], "outputs": ["9"]}, "```python\nprint(int(input()) ** 2)\n```", "```python\nprint(8)\n```"),
+    ("assert f(3) == 9", "```python\ndef f(x):\n    return x * x\n```", "```python\nimport os\nos._exit(0)\n```"),
+)
+"""(tests, a right completion, a wrong one)."""
 
 
 _BOX = "\\boxed{{{}}}"
@@ -72,6 +78,10 @@ async def try_references(scorer: Scorer, terms: dict[str, RewardTerm], prompts: 
         unique.setdefault(repr(prompt.answer), prompt)
     for name, term in terms.items():
         if not needs_answer(term.kind):
+            continue
+        if "python_tests" in term.kind:
+            for row in prompts:
+                tests_of(row.answer, f"reward.terms.{name}: the answer of row {row.id},")
             continue
         rule, deadline = term.args.get("rule", "auto"), time.monotonic() + _REFERENCES_S
         failed: list[str] = []
@@ -189,14 +199,26 @@ def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | N
 
 async def try_math_answer(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
     rule = term.args.get("rule", "auto")
-    for answer, *texts in MATH_EXAMPLES.values() if rule == "auto" else [MATH_EXAMPLES[rule]]:
+    await _try_examples(scorer, name, term, [*MATH_EXAMPLES.values()] if rule == "auto" else [MATH_EXAMPLES[rule]])
+
+
+async def try_python_tests(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
+    """A program that is killed after args.timeout_s is wrong; one that reward.timeout_s ends is a failed grading."""
+    if term.args.get("timeout_s", TIMEOUT_S) > scorer.timeout_s / 2:
+        text = "must be at most half of reward.timeout_s, which is"
+        raise ConfigError(f"reward.terms.{name}.args.timeout_s {text} {scorer.timeout_s:g}")
+    await _try_examples(scorer, name, term, PROGRAMS)
+
+
+async def _try_examples(scorer: Scorer, name: str, term: RewardTerm, examples: Sequence[tuple[Any, str, str]]) -> None:
+    for answer, *texts in examples:
         right, wrong = await _scores(scorer, name, term, [(text, answer) for text in texts])
         if not right > wrong:
             raise ConfigError(
                 f"reward.terms.{name} of kind {term.kind!r} with args {term.args} failed its self-test: for the answer "
                 f"{answer!r} it scored the right completion {texts[0]!r} {right:g} and the wrong one "
-                f"{texts[1]!r} {wrong:g}; the right one must score higher. Install meshrl and its requirements "
-                "(math-verify, latex2sympy2_extended, sympy) again"
+                f"{texts[1]!r} {wrong:g}; the right one must score higher. Install meshrl and its requirements again "
+                "(math_answer needs math-verify, latex2sympy2_extended and sympy)"
             )
 
 
