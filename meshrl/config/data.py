@@ -11,7 +11,7 @@ from meshrl.config.base import EVALUATED, Slice, Unless
 from meshrl.config.case import Case, Problem
 from meshrl.config.kinds import needs_answer
 from meshrl.config.rollout import EvalSamplingConfig
-from meshrl.core.lookup import DOTTED_PATH, can_be_imported
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported, did_you_mean
 
 Format = Literal["auto", "jsonl", "json", "csv", "parquet", "datasets"]
 
@@ -165,7 +165,15 @@ def _answers(case: Case) -> Iterator[Problem]:
     """Rewards that need an answer, where no answer column is configured. The rows that a map returns are checked when
     they are read."""
     data, rewards = case.rl.data, case.rl.reward.terms
-    terms = {f"reward.terms.{name}.kind": term.kind for name, term in rewards.items() if needs_answer(term.kind)}
+    named = data.named()
+    if data.map is None and not any(source.map for source in named.values()):
+        known = ["default", *(key.rpartition(".")[2] for key in named)]
+        for name, term in rewards.items():
+            for env in {*(term.envs or ())} - {*known}:
+                text = f"no row has env {env!r}; there are: {', '.join(known)}{did_you_mean(env, known)}."
+                yield Problem((f"reward.terms.{name}.envs",), text)
+    needs = {name: term for name, term in rewards.items() if needs_answer(term.kind) and term.envs is None}
+    terms = {f"reward.terms.{name}.kind": term.kind for name, term in needs.items()}
     if not terms or data.answer is not None:
         return
     training = case.purpose == "train"

@@ -20,6 +20,12 @@ class RewardTerm(Slice):
     """factor in the weighted sum; below 0 is a penalty"""
     args: dict[str, Any] = Field({})
     """keyword arguments of the function"""
+    envs: list[str] | None = None
+    """the `env` of the rows that the term grades: names of data.sources and data.eval_sets, or what data.map returns as
+    env; null = all rows"""
+
+    def grades(self, env: str) -> bool:
+        return self.envs is None or env in self.envs
 
 
 PassScore = float | dict[str, float]

@@ -228,7 +228,10 @@ def evaluation_identity(cfg: RunConfig, task: Task, scorer: Scorer) -> dict[str,
         name: {k: v for k, v in t.args.items() if t.kind not in REWARDS or k not in REWARDS[t.kind].neutral_args}
         for name, t in used.items()
     }
-    graders = {name: (t.kind, args[name], t.weight if is_sum else 1, scorer.code[name]) for name, t in used.items()}
+    graders = {
+        name: (t.kind, args[name], t.weight if is_sum else 1, scorer.code[name], *(t.envs or ()))
+        for name, t in used.items()
+    }
     own = [{name: (each.samples, dict(each.sampling))} for name, each in sorted(cfg.data.eval_sets.items())]
     agent = cfg.agent.kind, cfg.agent.args, code_of(cfg.agent.kind)
     limits = sorted(task.stop_token_ids), cfg.rollout.max_context_tokens

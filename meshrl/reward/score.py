@@ -68,7 +68,9 @@ class Scorer:
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
         for trajectory in trajectories:
             trajectory.rewards, trajectory.reward, trajectory.has_abstained = {}, None, False
-        items = [(name, trajectory) for trajectory in scored for name in self._cfg.terms]
+        for trajectory in scored:
+            trajectory.rewards = dict.fromkeys(self._cfg.terms)
+        items = [(name, t) for t in scored for name, term in self._cfg.terms.items() if term.grades(t.prompt.env)]
         for (name, trajectory), result in zip(items, await self.grade(items, self._decode)):
             trajectory.rewards[name] = result
         for trajectory in scored:

@@ -73,14 +73,13 @@ REFERENCE_FORMS = {"gsm8k": ["#### {}"], "exact": ["{}"], "math_verify": [_BOX],
 async def try_references(scorer: Scorer, terms: dict[str, RewardTerm], prompts: Sequence[Prompt], note: Note) -> None:
     """Grade the data's own answers, in the forms that the rule reads, with each math_answer term. A note names the rows
     whose answer is graded wrong, which no completion can meet."""
-    unique: dict[str, Prompt] = {}
-    for prompt in prompts:
-        unique.setdefault(repr(prompt.answer), prompt)
     for name, term in terms.items():
-        if not needs_answer(term.kind):
-            continue
+        unique: dict[str, Prompt] = {}
+        for prompt in prompts if needs_answer(term.kind) else ():
+            if term.grades(prompt.env):
+                unique.setdefault(repr(prompt.answer), prompt)
         if "python_tests" in term.kind:
-            for row in prompts:
+            for row in unique.values():
                 tests_of(row.answer, f"reward.terms.{name}: the answer of row {row.id},")
             continue
         rule, deadline = term.args.get("rule", "auto"), time.monotonic() + _REFERENCES_S
@@ -136,13 +135,14 @@ async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Pr
     for prompt, text in rows if users else ():
         if not text.strip():
             continue
-        graded = await scorer.grade([(name, _attempt(prompt, each)) for name in users for each in (text, "")])
-        for name, pair in zip(users, zip(graded[::2], graded[1::2])):
+        asked = [name for name in users if cfg.terms[name].grades(prompt.env)]
+        graded = await scorer.grade([(name, _attempt(prompt, each)) for name in asked for each in (text, "")])
+        for name, pair in zip(asked, zip(graded[::2], graded[1::2])):
             pairs[name].append(pair)
         tried.append(prompt.id)
         if time.monotonic() - started_at > _TRIAL_S:
             break
-    for name in users if tried else ():
+    for name in filter(pairs.get, users):
         term = cfg.terms[name]
         warning = _graded_alike(name, *pairs[name][0]) if without_answers else check_results(name, term, pairs[name])
         if warning is not None:

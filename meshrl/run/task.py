@@ -44,7 +44,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs, cfg.run.date)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
     bad = list[str]() if cfg.data.bad_rows == "leave_out" else None
-    answer_for = [name for name, term in cfg.reward.terms.items() if needs_answer(term.kind)]
+    answer_for = [name for name, term in cfg.reward.terms.items() if needs_answer(term.kind) and term.envs is None]
     max_context_tokens, vocab_size = limits_of(cfg.model.path, cfg.rollout.max_context_tokens)  # as in the samplers
     vision = load_vision(cfg.model.path, tokenizer, cfg.data.media_cache_bytes)
     make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size, answer_for, bad=bad, vision=vision)

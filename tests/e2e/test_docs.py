@@ -53,7 +53,7 @@ def test_the_page_about_adding_an_environment_works(tmp_path: Path, monkeypatch:
     (tmp_path / "my.yaml").write_text(f"base: {config_path.name}\n{config}")
     (tmp_path / "games.yaml").write_text(
         "base: my.yaml\nagent: {args: {environment: 'games:Games', settings: null}}\n"
-        "reward: {terms: {few: {kind: 'games:few_guesses'}, only: {kind: 'games:guess_only'}}}\n"
+        "reward: {terms: {few: {kind: 'games:few_guesses'}, only: {kind: 'tiny_run:length', envs: [guess]}}}\n"
         "data: {path: null, sources: {guess: {path: rows.jsonl}}}\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -76,6 +76,20 @@ def test_the_rewards_of_turns_are_added_to_the_reward():
     assert "turns" not in score([make_trajectory("4")], terms={"answer": EXACT})
 
 
+def test_a_term_with_envs_grades_the_rows_of_these_sources_alone():
+    trajectories = [make_trajectory("raise") for _ in range(3)]
+    for env, trajectory in zip(("maths", "code", "other"), trajectories):
+        trajectory.prompt = replace(trajectory.prompt, env=env)
+    terms = {"answer": RewardTerm(kind="math_answer", envs=["maths", "code"])}
+    terms["other"] = RewardTerm(kind="sandbox_graders:behave", envs=["code"])  # its call fails
+    metrics = score(trajectories, terms=terms, max_failure_fraction=0.7)
+    assert [t.reward for t in trajectories] == [0.0, None, None]
+    assert [list(t.rewards) for t in trajectories] == [["answer", "other"]] * 3
+    assert trajectories[0].rewards == {"answer": 0.0, "other": None}
+    assert trajectories[2].rewards == {"answer": None, "other": None} and trajectories[2].has_abstained
+    assert (metrics["abstained/other"].sum, metrics["failed"].sum) == (2, 1)
+
+
 def test_a_failed_grading_leaves_no_reward_and_is_counted():
     trajectories = [make_trajectory("nan"), make_trajectory("raise"), make_trajectory("fine")]
     metrics = score(trajectories, terms={"answer": EXACT, "other": BEHAVE}, max_failure_fraction=0.7)

@@ -106,6 +106,27 @@ def test_a_format_that_fits_none_of_the_texts_gets_no_note():
     assert try_terms({"form": RewardTerm(kind="format", args={"regex": "(?s)<plan>.*</plan>.*"})}) == []
 
 
+def test_rows_that_a_term_does_not_grade_are_not_tried_with_it():
+    """The tests of a program are no answer of mathematics, and a function that fails on them is not called."""
+    prompts = rows("assert f(1) == 1", "4", "5")
+    prompts[0].env = "code"
+    only = dict(envs=["default"])
+    terms = {"code": RewardTerm(kind="python_tests", args={"sandbox": "none"}, envs=["code"])}
+    terms |= {"maths": RewardTerm(kind="math_answer", **only), "right": user("right", **only)}
+    terms["misspelt"] = user("misspelt", envs=["else"])
+    notes: list[str] = []
+
+    async def run():
+        scorer = Scorer(RewardConfig(terms=terms))
+        try:
+            await try_references(scorer, terms, prompts, notes.append)
+        finally:
+            await scorer.close()
+
+    asyncio.run(run())
+    assert notes == [] and try_terms({name: terms[name] for name in ("right", "misspelt")}, prompts) == []
+
+
 # ---- a user's functions
 
 BUILT_IN = RewardTerm(kind="math_answer")
