@@ -93,6 +93,7 @@ class Endpoint:
                 server_header=False,
                 date_header=False,
                 h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+                timeout_keep_alive=60,  # HEADERS_S ends idle connections; httpx's pools use them for uvicorn's 5 s
                 timeout_graceful_shutdown=1,
             )
             server = _RunServer(config)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -112,6 +113,28 @@ def test_bytes_that_are_no_request_of_a_client(monkeypatch):
     half = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'  # of a surrogate pair
     assert raw(head(content_length=len(half), connection="close") + half).startswith("HTTP/1.1 400")
     assert raw(head("/v1/other", connection="close")).startswith("HTTP/1.1 404")
+
+
+@pytest.mark.slow
+def test_a_request_on_a_connection_that_was_idle_for_five_seconds_is_answered():
+    """uvicorn closes such a connection by default, also one on which httpx has just sent a request: its pool keeps
+    connections for five seconds, too. Here both times end within one iteration of the loop."""
+    body = json.dumps({"messages": [USER]}).encode()
+    request = head(content_length=len(body)) + body
+
+    async def ask():
+        async with served(answers("ab", "ab")) as at:
+            host, port = at.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(request)
+            first, loop = await reader.read(10_000), asyncio.get_running_loop()
+            loop.call_later(4.5, time.sleep, 1.0)
+            loop.call_later(4.9, writer.write, request)
+            second = await asyncio.wait_for(reader.read(10_000), 20)
+            writer.close()
+            return first, second
+
+    assert all(answer.startswith(b"HTTP/1.1 200") for answer in asyncio.run(ask()))
 
 
 def test_idle_connections_give_way_to_requests(monkeypatch):
