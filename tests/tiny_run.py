@@ -32,6 +32,10 @@ def slow_share(completion: str, answer: str) -> float:
     return ascii_share(completion, answer)
 
 
+def share_of_ended(completion: str, answer: str, stop_reason: str) -> float:
+    return ascii_share(completion, answer) if stop_reason == "stop" else 0.0
+
+
 def length(completion: str, answer: str) -> float:
     return float(len(completion))
 
