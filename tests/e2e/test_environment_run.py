@@ -29,9 +29,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "schedule", ["colocated", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("one_step_off", "fully_async"))]
-)
+@pytest.mark.parametrize("schedule", LAYOUTS)
 def test_the_weights_are_those_of_single_turn_with_the_same_reward(schedule: str, tmp_path: Path):
     config, same = write_run(tmp_path), (STOP, "loop.save_every_steps=2", *LAYOUTS[schedule])
     played = train(config, "played", *PLAYED, *same)
