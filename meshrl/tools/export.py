@@ -68,6 +68,14 @@ class Export:
             require_package(self.out)
         self.file, self.is_sft = f"{self.run.name}-{kind}.gguf", is_sft(self.run / "config.yaml")
         self.proof: list[str] = []
+        self.sampling = dict[str, float]()  # of the run's training, in Ollama's words
+        if not self.is_sft:
+            self.sampling |= {
+                "temperature": self.config["rollout"]["sampling"]["temperature"],
+                "top_p": 1.0,
+                "top_k": 0,
+            }
+            self.sampling |= {"min_p": 0.0, "repeat_penalty": 1.0}
         self._rows, self._answers = list[Sample](), list[Trajectory]()
 
     def write(self, push: str | None = None) -> str:
@@ -116,8 +124,7 @@ class Export:
             convert_gguf(aside / self.file, read_back, DTYPES["float32"])
             self._require_same(own, read_back, self.kind)
             ends = stop_ids_in(aside / self.file)
-            sampling = self.config.get("rollout", {}).get("sampling", {})
-            lines = [f"FROM ./{self.file}", f"PARAMETER temperature {sampling.get('temperature', 1.0)}"]
+            lines = [f"FROM ./{self.file}", *(f"PARAMETER {name} {value}" for name, value in self.sampling.items())]
             lines += [f"PARAMETER stop {json.dumps(tokenizer.decode([i]), ensure_ascii=False)}" for i in sorted(stops)]
             write_text(aside / "Modelfile", "\n".join([*lines, ""]))
         else:
@@ -130,8 +137,13 @@ class Export:
                 self._require_same(own, aside, "merged")
             if variables:
                 write_chat(aside, ChatFiles(tokenizer.chat_template))
-            listed = read_json(aside / "generation_config.json").get("eos_token_id")
+            generation = read_json(aside / "generation_config.json")
+            listed = generation.get("eos_token_id")
             ends, read_back = {*(listed if isinstance(listed, list) else [listed])}, aside
+            if own := {name.replace("repeat", "repetition"): value for name, value in self.sampling.items()}:
+                ids = {name: value for name, value in generation.items() if name.endswith("_token_id")}
+                text = json.dumps({**ids, "do_sample": True, **own}, indent=2, sort_keys=True)
+                write_text(aside / "generation_config.json", text + "\n")
         if ends != stops:
             raise CheckpointError(
                 f"the exported model ends answers by the ids {sorted(ends, key=str)}, but the run ended them by "
@@ -231,9 +243,11 @@ class Export:
 
     def _commands(self, out: Path) -> list[str]:
         base, name = self.config["model"]["path"], self.run.name
+        base = base if out == self.out else Path(base).name if base.startswith("/") else base  # for a card
         if self.to == "gguf":
             create = f"ollama create {name.lower()} --file {out / 'Modelfile'} && ollama run {name.lower()}"
-            return [f"llama-server --model {out / self.file} --jinja", create]
+            flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in self.sampling.items())
+            return [f"llama-server --model {out / self.file} --jinja{flags.replace('temperature', 'temp')}", create]
         if self.to == "hf":
             return [f"vllm serve {out}", f"python -m sglang.launch_server --model-path {out}"]
         rank = self.config["model"]["lora"]["rank"]

@@ -20,7 +20,7 @@ from tiny_tokenizers import THINKING, sentencepiece_tokenizer, tiny_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from meshrl.cli import main
 from meshrl.core.errors import ConfigError, MeshrlError
@@ -43,6 +43,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     config = write_run(folder)
     tiny_tokenizer(eos="<|endoftext|>").save_pretrained(folder / "model")
+    theirs = {"eos_token_id": [2, 3], "do_sample": True, "temperature": 0.6, "top_p": 0.8, "repetition_penalty": 1.1}
+    (folder / "model" / "generation_config.json").write_text(json.dumps(theirs))
     (folder / "model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     (folder / "chat.jinja").write_text(THINKING, newline="")
     train(config, "full", *INLINE, *CHAT)
@@ -87,12 +89,18 @@ def test_an_export_is_the_runs_model_with_its_proof_and_a_card(
     ):
         assert fact in card
     assert run == "sft" or "held-out reward 0." in card
-    assert str(runs) not in card, "it may be pushed"
+    assert str(runs.parent) not in card, "it may be pushed"
     if to == "gguf":
         (file,) = out.glob("*.gguf")
         assert stop_ids_in(file) == {*stops}
-        assert (out / "Modelfile").read_text().count("PARAMETER stop") == 2
+        modelfile = (out / "Modelfile").read_text()
+        assert modelfile.count("PARAMETER stop") == 2 and (
+            run == "sft" or "PARAMETER repeat_penalty 1.0\n" in modelfile
+        )
         return
+    generation = GenerationConfig.from_pretrained(out)
+    used = generation.temperature, generation.top_p, generation.top_k, generation.repetition_penalty
+    assert used == ((0.6, 0.8, None, 1.1) if run == "sft" else (1.0, 1.0, 0, 1.0)), "as the run sampled"
     assert {*json.loads((out / "generation_config.json").read_text())["eos_token_id"]} == {*stops}
     asked = AutoTokenizer.from_pretrained(out).apply_chat_template(
         [{"role": "user", "content": "x"}], add_generation_prompt=True, tokenize=False
