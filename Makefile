@@ -1,4 +1,4 @@
-# make setup | fix | check | test | test-all | mutants | quickstart | smollm | vlm [SEED=0]; WORKERS=N: processes that run tests
+# make setup | fix | check | test | test-all | mutants | wheel | quickstart | smollm | vlm [SEED=0]; WORKERS=N: processes that run tests
 # Everything is installed once, into .venv; nothing is compiled. vLLM and SGLang have separate environments, .venv-vllm
 # and .venv-sglang, llama.cpp, which is compiled, .venv-llama: make setup-vllm | test-vllm | setup-sglang | test-sglang |
 # setup-llama | test-llama
@@ -27,7 +27,7 @@ test test-all mutants test-vllm test-sglang test-llama: export OMP_NUM_THREADS ?
 test: export MESHRL_FUZZ_ROUNDS ?= 0.35  # the random part of the damaged files; test-all makes all of it
 unexport PYTHONDONTWRITEBYTECODE  # otherwise every process that a test starts compiles meshrl again
 
-.PHONY: help setup fix check test test-all mutants quickstart smollm vlm setup-vllm test-vllm setup-sglang test-sglang setup-llama test-llama
+.PHONY: help setup fix check test test-all mutants quickstart smollm vlm setup-vllm test-vllm setup-sglang test-sglang setup-llama test-llama wheel
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -100,6 +100,14 @@ setup-sglang: $(SGLANG_STAMP)  ## make .venv-sglang with SGLang, stand-ins for i
 $(SGLANG_STAMP): constraints.txt requirements-sglang.txt pyproject.toml
 	VENV=.venv-sglang PYTHON=$(PYTHON) scripts/install.sh --cpu --sglang
 	@touch $(SGLANG_STAMP)
+
+wheel:  ## build dist/*.tar.gz and dist/*.whl from the last commit, and check them, in .venv-build
+	test -x .venv-build/bin/python || $(PYTHON) -m venv .venv-build
+	.venv-build/bin/python -m pip install --quiet build twine check-wheel-contents
+	rm -rf build/tree dist && mkdir -p build/tree && git archive HEAD | tar -x -C build/tree
+	.venv-build/bin/python -m build --outdir dist build/tree >build/wheel.log || { tail -n 30 build/wheel.log; exit 1; }
+	.venv-build/bin/python -m twine check --strict dist/*
+	.venv-build/bin/check-wheel-contents dist/*.whl
 
 setup-llama: .venv-llama/setup-done  ## make .venv-llama with llama.cpp, which is compiled (CMake, C++ compiler, ten minutes)
 

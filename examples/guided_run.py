@@ -35,7 +35,9 @@ from meshrl.core.types import Trajectory
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import text_curve
 
-ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = Path(__file__).resolve().parent
+IS_CHECKOUT = (EXAMPLES.parent / "pyproject.toml").is_file()  # else they are files of an installed wheel
+ROOT = EXAMPLES.parent if IS_CHECKOUT else Path.cwd()
 STOP_TIMEOUT_S = 10.0  # a running part has this time to end by itself after Ctrl-C
 
 
@@ -69,13 +71,14 @@ def choose_device(name: str, gpus: str) -> None:
     """The CPU, unless MESHRL_DEVICE is set. gpus: those that the ranks need, in words."""
     if not os.environ.get("MESHRL_DEVICE"):
         os.environ["MESHRL_DEVICE"] = "cpu"
-        it = "them" if gpus.endswith("s") else "it"
-        print(f"This uses the CPU. On a machine with {gpus}, MESHRL_DEVICE=cuda make {name} uses {it}.")
+        it, command = "them" if gpus.endswith("s") else "it", "make" if IS_CHECKOUT else "meshrl"
+        print(f"This uses the CPU. On a machine with {gpus}, MESHRL_DEVICE=cuda {command} {name} uses {it}.")
 
 
 def make_folder(args: argparse.Namespace, parts: Sequence[str]) -> Path:
-    """Make and return the folder of a seed, relative to the checkout if it is in it, and change to the checkout. Of
-    `parts`, what an earlier call made is removed. A folder that this script did not make is an error."""
+    """Make and return the folder of a seed, relative to the checkout if it is in it, and change to the checkout (of an
+    installed wheel, the working folder takes its place). Of `parts`, what an earlier call made is removed. A folder
+    that this script did not make is an error."""
     out = args.out.resolve() / f"{'control' if args.shuffle_rewards else 'seed'}_{args.seed}"
     marker = out / f".{args.name}"
     if out.exists() and not marker.is_file() and any(out.iterdir()):
@@ -127,7 +130,7 @@ def run(arguments: list[Any]) -> None:
 def train(args: argparse.Namespace, config: Path, settings: Sequence[Any], smoke: Sequence[str]) -> dict[str, Any]:
     """`meshrl train`, or the control; returns result.json of the run, which is named grpo."""
     place = next(text.split("=", 1)[1] for text in settings if str(text).startswith("run.folder="))
-    control = ROOT / "examples" / "quickstart" / "shuffled_rewards.py"
+    control = EXAMPLES / "quickstart" / "shuffled_rewards.py"
     how = [control] if args.shuffle_rewards else ["-m", "meshrl", "train"]
     run([*how, config, "run.name=grpo", *settings, *(smoke if args.smoke else ())])
     result: dict[str, Any] = json.loads((Path(place) / "grpo" / "result.json").read_text())

@@ -28,6 +28,7 @@ from meshrl.cli_options import (
     LAUNCH,
     MEMORY_PLAN,
     PAGE,
+    QUICKSTART,
     RUN,
     RUNS,
     SERVE,
@@ -133,6 +134,21 @@ def _train(is_sft: bool, args: argparse.Namespace) -> None:
         from meshrl.tools.explain import explain_config
 
         explain_config((load_sft if is_sft else load_run)(args.config, args.overrides, starts=False))
+
+
+def _quickstart(args: argparse.Namespace) -> None:
+    import runpy
+    import sysconfig
+
+    name, package = Path("examples", "quickstart", "quickstart.py"), Path(__file__).resolve().parent
+    # A clone has the examples next to the package, an environment in its share/, and `pip install --target` likewise.
+    places = [package.parent, Path(sysconfig.get_path("data"), "share/meshrl"), package.parent / "share/meshrl"]
+    script = next((place / name for place in places if (place / name).is_file()), None)
+    if script is None:
+        raise MeshrlError(f"this installation has no {name}; install meshrl again, from its wheel")
+    out = [] if args.out is None else ["--out", str(args.out)]
+    sys.argv = [str(script), "--seed", str(args.seed), *out, *["--smoke"] * args.smoke]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -317,6 +333,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[
         _plan,
         "show what a run needs in its GPUs' memory, or (--schedule) the speed of each schedule",
         MEMORY_PLAN,
+    ),
+    "quickstart": (
+        _quickstart,
+        "train a tiny model in about a minute, from random weights, on two CPU cores",
+        QUICKSTART,
     ),
     "init": (_init, "write a folder with configs and a reward function for your own rows and a model", INIT),
     "translate": (_translate, "write a config from one of verl, TRL or prime-rl", TRANSLATE),

@@ -59,6 +59,11 @@ RUNS = arg("folders", "RUN", "folders of two or more runs", type=Path, nargs="+"
 PAGE = arg("--out", "FILE", "page to write (default: in RUN, or the first RUN)", type=Path)
 RUN_CONFIG = [arg("config", "CONFIG", CONFIG), OVERRIDES]
 TRAIN = [*RUN_CONFIG, EXPLAIN]
+QUICKSTART = [
+    arg("--seed", "N", "for weights, data order and sampling (default 0)", type=int, default=0),
+    arg("--out", "FOLDER", "folder of the seeds' folders (default: runs/quickstart)", type=Path),
+    arg("--smoke", None, "a few steps only, which learn nothing", action="store_true"),
+]
 EVAL = [
     arg("config", "CONFIG", f"{CONFIG}, or runs/NAME to evaluate a run with its own config"),
     OVERRIDES,

@@ -1,5 +1,5 @@
-"""SFT and GRPO of a tiny model, from random weights, in minutes on two CPU cores: `make quickstart`. It uses the CPU on
-every machine, unless MESHRL_DEVICE is set.
+"""SFT and GRPO of a tiny model, from random weights, in minutes on two CPU cores: `make quickstart`, or without a clone
+`meshrl quickstart`. It uses the CPU on every machine, unless MESHRL_DEVICE is set.
 
 A tiny Qwen2 model is built, learns from demonstrations to double numbers without carrying, and then learns to carry
 only from a rule that checks its answers (GRPO). The output goes to runs/quickstart/seed_N, a folder for each seed. Of

@@ -18,7 +18,7 @@ from meshrl.tools.doctor.checks import DATA, FAIL, OK, WARN, judge
 from meshrl.tools.doctor.command import self_test, view
 
 GIB = 1 << 30
-VERSIONS = {"meshrl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"}
+VERSIONS = {"meshrl": "0.2.0", "torch": "2.13.0", "transformers": "5.19.0"}
 CONFIG = {
     "problem": "",
     "text": "2 train + 1 rollout ranks, executor processes, vllm",
@@ -65,7 +65,7 @@ SEPARATE = ("cluster.num_train_ranks=1", "cluster.num_rollout_ranks=1", "loop.ki
 ON_VLLM = ("rollout.engine=vllm", f"rollout.vllm.python={sys.executable}")
 VLLM_CONFLICT = {"versions": VERSIONS | {"vllm": "0.32.0"}, "unmet": [["vllm", "torch==2.13.0", "2.12.0"]]}
 RAY_CONFLICT = {"versions": VERSIONS | {"ray": "2.60.0"}, "unmet": [["ray", "click<8", "8.5.1"]]}
-NO_ENGINE = {"versions": {"meshrl": "0.1.0"}, "unmet": []}
+NO_ENGINE = {"versions": {"meshrl": "0.2.0"}, "unmet": []}
 # A fact (dots go into dictionaries), its faulty value, the line, its status, and a part of its text.
 FAULTS = [
     ("system", "Darwin 24 arm64, Python 3.12", "system", WARN, "Darwin"),
