@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, which does not depend on stdout and stderr being open, except for a
     command whose result could not be printed."""
     open_standard_streams()
+    if sys.platform == "win32":
+        print_message("meshrl: Windows has no fork and no flock, which meshrl needs; run it in WSL, or on Linux")
+        return 2
     sys.excepthook = _print_traceback
     try:
         args = _parse(list(sys.argv[1:] if argv is None else argv))

@@ -174,6 +174,12 @@ def test_the_version_is_that_of_the_installed_package(meshrl: Meshrl):
     assert meshrl_package.__version__ == version("meshrl")
 
 
+def test_on_windows_each_command_ends_with_one_line(meshrl: Meshrl, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    done = meshrl("quickstart")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "run it in WSL" in done.stderr
+
+
 @pytest.mark.parametrize("sink", ["tensorboard", "wandb"])
 def test_a_config_is_explained_and_a_batch_file_written_where_its_packages_are_missing(
     good: Path, good_sft: Path, sink: str, monkeypatch: pytest.MonkeyPatch
