@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from meshrl.config.source import HUB_ID
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Sample
+from meshrl.model.facts import as_config_error
+
+TOKENS_OF_ROW = 64  # that are scored, at most
 
 
 class Difference(NamedTuple):
@@ -30,28 +34,37 @@ def read_policy(folder: str | Path, adapter: Path | None = None) -> Any:
     is merged in float32."""
     from transformers import AutoModelForCausalLM
 
-    lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    if adapter is not None:
-        from peft import PeftModel
+    with as_config_error(folder, OSError):
+        lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        if adapter is not None:
+            from peft import PeftModel
 
-        lm = PeftModel.from_pretrained(lm, str(adapter)).merge_and_unload()
+            lm = PeftModel.from_pretrained(lm, str(adapter)).merge_and_unload()
     return lm.eval()
+
+
+def _scored(row: Sample) -> np.ndarray:
+    """The indices of the first sampled tokens, int64[N]."""
+    return np.flatnonzero(row.mask)[:TOKENS_OF_ROW]
 
 
 @torch.no_grad()
 def token_logprobs(lm: Any, rows: Sequence[Sample]) -> torch.Tensor:
-    """Log-probabilities of every word at each sampled token of the rows, at the row's temperature, float32[N, V]."""
+    """Log-probabilities of every word at the `_scored` tokens of the rows, at each row's temperature, float32[N, V]."""
     found = []
     for row in rows:
-        logits = lm(input_ids=torch.tensor(row.tokens[None]).long()).logits[0, :-1]
-        found.append((logits[torch.tensor(row.mask[1:])].float() / row.temperature).log_softmax(-1))
+        at = torch.from_numpy(_scored(row)) - 1
+        ids = torch.tensor(row.tokens[None, : at[-1] + 1]).long()
+        logits = lm(input_ids=ids, logits_to_keep=at).logits[0]
+        logits = logits if len(logits) == len(at) else logits[at]  # some classes ignore logits_to_keep
+        found.append((logits.float() / row.temperature).log_softmax(-1))
     return torch.cat(found)
 
 
 def recorded_difference(lm: Any, rows: Sequence[Sample]) -> float:
     """Mean distance of the logprobs of the sampled tokens from those that the run recorded."""
     ids, recorded = (
-        torch.cat([torch.tensor(getattr(row, name)[row.mask]) for row in rows])
+        torch.cat([torch.tensor(getattr(row, name)[_scored(row)]) for row in rows])
         for name in ("tokens", "rollout_logprobs")
     )
     own = token_logprobs(lm, rows).gather(1, ids.long()[:, None])[:, 0]

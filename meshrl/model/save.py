@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from meshrl.core.errors import CheckpointError
@@ -81,13 +80,6 @@ def save_pretrained(
     if dist.is_initialized():
         dist.barrier()
     return share
-
-
-def saved_share(folder: Path) -> float | None:
-    """What save_pretrained returned when it wrote this folder."""
-    with safe_open(min(folder.glob("*.safetensors")), "pt") as file:
-        share = (file.metadata() or {}).get("lora_merged_share")
-    return None if share is None else float(share)
 
 
 def _require_finite(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:

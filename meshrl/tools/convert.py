@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from meshrl.config.model import LoraConfig, ModelConfig, more_than_text
@@ -13,7 +12,7 @@ from meshrl.model.facts import text_model
 from meshrl.model.gguf import convert_gguf, is_gguf
 from meshrl.model.lora import ADAPTER_FOLDER, add_adapters, joint_experts, save_adapter, trained_weights
 from meshrl.model.recipe import DTYPES, cast_parameters, load_causal_lm
-from meshrl.model.save import save_pretrained, saved_share
+from meshrl.model.save import save_pretrained
 from meshrl.run.folder import similar_runs, state_in
 from meshrl.run.subject import find_subject
 from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller, states
@@ -59,15 +58,11 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None) -> tuple[str,
             return subject.text, _write(saved[-1][1], out, dtype, trained=False)  # the best one is that of model.path
         text, source = subject.text, Path(str(subject.model))
         folder = state_in(source.parent if subject.state is None else subject.state)
-        if subject.state is None and source.is_dir() and (dtype is None or not is_there(folder / MANIFEST)):
-            if dtype is not None:
-                raise CheckpointError(
-                    f"{source} has no training state any more, of which weights in {dtype} could be written; leave "
-                    "--dtype away, or give a step's folder that has a state"
-                )
-            with output_errors(out, _REMEDY), replacing(out) as aside:
-                shutil.copytree(source, aside)
-            return text, saved_share(source)
+        if source.is_dir() and not is_there(folder / MANIFEST):
+            raise CheckpointError(
+                f"{source} has no training state any more, of which weights in {dtype} could be written; leave "
+                "--dtype away, or give a step's folder that has a state"
+            )
     if not is_there(folder / MANIFEST):
         raise CheckpointError(
             f"{checkpoint} is neither a checkpoint, nor a run with one, nor a GGUF file; give a folder such as "

@@ -37,7 +37,7 @@ from meshrl.run.task import load_sft_source
 from meshrl.run.verdict import read_verdict
 from meshrl.tools.convert import convert
 from meshrl.tools.report.folder import read_settings
-from meshrl.train.checkpoint_files import MANIFEST, file_fact, state_folder
+from meshrl.train.checkpoint_files import MANIFEST, file_fact, state_folder, states
 from meshrl.train.state import unequal_tensor
 
 NUM_ROWS = 16  # answers that are scored, at most
@@ -61,6 +61,8 @@ class Export:
         if self.subject.run is None:
             raise ConfigError(f"{given} belongs to no run; give runs/NAME, or a folder of one of its steps")
         self.run, self.config = self.subject.run, config_of(self.subject.run)
+        if "model" not in self.config:
+            raise CheckpointError(f"{self.run}/config.yaml, of which the model was trained, can't be read; restore it")
         self.out = out or self.run / "exports" / (f"gguf_{kind}" if to == "gguf" else to)
         if is_there(self.out):
             raise ConfigError(f"{self.out} already exists; give another folder, or remove it")
@@ -89,7 +91,8 @@ class Export:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=self.out.parent) as place, replacing(self.out) as aside:
                 model = Path(str(self.subject.model))
-                if self.subject.state is not None or self.subject.step == 0:
+                before_training = self.subject.step == 0 and states(self.run / "checkpoints")
+                if self.subject.state is not None or before_training:
                     convert(self.given, model := Path(place, "model"))
                 if not more_than_text(read_json(model / "config.json")):
                     self._write_text_model(model, aside, Path(place, "read_back"))

@@ -216,9 +216,9 @@ def test_a_family_is_read_back_from_gguf_as_it_was(family: str, tmp_path: Path):
     write_gguf(lm, tokenizer, [2], tmp_path / "x.gguf", "f32")
     convert_gguf(tmp_path / "x.gguf", tmp_path / "read", torch.float32)
     lm.save_pretrained(tmp_path / "own")
-    row = unsampled_row("x", np.arange(4, 40, dtype=np.int32), np.arange(36) > 0)
-    found = difference(read_policy(tmp_path / "own"), read_policy(tmp_path / "read"), [row])
-    assert found.kl_max < 1e-6 and found.share == 0 and found.num_tokens == 35
+    rows = [unsampled_row("x", np.arange(4, n + 4, dtype=np.int32), np.arange(n) > 0) for n in (36, 80)]
+    found = difference(read_policy(tmp_path / "own"), read_policy(tmp_path / "read"), rows)
+    assert found.kl_max < 1e-6 and found.share == 0 and found.num_tokens == 35 + 64, "64 of the longer one"
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_push_needs_a_token_and_uploads_the_folder(runs: Path, tmp_path: Path,
     assert (tmp_path / "again" / "model.safetensors").is_file()
 
 
-def test_what_can_not_be_exported_is_refused_before_anything_is_written(runs: Path, tmp_path: Path):
+def test_what_can_not_be_exported_is_refused_before_anything_is_written(runs: Path, tmp_path: Path, capsys):
     assert main(["export", str(runs / "full"), str(tmp_path / "x"), "--to", "hf", "--type", "f16"]) == 2
     assert main(["export", str(runs / "full"), str(tmp_path / "x"), "--to", "adapter"]) == 2
     assert main(["export", str(runs.parent / "model"), str(tmp_path / "x"), "--to", "hf"]) == 2
@@ -295,7 +295,11 @@ def test_what_can_not_be_exported_is_refused_before_anything_is_written(runs: Pa
     run = Path(shutil.copytree(runs / "full", tmp_path / "full"))
     shutil.rmtree(run / "rollouts")
     assert main(["export", str(run), "--to", "hf"]) == 1
+    (run / "config.yaml").unlink()
+    assert main(["export", str(run), "--to", "hf"]) == 1
     assert not (tmp_path / "x").exists() and not any((run / "exports").iterdir())
+    assert "its model could be compared; meshrl convert STEP FOLDER" in (text := capsys.readouterr().err)
+    assert "config.yaml, of which the model was trained, can't be read" in text
 
 
 def test_convert_of_a_run_is_an_export(runs: Path, tmp_path: Path, capsys):
