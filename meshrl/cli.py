@@ -29,6 +29,7 @@ from meshrl.cli_options import (
     MEMORY_PLAN,
     PAGE,
     QUICKSTART,
+    REPLAY,
     RUN,
     RUNS,
     SERVE,
@@ -302,6 +303,17 @@ def _export(args: argparse.Namespace) -> None:
     print_message(Export(args.run, args.to, args.type or "q8_0", args.out).write(args.push), sys.stdout)
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from meshrl.run.replay import replay
+
+    stops = getattr(args, "break")
+    try:
+        difference = replay(args.folder, args.step, print_message, args.inline or stops, stops)
+    except MeshrlError as error:
+        raise ConfigError(str(error)) from error
+    return 0 if difference is None else 1
+
+
 def _convert(args: argparse.Namespace) -> None:
     from meshrl.core.files import is_there
     from meshrl.tools.convert import convert
@@ -362,6 +374,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, list[
         "list the runs in a folder: state, progress, held-out scores",
         [arg("folder", "FOLDER", "default: runs", type=Path, nargs="?", default=Path("runs"))],
     ),
+    "replay": (_replay, "repeat the training of a run's steps, and compare their digests: equal to the bit?", REPLAY),
     "convert": (_convert, "write the model folder of a checkpoint, GGUF file or vision model", CONVERT),
     "export": (_export, "write the model of a run for others: compared with the run, with a model card", EXPORT),
     "model-check": (

@@ -213,6 +213,12 @@ VIEW = [
     arg("--text", None, "print only the text of each answer, as one line", action="store_true"),
     PAGE,
 ]
+REPLAY = [
+    RUN,
+    arg("--step", "N", "the last step to repeat", type=positive, required=True),
+    arg("--inline", None, "in one process, with any layout; metrics are compared within rounding", action="store_true"),
+    arg("--break", None, "--inline, with a breakpoint before each optimizer step of step N", action="store_true"),
+]
 CONVERT = [
     arg(
         "checkpoint",

@@ -59,7 +59,7 @@ from meshrl.plan.memory import ERROR, LIBRARIES, MEASURED
 from meshrl.process.diagnosis import family, own_memory
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
-from meshrl.sync.digest import DigestKind, kind_for
+from meshrl.sync.digest import DigestKind, array_digest, kind_for
 from meshrl.sync.layout import Ack, Box, Layout
 from meshrl.sync.sender import SendReport
 from meshrl.sync.transaction import SyncOrder, SyncState
@@ -80,11 +80,12 @@ Rows = dict[int, Sample]  # step-wide row index -> sample
 @dataclass(kw_only=True, slots=True)
 class UpdateReport:
     """A rank's share of one forward_backward: the loss's metrics. mismatch: for each row, how far the policy's logprobs
-    are from the sampler's (algo/mismatch.py); empty for another role. values: if requested, each row's logprobs and
-    entropies of its trained tokens, float32[2, n]."""
+    are from the sampler's (algo/mismatch.py); empty for another role. logprobs: a digest of those of its rows, in their
+    order. values: if requested, each row's logprobs and entropies of its trained tokens, float32[2, n]."""
 
     metrics: list[Metric]
     mismatch: dict[int, np.ndarray]
+    logprobs: list[int]
     values: dict[int, np.ndarray] = field(default_factory=dict)
 
 
@@ -197,9 +198,11 @@ class RankWorker:
         return self.engines[role].forward(batches)
 
     @phase("train")
-    def forward_backward(self, message: RowsMessage, role: str, loss: LossFn, values: bool = False) -> UpdateReport:
-        """Add the gradient of this rank's micro-batches of the batch plan (collective). values: whether the values of
-        each token are returned."""
+    def forward_backward(
+        self, message: RowsMessage, role: str, version: int, loss: LossFn, values: bool = False
+    ) -> UpdateReport:
+        """Add the gradient of this rank's micro-batches of the batch plan (collective). version: of the
+        weights that samplers have. values: whether the values of each token are returned."""
         self._memory.for_training()
         rows = message.samples()
         engine = self.engines[role]
@@ -207,7 +210,7 @@ class RankWorker:
         result = engine.forward_backward(batches, loss, entropies=values, num_scored=message.num_scored)
         mismatch = {}
         if role == POLICY.name:  # samplers have no weights of another role
-            mismatch = {i: row_mismatch(rows[i], logprobs, engine.version) for i, logprobs in result.logprobs.items()}
+            mismatch = {i: row_mismatch(rows[i], logprobs, version) for i, logprobs in result.logprobs.items()}
         of_tokens = {
             i: np.stack([result.logprobs[i], entropies])[:, rows[i].mask] for i, entropies in result.entropies.items()
         }
@@ -217,11 +220,12 @@ class RankWorker:
             flops = sum(of_row(len(row), int(row.mask.sum()), i not in scored) for i, row in rows.items())
             self._flops += flops / engine.coordinates.num_peers
             result.metrics.append(Metric(name="train/model_flops", sum=flops, reduce="sum", unit="FLOP"))
-        return UpdateReport(metrics=result.metrics, mismatch=mismatch, values=of_tokens)
+        logprobs = array_digest(row for _, row in sorted(result.logprobs.items()))
+        return UpdateReport(metrics=result.metrics, mismatch=mismatch, logprobs=[logprobs], values=of_tokens)
 
     @phase("optim")
-    def optim_step(self, role: str, lr: float) -> StepReport:
-        report = self.engines[role].optim_step(lr)
+    def optim_step(self, role: str, lr: float, digests: bool) -> StepReport:
+        report = self.engines[role].optim_step(lr, digests)
         return_freed_memory(self.device)
         return report
 

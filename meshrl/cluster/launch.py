@@ -136,11 +136,12 @@ async def launched(
     note: Callable[[str], None] = print_message,
     progress: Callable[[str], None] = ignored,
     memory: Sequence[RankMemory] = (),
+    samples: bool = True,
 ) -> AsyncIterator[Groups]:
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. model: in place of
     the config's. logs: an absolute path, see WorkerSpec. note: gets a line for each rank that is replaced. progress:
-    of the train ranks, see TrainGroup. memory: as in RunPlan. Under torchrun all processes of the run share run.folder
-    (process/run_token.py)."""
+    of the train ranks, see TrainGroup. memory: as in RunPlan. samples: False = no train rank samples. Under torchrun
+    all processes of the run share run.folder (process/run_token.py)."""
     cluster = cfg.cluster
     cfg = cfg if model is None else cfg.model_copy(update={"model": model})
     numbers, num_ranks = model_numbers(cfg.model.path), (num_train_ranks, num_rollout_ranks)
@@ -153,7 +154,7 @@ async def launched(
             num_rollout_ranks=num_rollout_ranks,
             model=planned.model,
             train=planned.train,
-            rollout=planned.rollout if isinstance(planned, RunConfig) else None,
+            rollout=planned.rollout if isinstance(planned, RunConfig) and samples else None,
             roles=run_plan.roles,
             stop_token_ids=(),  # each request has its own
             timeout_s=cluster.timeout_s,

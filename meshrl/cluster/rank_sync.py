@@ -106,8 +106,6 @@ class RankSync:
         ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)
         if self._sender is not None and weights is not None:
             self._sender.report.lora_change = weights.rounded.sums()
-        if trainer is not None:
-            trainer.version = order.header.version
         return ack
 
     async def cancel(self) -> None:

@@ -87,21 +87,24 @@ class TrainGroup:
     async def forward_backward(self, rows: PlannedRows, role: str, loss: LossFn, values: bool = False) -> UpdateReport:
         """Add the gradient of these rows; returns the metrics of all ranks. values: whether the report has the
         trainer's values of each token."""
-        reports = await self._rows(RankWorker.forward_backward, rows, role, loss, values)
+        reports = await self._rows(RankWorker.forward_backward, rows, role, self.version, loss, values)
         return UpdateReport(
             metrics=[m for r in reports for m in r.metrics],
             mismatch={i: row for r in reports for i, row in r.mismatch.items()},
+            logprobs=[digest for r in reports for digest in r.logprobs],
             values={i: row for r in reports for i, row in r.values.items()},
         )
 
-    async def optim_step(self, role: str, lr: float) -> StepReport:
-        """Update the weights; returns the first rank's report, with `not_finite` of the first rank that has any."""
+    async def optim_step(self, role: str, lr: float, digests: bool = False) -> StepReport:
+        """Update the weights; returns the first rank's report, with `not_finite` of the first rank that has any, and
+        the digests of all. digests: see `TrainEngine.optim_step`."""
         if role == POLICY.name:
             self.is_synced = False
             self.num_optim_steps += 1
-        reports = await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, role, lr))
+        reports = await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, role, lr, digests))
         bad = next((report.not_finite for report in reports if report.not_finite), "")
-        return dataclasses.replace(reports[0], not_finite=bad)
+        shards = [own for report in reports for own in report.shards]
+        return dataclasses.replace(reports[0], not_finite=bad, shards=shards)
 
     async def layout(self, transfer_bytes: int | None = None) -> Layout:
         """The layout of syncs, made from the boxes of one replica's ranks. transfer_bytes: of all senders together;

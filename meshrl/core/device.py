@@ -106,6 +106,14 @@ def device_name(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
 
 
+def arithmetic(device: torch.device) -> str:
+    """What the bits of a result depend on besides the inputs and the versions: processor and threads."""
+    if device.type != "cpu":
+        return f"{device_name(device)}, {build_text()}"
+    threads = torch.get_num_threads()
+    return f"{torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''} a rank"
+
+
 def build_text() -> str:
     """What this build of PyTorch computes on besides CPUs, such as CUDA 13.0; "" = nothing."""
     if torch.version.hip is not None or torch.version.cuda is not None:

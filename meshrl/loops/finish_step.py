@@ -105,6 +105,7 @@ async def finish_step(
         except (TypeError, ValueError) as e:  # an agent wrote messages that are not plain JSON: count the step first
             error = e
         job.token_values = None  # frees the samples
+        job.run.record_step(job.step + 1, job.record)
         values = job.run.report(job.step + 1, metrics)
         note_what_is_wrong(job, trajectories, values, rollouts)
         job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward

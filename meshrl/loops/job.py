@@ -76,6 +76,9 @@ class LoopOutputs(Protocol):
     def progress(self, text: str) -> None:
         """Show how far the current phase is, such as 12 of 64 answers."""
 
+    def record_step(self, step: int, record: dict[str, Any]) -> None:
+        """Write the digests of a step (loops/step_record.py). step: counted from 1."""
+
     def report(
         self, step: int, metrics: Sequence[Metric], evaluation: Mapping[str, str] | None = None
     ) -> dict[str, float]:
@@ -136,6 +139,7 @@ class Job:
     probed: list[np.ndarray] | None = None  # contexts of requests that prove the next sync; None = there are none
     probe: asyncio.Task[list[Metric]] | None = None  # of the last sync
     token_values: TrainerValues | None = None  # of the current step, if its rollouts are logged
+    record: dict[str, Any] = field(default_factory=dict)  # of the current step, for digests.jsonl
     scored: list[ScoredGroup] = field(default_factory=list)  # not trained yet when the train ranks were lost
 
     @property

@@ -39,6 +39,7 @@ from meshrl.run.inputs import Objects, WriteReport
 from meshrl.run.keeper import Checkpoints, Keeper
 from meshrl.run.models import newest_model
 from meshrl.run.outputs import LiveRun, live_run
+from meshrl.run.provenance import start_record
 from meshrl.run.restart import run_to_end
 from meshrl.run.signals import Stop
 from meshrl.run.task import (
@@ -107,6 +108,9 @@ async def train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport
                 chat = ChatFiles(template, task.stop_token_ids)
                 async with _checkpoints(run, groups.trainer) as checkpoints:
                     keeper = Keeper(run, checkpoints, chat, evaluation)
+                    planned = run.run_plan.config
+                    assert isinstance(planned, RunConfig)
+                    out.record_start(start_record(planned, chat, run.start, run.folder))
                     job = Job(
                         cfg=cfg,
                         run=out,

@@ -26,6 +26,7 @@ from meshrl.core.errors import CheckpointError, ConfigError, MeshrlError
 from meshrl.core.files import is_there, write_text
 from meshrl.core.lookup import similar_names
 from meshrl.core.terminal import print_message
+from meshrl.monitor.digests import DIGESTS_FILE
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.recorder import FOLDER as TRACES
 from meshrl.monitor.rollout_log import step_files
@@ -46,7 +47,7 @@ _RESULT = "result.json"  # written when a run ends
 LOGS = "logs"  # of servers that ranks have started
 OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 _OF_A_RUN = (
-    *(_METRICS, "checkpoints/best.json", _RESULT, "report.html", "view.html", "stacks.txt"),
+    *(_METRICS, DIGESTS_FILE, "checkpoints/best.json", _RESULT, "report.html", "view.html", "stacks.txt"),
     *(NOTES_FILE, TRACES, LOGS, "tensorboard", "wandb", "rollouts/images"),
 )
 
@@ -198,12 +199,15 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
     again: metrics, rollouts, checkpoints and a best model of later steps; without `start` all that a run writes. Other
     files stay, and with `start` also the notes, because they state why a run returned to an earlier step. Unfinished
     saves are removed. Returns the new folder; None when there was nothing to move."""
-    checkpoints, rollouts, metrics = folder / "checkpoints", folder / "rollouts", folder / _METRICS
+    checkpoints, rollouts = folder / "checkpoints", folder / "rollouts"
     asides = [path for parent in (folder, checkpoints, rollouts) for path in parent.glob(_EARLIER + "*")]
     numbers = [int(number) for path in asides if (number := path.name.removeprefix(_EARLIER)).isdecimal()]
     aside = folder / f"{_EARLIER}{1 + max(numbers, default=0)}"
     step, first_repeated = (start.step, start.first_repeated_step) if start is not None else (-1, 0)
-    later = split_lines(metrics, first_repeated)[1] if start is not None and metrics.exists() else ""
+    lines = {name: step + 1 if name == DIGESTS_FILE else first_repeated for name in (_METRICS, DIGESTS_FILE)}
+    if start is None:
+        lines = {}
+    later = {name: split_lines(folder / name, first)[1] for name, first in lines.items() if (folder / name).exists()}
     remove_leftovers(checkpoints)
     moved = [path for number, path in step_folders(checkpoints) if number > step]
     moved += step_files(rollouts, first_repeated)
@@ -216,9 +220,10 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
         to = parent / aside.name if parent.is_symlink() else aside / parent.relative_to(folder)
         to.mkdir(parents=True, exist_ok=True)
         os.rename(path, to / path.name)
-    if later:
-        aside.mkdir(exist_ok=True)
-        write_text(aside / _METRICS, later)
+    for name, text in later.items():
+        if text:
+            aside.mkdir(exist_ok=True)
+            write_text(aside / name, text)
     for name in ("config.yaml", _RESULT) if moved or aside.is_dir() or start is None else ():
         if (folder / name).is_file():  # the run replaces them
             aside.mkdir(exist_ok=True)
@@ -230,7 +235,12 @@ def bytes_of(folder: Path) -> int:
     """Bytes of the states, models, rollouts and metrics of a run, without those of earlier parts."""
     places = [path for _, path in step_folders(folder / "checkpoints")]
     files = [file for root in places for file in root.rglob("*")]
-    files += [folder / _METRICS, *step_files(folder / "rollouts", 0), *(folder / "rollouts/images").glob("*.jpg")]
+    files += [
+        folder / _METRICS,
+        folder / DIGESTS_FILE,
+        *step_files(folder / "rollouts", 0),
+        *(folder / "rollouts/images").glob("*.jpg"),
+    ]
     total = 0
     for file in files:
         with suppress(OSError):  # a link without a target, or a file that another program has removed

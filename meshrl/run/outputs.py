@@ -25,6 +25,7 @@ from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.core.files import CONTINUE_LATER, output_errors, write_text
 from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric
+from meshrl.monitor.digests import DigestLog
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.notes import REWARDS_BYTES, REWARDS_FILE, NotesFile
@@ -96,6 +97,8 @@ class RunOutputs:
         self._evaluation: Mapping[str, str] = {}  # identity of the evaluation that is reported
         self._waiting: list[Metric] = []
         self._error: Exception | None = None  # of a sink
+        self._start: dict[str, Any] = {}  # the line of this start in digests.jsonl
+        self._digests: DigestLog | None = None  # before `continue_from`
 
     @property
     def seconds(self) -> float:
@@ -149,6 +152,17 @@ class RunOutputs:
         for sink in self._sinks[1:]:
             sink.write(num_answers, values, {})
 
+    def record_start(self, record: dict[str, Any]) -> None:
+        """Write what the results of this start depend on, for `meshrl replay`; of a run that continues when it does."""
+        self._start = record
+        if self._digests is not None:
+            self._digests.write(1, record)
+
+    def record_step(self, step: int, record: dict[str, Any]) -> None:
+        """Write what the digests of this step are, for `meshrl replay`."""
+        if self._digests is not None:
+            self._digests.write(step, record)
+
     def raise_error(self) -> None:
         """Raises: the error of a sink, once."""
         error, self._error = self._error, None
@@ -176,6 +190,9 @@ class RunOutputs:
         first_repeated = start.first_repeated_step if start is not None else 0
         metrics = JsonlSink(self.folder / "metrics.jsonl", first_repeated, evaluation=lambda: self._evaluation)
         self._sinks.insert(0, metrics)
+        self._digests = DigestLog(self.folder, first_step + 1, self.writes)
+        if self._start:
+            self._digests.write(first_step + 1, self._start)
         self.status.go_back_to(first_step)
         self.ends_early = False  # on_step is called again for the steps that are repeated
         self.spans.take()  # drops the times of steps that are repeated

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Literal, TypeVar
@@ -172,6 +172,14 @@ def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     items = list(tensors.values())
     digests = digests_in_threads(kind, partial(running_digest, kind), items, [tensor.nbytes for tensor in items])
     return dict(zip(tensors, digests, strict=True))
+
+
+def array_digest(arrays: Iterable[np.ndarray | None]) -> int:
+    """One digest of arrays of the host, in their order."""
+    running = xxhash.xxh3_64()
+    for array in arrays:
+        running.update(b"none" if array is None else np.ascontiguousarray(array).view(np.uint8).data)
+    return running.intdigest()
 
 
 def running_digest(kind: DigestKind, tensor: torch.Tensor) -> RunningDigest:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
-from meshrl.core.device import current_device, deterministic_kernels, fetched, has_own_memory
+from meshrl.core.device import arithmetic, current_device, deterministic_kernels, fetched, has_own_memory
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric, RoleSpec, Sample
@@ -47,6 +47,7 @@ from meshrl.parallel.fsdp import full_tensor, local_shard, reshard
 from meshrl.parallel.mesh import replica_group
 from meshrl.parallel.timing import timed, timed_collective
 from meshrl.plan.ranks import coordinates
+from meshrl.sync.digest import tensor_digests
 from meshrl.train.checkpoint import Tensors, stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.offload import HostMemory
@@ -72,19 +73,30 @@ class ForwardBackward:
     entropies: RowArrays = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ShardDigests:
+    """Digests of one rank's shard of each trained parameter, by name: of its gradient before clipping, and of its value
+    after the optimizer step. computes: what their bits depend on besides the inputs."""
+
+    gradients: dict[str, int]
+    weights: dict[str, int]
+    computes: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     """grad_norm: before clipping, equal on all ranks. skipped: it was not finite, so no parameter was updated.
     not_finite: the first parameter of which this rank's shard is not finite in the compute dtype after the update; ""
-    if there is none."""
+    if there is none. shards: if requested, the digests of each rank."""
 
     grad_norm: float
     skipped: bool
     not_finite: str = ""
+    shards: list[ShardDigests] = field(default_factory=list)
 
 
 class TrainEngine:
-    """Build with `TrainEngine.build`. version counts the weight updates that were sent to samplers."""
+    """Build with `TrainEngine.build`."""
 
     def __init__(self, model: CausalModel, mesh: DeviceMesh, cfg: TrainConfig, role: RoleSpec, recipe: Recipe):
         self.model, self.mesh, self.cfg, self.role = model, mesh, cfg, role
@@ -96,7 +108,6 @@ class TrainEngine:
         self._host = HostMemory(self.device)
         self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
-        self.version = 0
         self.attention: dict[int, tuple[str, str]] = {}  # PackedAttention.used of the newest forward
         self.on_batch: Callable[[], None] = lambda: None  # called after each micro-batch, computed or queued
         self._write: Future[tuple[str, FileFact]] | None = None
@@ -237,10 +248,16 @@ class TrainEngine:
             result.metrics += of_all_ranks if self.mesh.get_rank() == 0 else []
         return result
 
-    def optim_step(self, lr: float) -> StepReport:
-        """Clip, step, check, clear. If the gradient norm is not finite, every rank skips the step."""
+    def optim_step(self, lr: float, digests: bool = False) -> StepReport:
+        """Clip, step, check, clear. If the gradient norm is not finite, every rank skips the step. digests: whether the
+        report has those of gradients and weights."""
         if self.optimizer is None:
             raise ValueError(f"a {self.role.name} engine has no optimizer")
+        trained, shards = trained_weights(self.model.lm), list[ShardDigests]()
+        if digests:
+            with timed("digest", "compute", self.device):
+                own = {name: local_shard(p.grad) for name, p in trained.items() if p.grad is not None}
+                gradients = tensor_digests(own)
         with timed("clip", "compute", self.device):
             norm = clip_gradients(self.model, self.cfg.optimizer.clip, self._replica)
         skipped, bad = not np.isfinite(norm), list[str]()
@@ -256,10 +273,14 @@ class TrainEngine:
                 group["lr"] = lr
             with timed("optimizer", "compute", self.device):
                 self.optimizer.step()
-                bad = not_finite(trained_weights(self.model.lm), self.compute_dtype)
+                bad = not_finite(trained, self.compute_dtype)
             self.num_optimizer_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return StepReport(grad_norm=norm, skipped=skipped, not_finite=bad[0] if bad else "")
+        if digests:
+            with timed("digest", "compute", self.device):
+                weights = tensor_digests({name: local_shard(p) for name, p in trained.items()})
+            shards = [ShardDigests(gradients, weights, arithmetic(self.device))]
+        return StepReport(grad_norm=norm, skipped=skipped, not_finite=bad[0] if bad else "", shards=shards)
 
     def _balance_experts(self, routing: Routing, batches: Sequence[Batch]) -> None:
         """Start the counts of a step. The loss that balances the experts needs them before any gradient: with it, they

@@ -20,7 +20,8 @@ from meshrl.monitor.recorder import Spans
 def job_of(notes: list[str]) -> Job:
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "loop": {"num_steps": 9}}
     sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}}
-    parts: dict[str, Any] = dict.fromkeys(("trainer", "keeper", "layout", "rollout_log"))
+    parts: dict[str, Any] = dict.fromkeys(("keeper", "layout"))
+    parts |= {"trainer": SimpleNamespace(version=0), "rollout_log": SimpleNamespace(has_file=bool)}
     parts["task"] = SimpleNamespace(agent=SimpleNamespace(tools=[]))
     parts |= {"cfg": RunConfig.model_validate(sections), "run": SimpleNamespace(note=notes.append, spans=Spans())}
     parts |= {"rollouts": SimpleNamespace(replacement_metrics=list)}

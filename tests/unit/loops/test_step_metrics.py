@@ -81,6 +81,7 @@ def finishable() -> tuple[Job, list[int]]:
         return []
 
     job.run.report, job.run.writes, job.trainer.memory = report, FailedWrites(), memory
+    job.run.record_step = lambda step, record: reported.append(step)
     job.rollout_log = SimpleNamespace(write=lambda step, trajectories, trainer: None)
     return job, reported
 
@@ -88,7 +89,7 @@ def finishable() -> tuple[Job, list[int]]:
 def test_a_finished_step_is_reported_under_its_number_and_has_the_cursor_after_its_prompts():
     job, reported = finishable()
     asyncio.run(finish_step(job, answers(1), [], {"next_ordinal": 6}))
-    assert (job.step, job.cursor, job.rewards, reported) == (3, {"next_ordinal": 6}, [0.5], [3])
+    assert (job.step, job.cursor, job.rewards, reported) == (3, {"next_ordinal": 6}, [0.5], [3, 3])
 
 
 @pytest.mark.parametrize("error", [TypeError("a lock is not JSON"), ValueError("a circular message")])
@@ -102,4 +103,4 @@ def test_a_step_whose_messages_are_not_json_is_counted_before_the_error(error):
     job.rollout_log = SimpleNamespace(write=write)
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(finish_step(job, answers(1), [], {"next_ordinal": 6}))
-    assert (job.step, job.cursor, job.rewards, reported) == (3, {"next_ordinal": 6}, [0.5], [3])
+    assert (job.step, job.cursor, job.rewards, reported) == (3, {"next_ordinal": 6}, [0.5], [3, 3])

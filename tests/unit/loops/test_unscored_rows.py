@@ -23,10 +23,9 @@ from meshrl.config.run import RunConfig
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Sample
 from meshrl.loops.sync_and_probe import SCORED_ONE_IN, SamplerProof
-from meshrl.loops.train_step import annotate, split_updates, update
+from meshrl.loops.train_step import StepWork, annotate, split_updates, update
 from meshrl.monitor.metrics import divide, merge
 from meshrl.monitor.recorder import Spans
-from meshrl.monitor.token_log import TrainerValues
 
 VERSION, CALIBRATED = 0, SamplerProof(threshold=1e-3)
 
@@ -89,23 +88,22 @@ def rows_of_two_samplers() -> list[Sample]:
 async def step_of(
     folder: Path, samples: list[Sample], proof: SamplerProof, num_updates: int, nats: float = 0.0
 ) -> tuple[dict[str, float], list[torch.Tensor], Any]:
-    """The metrics of a step, the weights after it and the job. nats: error of the sampler without a gradient."""
+    """The metrics of a step, its new weights and token values. nats: error of the sampler without a gradient."""
     model = ModelConfig(path=str(folder), dtype="float32")
     executor = InlineExecutor([worker_spec(model=model)])
     trainer = TrainGroup(executor)
-    job: Any = SimpleNamespace(step=0, trainer=trainer, proof=proof, probe=None)
-    job.cfg = RunConfig.model_validate({**CONFIG, "model": model.model_dump(), "algo": {"truncated": "mask"}})
-    job.run = SimpleNamespace(spans=Spans(), note=print)
-    job.token_values = TrainerValues(version=VERSION, samples=samples)
+    cfg = RunConfig.model_validate({**CONFIG, "model": model.model_dump(), "algo": {"truncated": "mask"}})
+    work = StepWork(cfg=cfg, trainer=trainer, proof=proof, step=0, spans=Spans(), note=print, logs_values=True)
     try:
         await executor.start()
         trainer.version, trainer.is_synced = VERSION, True
         for i, row in (await trainer.forward(trainer.plan_rows(samples), "policy")).items():
             samples[i].rollout_logprobs = row + np.float32(nats * (samples[i].engine_id == IDLE))
-        updates = split_updates(job, samples, num_updates)
-        metrics = await annotate(job, updates) + await update(job, updates)
+        work.begin(samples)
+        updates = split_updates(work, samples, num_updates)
+        metrics = await annotate(work, updates) + await update(work, updates)
         lm = executor.worker.engines["policy"].model.lm
-        return divide(merge(metrics)), [p.detach().clone() for p in lm.parameters()], job
+        return divide(merge(metrics)), [p.detach().clone() for p in lm.parameters()], work.values
     finally:
         await executor.close()
 
@@ -118,7 +116,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_weights_and_the_loss_are_those_of_a_step_that_scores_all_rows(folder: Path, num_updates: int):
-    (few, weights, job), (everything, want, _) = (
+    (few, weights, values), (everything, want, _) = (
         asyncio.run(step_of(folder, rows_of_two_samplers(), proof, num_updates))
         for proof in (SamplerProof(1e-3), SamplerProof())
     )
@@ -128,7 +126,7 @@ def test_weights_and_the_loss_are_those_of_a_step_that_scores_all_rows(folder: P
     assert few["train/no_gradient_fraction"] == everything["train/no_gradient_fraction"] == 32 / 40
     scored = round(40 * (1 - few["train/no_forward_fraction"]))
     assert 8 + 32 / SCORED_ONE_IN <= scored < 40 and everything["train/no_forward_fraction"] == 0
-    of_turns = job.token_values.by_turn()
+    of_turns = values.by_turn()
     assert len(of_turns) == 40 and sum("logprobs" in columns for columns in of_turns.values()) == scored
     assert all(("entropies" in columns) == ("logprobs" in columns) for columns in of_turns.values())
 

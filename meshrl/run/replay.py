@@ -1,0 +1,304 @@
+"""`meshrl replay`: trains on the recorded answers of a run's steps again, by the same code and without samplers, and
+compares the digests and metrics of each step with the recorded ones."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from meshrl.cluster.inline import InlineExecutor
+from meshrl.cluster.launch import launched
+from meshrl.cluster.rows import PlannedRows
+from meshrl.cluster.train_group import TrainGroup
+from meshrl.cluster.worker import prepare_ranks
+from meshrl.config.load import is_sft
+from meshrl.config.run import RunConfig
+from meshrl.core.errors import ConfigError, DataError, SamplerMismatchError
+from meshrl.core.files import is_there
+from meshrl.core.terminal import counted
+from meshrl.core.types import Metric, Trajectory
+from meshrl.data.chat import ChatFiles, write_chat
+from meshrl.loops.step_record import first_difference
+from meshrl.loops.sync_and_probe import FLOOR_NATS, SamplerProof
+from meshrl.loops.train_step import StepWork, train_on
+from meshrl.monitor.digests import DIGESTS_FILE, Record, read_digests
+from meshrl.monitor.metrics import divide, merge, units
+from meshrl.monitor.recorder import Spans
+from meshrl.monitor.rollout_log import answer_files, read_rollouts
+from meshrl.monitor.sinks import read_metrics
+from meshrl.run.folder import is_leased, similar_runs
+from meshrl.run.keeper import Checkpoints
+from meshrl.run.provenance import changes_since, recorded_modules
+from meshrl.run.signals import run_in_own_loop
+from meshrl.train.checkpoint_files import states
+
+Note = Callable[[str], None]
+_NEAR_ZERO = 1e-2  # a metric with a smaller value, such as the loss of an on-policy step, is compared as this one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """What differs first. text: in words, with step, update and phase."""
+
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Steps in succession that one start of the run, or several with an equal layout, have made."""
+
+    config: RunConfig
+    start: Record
+    steps: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Recorded:
+    """What a replay reads. state: the step and the folder of the state that it begins with; folder None = the weights
+    of model.path."""
+
+    run: Path
+    parts: list[_Part]
+    state: tuple[int, Path | None]
+    records: dict[int, Record]
+    answers: dict[int, Path]
+    metrics: dict[int, dict[str, float]]
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for part in self.parts for step in part.steps]
+
+
+def replay(
+    run: Path,
+    step: int,
+    note: Note,
+    inline: bool = False,
+    stops: bool = False,
+    out: Path | None = None,
+) -> Difference | None:
+    """Repeat the steps up to `step` from the nearest state before it, or from the beginning of the run. Returns the
+    first difference; None = all digests and metrics are equal, and `out`, if given, has the model after `step`.
+
+    inline: in this process, with any layout; metrics are then compared within the rounding of another order of sums.
+    stops: at a breakpoint before each optimizer step of `step`.
+
+    Raises: ConfigError when the folder does not have what a replay needs. Nothing is written into it.
+    """
+    recorded = _read(run, step)
+    first, last = recorded.steps[0], recorded.steps[-1]
+    seconds = sum(recorded.metrics[each].get("time/train_s", 0.0) for each in recorded.steps)
+    begins = f"the state after step {recorded.state[0]}" if recorded.state[1] else "the beginning of the run"
+    num = counted(last - first + 1, "step")
+    note(f"replaying {num} of {run}, {first} to {last}, from {begins}; they took {seconds:.1f} s of training")
+    for part in recorded.parts:
+        for change in changes_since(part.start):
+            note(f"step {part.steps[0]}: {change}")
+    with recorded_modules(recorded.parts[-1].start):
+        prepare_ranks(recorded.parts[0].config.cluster)
+        work = _replay(recorded, note, _in_one_process if inline else _as_recorded, inline, stops, out)
+        difference = run_in_own_loop(work, "the replay")
+    if difference is not None:
+        note(f"step {difference.step} differs: {difference.text}")
+    else:
+        equal = "within rounding" if inline else "to the bit"
+        note(f"{num}: equal {equal}")
+    return difference
+
+
+def _read(run: Path, step: int) -> _Recorded:
+    if not is_there(run / "config.yaml"):
+        raise ConfigError(f"{run} is not the folder of a run{similar_runs(run)}")
+    if is_sft(run / "config.yaml"):
+        raise ConfigError(f"{run} is a run of meshrl sft: its folder does not have the rows of its steps")
+    if is_leased(run):
+        raise ConfigError(f"{run} is running; replay it when it has ended, or has been ended by `meshrl stop {run}`")
+    if not is_there(run / DIGESTS_FILE):
+        raise ConfigError(f"{run} has no {DIGESTS_FILE}: an earlier version of meshrl wrote it, or no step has ended")
+    try:
+        starts, records = read_digests(run)
+        if step not in records:
+            raise ConfigError(f"{run} has no step {step}; its steps are 1 to {max(records, default=0)}")
+        base = max(((at, folder) for at, folder in states(run / "checkpoints") if at < step), default=None)
+        first, steps = min(starts, default=1), list[int]()
+        if base is None and first > 1:
+            raise ConfigError(
+                f"{run} continues {starts[first].get('from')}, and has no state before step {step}; the nearest step "
+                f"that can be replayed is after {min((at for at, _ in states(run / 'checkpoints')), default=None)}"
+            )
+        state = base or (0, None)
+        steps = list(range(state[0] + 1, step + 1))
+        answers = answer_files(run, "step")
+        missing = [each for each in steps if each not in answers or each not in records]
+        if missing:
+            after = [at + 1 for at, _ in states(run / "checkpoints") if at + 1 in answers]
+            raise ConfigError(
+                f"{run} has no answers of step {missing[0]}, which the replay needs "
+                f"(monitor.rollout_log_every_steps). Steps that it can replay: {after or 'none'}"
+            )
+        lines = read_metrics(run / "metrics.jsonl")[0]
+    except DataError as damage:
+        raise ConfigError(str(damage)) from damage
+    metrics = {line.step: line.metrics for line in lines if "eval/mean_at_k" not in line.metrics}
+    if no_metrics := [each for each in steps if each not in metrics]:
+        raise ConfigError(f"{run / 'metrics.jsonl'} has no line of step {no_metrics[0]}")
+    return _Recorded(
+        run=run, parts=_parts(starts, steps), state=state, records=records, answers=answers, metrics=metrics
+    )
+
+
+def _parts(starts: dict[int, Record], steps: Sequence[int]) -> list[_Part]:
+    parts = list[_Part]()
+    for step in steps:
+        start = starts[max(first for first in starts if first <= step)]
+        if parts and parts[-1].start["config"] == start["config"]:
+            parts[-1].steps.append(step)
+            continue
+        try:
+            config = RunConfig.model_validate(start["config"])
+        except ValueError as cause:
+            raise ConfigError(
+                f"the config of step {step} is not one of this version of meshrl, but of "
+                f"{start.get('versions', {}).get('meshrl')}: {' '.join(str(cause).split())}"
+            ) from cause
+        parts.append(_Part(config=config, start=start, steps=[step]))
+    return parts
+
+
+def _as_recorded(cfg: RunConfig) -> RunConfig:
+    """On this machine, whatever the run had."""
+    executor = "inline" if cfg.cluster.executor == "inline" else "processes"
+    return cfg.model_copy(update={"cluster": cfg.cluster.model_copy(update={"executor": executor, "nodes": 1})})
+
+
+def _in_one_process(cfg: RunConfig) -> RunConfig:
+    one = {"executor": "inline", "nodes": 1, "num_train_ranks": 1, "num_rollout_ranks": 0}
+    mesh = type(cfg.train.mesh)()
+    return cfg.model_copy(
+        update={
+            "cluster": cfg.cluster.model_copy(update=one),
+            "train": cfg.train.model_copy(update={"mesh": mesh}),
+        }
+    )
+
+
+async def _replay(
+    recorded: _Recorded,
+    note: Note,
+    layout: Callable[[RunConfig], RunConfig],
+    inline: bool,
+    stops: bool,
+    out: Path | None,
+) -> Difference | None:
+    state = recorded.state[1]
+    with tempfile.TemporaryDirectory() as name:
+        for part in recorded.parts:
+            is_last = part is recorded.parts[-1]
+            async with _trainers(layout(part.config)) as trainer:
+                await trainer.load(state, 0)
+                for step in part.steps:
+                    at_break = partial(_stop, trainer) if stops and step == recorded.steps[-1] else None
+                    difference = await _repeat(recorded, part, step, trainer, inline, at_break)
+                    if difference is not None:
+                        return difference
+                    note(f"step {step}: equal")
+                if is_last and out is not None:
+                    await trainer.export(str(out), part.config.model.path)
+                    stops_at = part.start.get("stop_token_ids")
+                    write_chat(out, ChatFiles(part.start.get("chat_template"), stops_at and tuple(stops_at)))
+                elif not is_last:  # the next part has another layout
+                    async with Checkpoints(Path(name), trainer, 1, lambda text: None) as checkpoints:
+                        await checkpoints.save(part.steps[-1], {}, continues=False)
+                    state = states(checkpoints.folder)[-1][1]
+    return None
+
+
+@asynccontextmanager
+async def _trainers(cfg: RunConfig) -> AsyncIterator[TrainGroup]:
+    async with launched(cfg, cfg.cluster.num_train_ranks, 0, samples=False) as groups:
+        assert groups.trainer is not None
+        yield groups.trainer
+
+
+async def _repeat(
+    recorded: _Recorded,
+    part: _Part,
+    step: int,
+    trainer: TrainGroup,
+    inline: bool,
+    at_break: Callable[[PlannedRows], Awaitable[list[Metric]]] | None,
+) -> Difference | None:
+    """Train on the answers of one step, and compare."""
+    record, cfg = recorded.records[step], part.config
+    answers = await asyncio.to_thread(_answers, recorded.answers[step])
+    trained, replaced = answers[: record["trained"]], answers[record["trained"] :]
+    work = StepWork(
+        cfg=cfg,
+        trainer=trainer,
+        proof=SamplerProof(threshold=record["threshold"]),
+        step=step - 1,
+        spans=Spans(),
+        note=lambda text: None,  # the run has printed it
+        before_step=at_break,
+    )
+    trainer.version = record["version"]
+    try:
+        _, metrics = await train_on(work, trained, replaced)
+    except SamplerMismatchError as error:
+        return Difference(step=step, text=str(error))
+    if len(work.records) != len(record["updates"]):
+        counts = f"{len(record['updates'])} optimizer steps then, {len(work.records)} now"
+        return Difference(step=step, text=counts)
+    for number, (was, now) in enumerate(zip(record["updates"], work.records)):
+        phase = first_difference(was, now, work.shards[number], only_inputs=inline)
+        if phase is not None:
+            place = f"update {was['update'] + 1} of {cfg.train.updates_per_step}, " if len(work.records) > 1 else ""
+            text = f"{place}{phase}"
+            if was["computes"] != now["computes"]:
+                text += f". It was computed by {', '.join(was['computes'])}; now by {', '.join(now['computes'])}"
+            elif phase.startswith("logprobs") and step == 1:
+                text += f". Has the model in {cfg.model.path} changed since?"
+            return Difference(step=step, text=text)
+    return _metric_difference(recorded.metrics[step], metrics, step, cfg.model.dtype if inline else None)
+
+
+def _answers(path: Path) -> list[Trajectory]:
+    answers = [logged.trajectory for logged in read_rollouts(path)]
+    if any(answer.prompt.media for answer in answers):
+        raise ConfigError(f"{path}: its prompts have images, of which a run's folder has only digests and thumbnails")
+    return answers
+
+
+def _metric_difference(
+    was: dict[str, float], metrics: Sequence[Metric], step: int, dtype: str | None
+) -> Difference | None:
+    """The first metric with another value, without times. dtype: of another layout, whose sums are rounded otherwise;
+    None = all must be equal to the bit."""
+    merged = merge(metrics)
+    now, of = divide(merged), units(merged)
+    for name, value in now.items():
+        if name not in was or "s" in of.get(name, "").split("/"):
+            continue
+        allowed = 0.0
+        if dtype is not None:
+            is_rounding = name.partition("/")[0] in ("proof", "correction")  # nats, of a difference that is rounding
+            allowed = FLOOR_NATS[dtype] * (1.0 if is_rounding else max(abs(was[name]), _NEAR_ZERO))
+        if not (abs(value - was[name]) <= allowed or value == was[name] or (value != value and was[name] != was[name])):
+            return Difference(step=step, text=f"{name} was {was[name]!r}, is {value!r}")
+    return None
+
+
+async def _stop(trainer: TrainGroup, rows: PlannedRows) -> list[Metric]:
+    """A breakpoint with the samples of the optimizer step that comes next, and the gradients before clipping."""
+    assert isinstance(trainer.executor, InlineExecutor)
+    engine = trainer.executor.worker.engines["policy"]
+    samples = rows.samples  # noqa: F841
+    gradients = {name: p.grad for name, p in engine.model.lm.named_parameters() if p.grad is not None}  # noqa: F841
+    breakpoint()
+    return []

@@ -1,0 +1,203 @@
+"""`meshrl replay` of one recorded run: equal to the bit, the first difference by its phase, and refused folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import train, write_run
+
+from meshrl import cli
+from meshrl.loops import train_step
+from meshrl.monitor.digests import read_digests
+from meshrl.run.replay import replay
+
+RUN = (
+    *("cluster.executor=inline", "loop.num_steps=3", "loop.save_every_steps=1", "train.updates_per_step=2"),
+    "run.keep_checkpoints=5",
+    *("algo.kl.coef=0.1", "loop.max_replaced_groups=2", "reward.terms.ascii.kind=tiny_run:differs_for_some"),
+)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five steps of two updates with a reference and replaced groups; the last two after a resume with a new rate.
+    Only the state after step 3 is left."""
+    folder = tmp_path_factory.mktemp("recorded")
+    config = write_run(folder)
+    written = json.loads(config.read_text())
+    written["model"]["path"], written["data"]["path"] = str(folder / "model"), str(folder / "rows.jsonl")
+    config.write_text(json.dumps(written))
+    train(config, "run", *RUN)
+    run = train(config, "run", *RUN, "loop.num_steps=5", "run.resume=auto", "train.optimizer.lr=0.02")
+    for step in (1, 2, 4, 5):
+        shutil.rmtree(run / f"checkpoints/step_{step:06d}", ignore_errors=True)
+    return run
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(recorded, tmp_path / "run"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("step", "num_steps", "begins"), [(3, 3, "the beginning"), (5, 2, "the state after step 3")])
+def test_all_steps_are_equal_to_the_bit_from_a_state_and_from_the_beginning(
+    run: Path, step: int, num_steps: int, begins: str
+):
+    lines, before = list[str](), contents(run)
+    assert any(len(record["updates"]) == 2 for record in read_digests(run)[1].values())
+    assert replay(run, step, lines.append) is None
+    assert lines[-1] == f"{num_steps} steps: equal to the bit" and begins in lines[0]
+    assert len(lines) == num_steps + 2  # no other code, library or layout
+    assert contents(run) == before
+
+
+def test_the_beginning_is_used_across_a_resume_that_has_changed_the_config(run: Path):
+    shutil.rmtree(run / "checkpoints")
+    lines = list[str]()
+    assert replay(run, 5, lines.append) is None
+    assert lines[-1] == "5 steps: equal to the bit"
+
+
+def changed_line(path: Path, number: int, change: Callable[[dict[str, Any]], object]) -> None:
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[number])
+    change(record)
+    lines[number] = json.dumps(record)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def of_step(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the record of step 5 in digests.jsonl, the last line."""
+    changed_line(run / "digests.jsonl", -1, change)
+
+
+def of_answer(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    changed_line(run / "rollouts/step_000005.jsonl", 0, change)
+
+
+def flipped(text: str, at: int) -> str:
+    return text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :]
+
+
+def other_tensor(update: dict[str, Any], phase: str, number: int) -> None:
+    """Another digest of the tensor with this number."""
+    update[phase] = [flipped(flipped(update[phase][0], 16 + 4 * number), 0)]
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a sampled token": (lambda run: of_answer(run, lambda r: r["turns"][0]["output_ids"].__setitem__(0, 7)), "samples"),
+    "a logprob of the sampler": (
+        lambda run: of_answer(run, lambda r: r["turns"][0]["logprobs"].__setitem__(0, -1.25)),
+        "samples",
+    ),
+    "a reward": (lambda run: of_answer(run, lambda r: r.update(reward=0.125)), "samples"),
+    "the recorded advantages": (
+        lambda run: of_step(run, lambda r: r["updates"][0].update(advantages="0" * 16)),
+        "advantages",
+    ),
+    "the recorded plan": (
+        lambda run: of_step(run, lambda r: r["updates"][0].update({"batch plan": "0" * 16})),
+        "batch plan",
+    ),
+    "a gradient": (
+        lambda run: of_step(run, lambda r: other_tensor(r["updates"][0], "gradients", 1)),
+        "gradients of model.layers.0.self_attn.q_proj.weight in rank 0",
+    ),
+    "a weight": (
+        lambda run: of_step(run, lambda r: other_tensor(r["updates"][1], "weights", 0)),
+        "update 2 of 2, weights of model.embed_tokens.weight in rank 0",
+    ),
+    "an update more": (
+        lambda run: of_step(run, lambda r: r["updates"].append(r["updates"][0])),
+        "3 optimizer steps then, 2 now",
+    ),
+    "a metric": (
+        lambda run: changed_line(run / "metrics.jsonl", -1, lambda r: r["metrics"].update({"train/grad_norm": 1.0})),
+        "train/grad_norm was 1.0, is ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_first_difference_is_named_by_its_phase(run: Path, name: str):
+    change, phase = CHANGES[name]
+    change(run)
+    lines = list[str]()
+    difference = replay(run, 5, lines.append)
+    assert difference is not None and difference.step == 5 and phase in difference.text
+    assert lines[-1] == f"step 5 differs: {difference.text}" and "step 4: equal" in lines
+
+
+def test_other_code_is_named_and_the_exit_codes_are_0_1_and_2(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["replay", str(run), "--step"]
+    assert cli.main([*arguments, "4"]) == 0
+    changed_line(run / "digests.jsonl", -3, lambda record: record.update(code="another"))
+    rate = train_step.learning_rate
+    monkeypatch.setattr(train_step, "learning_rate", lambda *args: rate(*args) * (1 + 1e-4))
+    assert cli.main([*arguments, "4"]) == 1
+    printed = capsys.readouterr().err
+    assert "step 4: the code of meshrl is not that of the run" in printed
+    assert "step 4 differs: update 1 of 2, weights of model." in printed
+    assert cli.main([*arguments, "6"]) == 2
+    assert "has no step 6; its steps are 1 to 5" in capsys.readouterr().err
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no run": (lambda run: (run / "config.yaml").unlink(), "is not the folder of a run"),
+    "no digests": (lambda run: (run / "digests.jsonl").unlink(), "an earlier version of meshrl wrote it"),
+    "a damaged line": (
+        lambda run: (run / "digests.jsonl").write_text("{\n" + (run / "digests.jsonl").read_text()),
+        "digests.jsonl:1: ",
+    ),
+    "a later format": (lambda run: of_step(run, lambda r: r.update(schema=9)), "schema 9; this version reads schema 1"),
+    "answers that are gone": (
+        lambda run: (run / "rollouts/step_000004.jsonl").unlink(),
+        "has no answers of step 4, which the replay needs (monitor.rollout_log_every_steps). Steps that it can replay: "
+        "none",
+    ),
+    "damaged answers": (lambda run: (run / "rollouts/step_000005.jsonl").write_text("{}\n"), "step_000005.jsonl:1: "),
+    "answers with images": (
+        lambda run: of_answer(
+            run,
+            lambda r: r["prompt"].update(media={"a": {"kind": "image", "digest": "", "source": "", "num_tokens": 1}}),
+        ),
+        "its prompts have images",
+    ),
+    "metrics that are gone": (lambda run: (run / "metrics.jsonl").write_text(""), "has no line of step 4"),
+    "a key of another version": (
+        lambda run: changed_line(run / "digests.jsonl", -3, lambda r: r["config"]["algo"].update(gamma_2=1)),
+        "the config of step 4 is not one of this version of meshrl, but of ",
+    ),
+    "a model that is gone": (
+        lambda run: (
+            shutil.rmtree(run / "checkpoints"),
+            [
+                changed_line(run / "digests.jsonl", number, lambda r: r["config"]["model"].update(path="/nowhere"))
+                for number in (0, -3)
+            ],
+        ),
+        "/nowhere",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_without_what_a_replay_needs_is_refused_in_one_line(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+):
+    change, text = REFUSED[name]
+    change(run)
+    assert cli.main(["replay", str(run), "--step", "5"]) == 2
+    assert text in capsys.readouterr().err.splitlines()[-1]
