@@ -176,10 +176,8 @@ def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def array_digest(arrays: Iterable[np.ndarray | None]) -> int:
     """One digest of arrays of the host, in their order."""
-    running = xxhash.xxh3_64()
-    for array in arrays:
-        running.update(b"none" if array is None else np.ascontiguousarray(array).view(np.uint8).data)
-    return running.intdigest()
+    parts = [b"" if array is None else array.tobytes() for array in arrays]
+    return int(xxhash.xxh3_64_intdigest(b"".join([np.array([*map(len, parts)]).tobytes(), *parts])))
 
 
 def running_digest(kind: DigestKind, tensor: torch.Tensor) -> RunningDigest:
