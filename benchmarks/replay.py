@@ -113,7 +113,7 @@ def recorded(folder: Path, name: str, model: Path, num_steps: int, draw: random.
 
 def repeated(run: Path, step: int, seconds: dict[int, float]) -> tuple[str | None, float | None]:
     """The first difference of a replay, and its time over that of the run for the same steps, without the first one,
-    which compiles. seconds: of each step of the run."""
+    which follows a start. seconds: of each step of the run."""
     at = dict[int, float]()
 
     def note(text: str) -> None:
@@ -121,12 +121,9 @@ def repeated(run: Path, step: int, seconds: dict[int, float]) -> tuple[str | Non
             at[int(text.split()[1].rstrip(":"))] = time.perf_counter()
 
     difference = replay(run, step, note)
-    steps = sorted(at)[1:]
-    took = sum(seconds[each] for each in steps)
-    return (
-        None if difference is None else difference.text,
-        (at[steps[-1]] - at[steps[0] - 1]) / took if steps and took else None,
-    )
+    pairs = [(before, now) for before, now in pairwise(sorted(at)) if now in seconds]
+    took, of_run = sum(at[now] - at[before] for before, now in pairs), sum(seconds[now] for _, now in pairs)
+    return None if difference is None else difference.text, took / of_run if pairs else None
 
 
 def seconds_of_steps(run: Path) -> dict[int, float]:

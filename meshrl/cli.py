@@ -316,11 +316,14 @@ def _replay(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> None:
     from meshrl.core.files import is_there
-    from meshrl.tools.convert import convert
+    from meshrl.tools.convert import convert, convert_step
 
-    if args.dtype is None and is_there(args.checkpoint / "checkpoints"):
+    if args.dtype is None and args.step is None and is_there(args.checkpoint / "checkpoints"):
         return _export(argparse.Namespace(run=args.checkpoint, to="hf", type=None, out=args.out, push=None))
-    text, share = convert(args.checkpoint, args.out, args.dtype)
+    if args.step is not None:
+        text, share = convert_step(args.checkpoint, args.step, args.out, args.dtype)
+    else:
+        text, share = convert(args.checkpoint, args.out, args.dtype)
     print_message(f"wrote {args.out}, of {text}", sys.stdout)
     if share is not None and share < 1:
         from_state = "--dtype float32 writes all of it from a training state"

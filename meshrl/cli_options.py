@@ -227,6 +227,7 @@ CONVERT = [
         type=Path,
     ),
     arg("out", "FOLDER", "the model folder to write; it must not exist yet", type=new_folder),
+    arg("--step", "N", "of runs/NAME: the model after this step, by a replay if nothing is saved", type=positive),
     arg(
         "--dtype",
         None,

@@ -22,7 +22,6 @@ from meshrl.core.errors import ConfigError, DataError, SamplerMismatchError
 from meshrl.core.files import is_there
 from meshrl.core.terminal import counted
 from meshrl.core.types import Metric, Trajectory
-from meshrl.data.chat import ChatFiles, write_chat
 from meshrl.loops.step_record import first_difference
 from meshrl.loops.sync_and_probe import FLOOR_NATS, SamplerProof
 from meshrl.loops.train_step import StepWork, train_on
@@ -81,10 +80,10 @@ def replay(
     note: Note,
     inline: bool = False,
     stops: bool = False,
-    out: Path | None = None,
+    into: Path | None = None,
 ) -> Difference | None:
     """Repeat the steps up to `step` from the nearest state before it, or from the beginning of the run. Returns the
-    first difference; None = all digests and metrics are equal, and `out`, if given, has the model after `step`.
+    first difference; None = all digests and metrics are equal. into: a folder that then gets the state after `step`.
 
     inline: in this process, with any layout; metrics are then compared within the rounding of another order of sums.
     stops: at a breakpoint before each optimizer step of `step`.
@@ -102,7 +101,7 @@ def replay(
             note(f"step {part.steps[0]}: {change}")
     with recorded_modules(recorded.parts[-1].start):
         prepare_ranks(recorded.parts[0].config.cluster)
-        work = _replay(recorded, note, _in_one_process if inline else _as_recorded, inline, stops, out)
+        work = _replay(recorded, note, _in_one_process if inline else _as_recorded, inline, stops, into)
         difference = run_in_own_loop(work, "the replay")
     if difference is not None:
         note(f"step {difference.step} differs: {difference.text}")
@@ -194,12 +193,11 @@ async def _replay(
     layout: Callable[[RunConfig], RunConfig],
     inline: bool,
     stops: bool,
-    out: Path | None,
+    into: Path | None,
 ) -> Difference | None:
     state = recorded.state[1]
     with tempfile.TemporaryDirectory() as name:
         for part in recorded.parts:
-            is_last = part is recorded.parts[-1]
             async with _trainers(layout(part.config)) as trainer:
                 await trainer.load(state, 0)
                 for step in part.steps:
@@ -208,13 +206,10 @@ async def _replay(
                     if difference is not None:
                         return difference
                     note(f"step {step}: equal")
-                if is_last and out is not None:
-                    await trainer.export(str(out), part.config.model.path)
-                    stops_at = part.start.get("stop_token_ids")
-                    write_chat(out, ChatFiles(part.start.get("chat_template"), stops_at and tuple(stops_at)))
-                elif not is_last:  # the next part has another layout
-                    async with Checkpoints(Path(name), trainer, 1, lambda text: None) as checkpoints:
-                        await checkpoints.save(part.steps[-1], {}, continues=False)
+                if into is not None or part is not recorded.parts[-1]:  # the next part has another layout
+                    saved = {key: part.start.get(key) for key in ("config", "chat_template", "stop_token_ids")}
+                    async with Checkpoints(into or Path(name), trainer, 1, lambda text: None) as checkpoints:
+                        await checkpoints.save(part.steps[-1], {"kind": "train", **saved}, continues=False)
                     state = states(checkpoints.folder)[-1][1]
     return None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from meshrl.config.model import LoraConfig, ModelConfig, more_than_text
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import is_there, output_errors, read_json, replacing
+from meshrl.core.terminal import print_message
 from meshrl.data.chat import ChatFiles, write_chat
 from meshrl.model.facts import text_model
 from meshrl.model.gguf import convert_gguf, is_gguf
@@ -14,8 +16,9 @@ from meshrl.model.lora import ADAPTER_FOLDER, add_adapters, joint_experts, save_
 from meshrl.model.recipe import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.save import save_pretrained
 from meshrl.run.folder import similar_runs, state_in
+from meshrl.run.replay import replay
 from meshrl.run.subject import find_subject
-from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller, states
+from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller, state_folder, states
 from meshrl.train.state import load_model
 
 _REMEDY = "Make room, or give another folder"
@@ -69,6 +72,18 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None) -> tuple[str,
             "runs/NAME or runs/NAME/checkpoints/step_000100, or the file of a model"
         )
     return text, _write(folder, out, dtype)
+
+
+def convert_step(run: Path, step: int, out: Path, dtype: str | None = None) -> tuple[str, float | None]:
+    """`convert` of the model after `step` steps of a run. That of a step without a checkpoint is made by a replay, and
+    written only if all of its steps are equal to the run's, to the bit."""
+    with TemporaryDirectory() as name:
+        if step not in dict(states(run / "checkpoints")):
+            if (difference := replay(run, step, print_message, into=Path(name))) is not None:
+                raise CheckpointError(f"no model is written, because step {difference.step} of the replay differs")
+            run = Path(name)
+        _, share = convert(state_folder(run / "checkpoints", step).parent, out, dtype)
+    return f"step {step}", share
 
 
 def _write(folder: Path, out: Path, dtype: str | None, trained: bool = True) -> float | None:

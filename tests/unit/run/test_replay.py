@@ -34,6 +34,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.write_text(json.dumps(written))
     train(config, "run", *RUN)
     run = train(config, "run", *RUN, "loop.num_steps=5", "run.resume=auto", "train.optimizer.lr=0.02")
+    shutil.copy(run / "checkpoints/step_000005/model/model.safetensors", folder)
     for step in (1, 2, 4, 5):
         shutil.rmtree(run / f"checkpoints/step_{step:06d}", ignore_errors=True)
     return run
@@ -66,6 +67,17 @@ def test_the_beginning_is_used_across_a_resume_that_has_changed_the_config(run: 
     lines = list[str]()
     assert replay(run, 5, lines.append) is None
     assert lines[-1] == "5 steps: equal to the bit"
+
+
+def test_the_model_of_a_step_without_a_checkpoint_is_the_one_that_the_run_had(
+    run: Path, recorded: Path, tmp_path: Path
+):
+    assert cli.main(["convert", str(run), "--step", "5", str(tmp_path / "model")]) == 0
+    written, of_run = tmp_path / "model/model.safetensors", recorded.parent.parent / "model.safetensors"
+    assert written.read_bytes() == of_run.read_bytes()
+    of_step(run, lambda r: r.update(threshold=0.5, version=3))
+    assert cli.main(["convert", str(run), "--step", "5", str(tmp_path / "other")]) == 1
+    assert not (tmp_path / "other").exists()
 
 
 def changed_line(path: Path, number: int, change: Callable[[dict[str, Any]], object]) -> None:
