@@ -87,7 +87,12 @@ def run_to_end(arguments: list[str]) -> None:
 
 def settings(folder: Path, name: str, model: Path, num_steps: int) -> list[str]:
     return [
-        *(f"run.folder={folder}", f"run.name={name.replace(' ', '_')}", "run.resume=auto", "loop.save_every_steps=5"),
+        *(
+            f"run.folder={folder}",
+            f"run.name={name.replace(' ', '_')}",
+            "run.resume=auto",
+            f"loop.save_every_steps={num_steps // 8 or 1}",
+        ),
         *(f"model.path={model}", f"data.path={folder / 'start' / 'train.jsonl'}", "data.eval_path=null"),
         *(f"loop.num_steps={num_steps}", "loop.prompts_per_step=16", "train.scheduler.warmup_steps=0", *RUNS[name]),
     ]
@@ -97,9 +102,9 @@ def recorded(folder: Path, name: str, model: Path, num_steps: int, draw: random.
     """A run that is killed and continues."""
     keys, run = settings(folder, name, model, num_steps), folder / name.replace(" ", "_")
     command = [sys.executable, "-m", "meshrl", "train", str(QUICKSTART / "grpo.yaml")]
-    for kill in range(0 if smoke else NUM_KILLS):
+    for kill in range(1 if smoke else NUM_KILLS):
         process = subprocess.Popen([*command, *keys], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until = draw.randint(8 + 13 * kill, 12 + 13 * kill)  # steps
+        until = 2 if smoke else draw.randint(8 + 13 * kill, 12 + 13 * kill)  # steps
         while process.poll() is None and not (run / "rollouts" / f"step_{until:06d}.jsonl").exists():
             time.sleep(0.02)
         time.sleep(draw.random() * 0.2)

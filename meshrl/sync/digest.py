@@ -76,7 +76,7 @@ class RunningDigest:
     def readable(self, raw: torch.Tensor) -> Readable:
         """raw uint8[N], contiguous, in a form whose slices `update` takes; call it once for many slices. In host memory
         it is a view, which shows later writes; for xxh3 of a device's memory it is a copy."""
-        return raw if self._hash is None else raw.cpu().numpy().data
+        return raw if self._hash is None else np.from_dlpack(raw.cpu()).data  # Tensor.numpy forbids a later resize
 
     def update(self, part: Readable) -> None:
         """part: a slice of the result of `readable`. sum64: complete rows of 64 KiB, except in the last part; where

@@ -145,6 +145,14 @@ def test_a_benchmark_has_its_bars_and_figures(command: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_killed_run_is_replayed_to_the_bit(tmp_path: Path) -> None:
+    line = smoke("replay", tmp_path)
+    assert next(bar for bar in line["bars"] if bar["name"] == "replays that differ")["holds"]
+    assert line["figures"]["time of a replay, GRPO"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_each_mode_of_checkpointing_saves_what_it_promises(tmp_path: Path) -> None:
     line = smoke("activation_memory", tmp_path)
     assert len(bars(line)) == 2 * 5 and all(bar["holds"] for bar in line["bars"])

@@ -14,26 +14,27 @@ from tiny_run import train, write_run
 from meshrl import cli
 from meshrl.loops import train_step
 from meshrl.monitor.digests import read_digests
+from meshrl.monitor.sinks import read_metrics
 from meshrl.run.replay import replay
 
 RUN = (
     *("cluster.executor=inline", "loop.num_steps=3", "loop.save_every_steps=1", "train.updates_per_step=2"),
     "run.keep_checkpoints=5",
-    *("algo.kl.coef=0.1", "loop.max_replaced_groups=2", "reward.terms.ascii.kind=tiny_run:differs_for_some"),
+    *("algo.kl.coef=0.1", "loop.max_replaced_groups=1", "reward.terms.ascii.kind=tiny_run:differs_for_some"),
 )
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five steps of two updates with a reference and replaced groups; the last two after a resume with a new rate.
-    Only the state after step 3 is left."""
+    """Five steps of two updates with replaced groups: three with a reference, and two after a resume with another rate,
+    of which rows without a gradient are scored only in part. Only the state after step 3 is left."""
     folder = tmp_path_factory.mktemp("recorded")
     config = write_run(folder)
     written = json.loads(config.read_text())
     written["model"]["path"], written["data"]["path"] = str(folder / "model"), str(folder / "rows.jsonl")
     config.write_text(json.dumps(written))
     train(config, "run", *RUN)
-    run = train(config, "run", *RUN, "loop.num_steps=5", "run.resume=auto", "train.optimizer.lr=0.02")
+    run = train(config, "run", *RUN, "loop.num_steps=5", "run.resume=auto", "train.optimizer.lr=0.02", "algo.kl.coef=0")
     shutil.copy(run / "checkpoints/step_000005/model/model.safetensors", folder)
     for step in (1, 2, 4, 5):
         shutil.rmtree(run / f"checkpoints/step_{step:06d}", ignore_errors=True)
@@ -56,6 +57,7 @@ def test_all_steps_are_equal_to_the_bit_from_a_state_and_from_the_beginning(
 ):
     lines, before = list[str](), contents(run)
     assert any(len(record["updates"]) == 2 for record in read_digests(run)[1].values())
+    assert any(0 < line.metrics["train/no_forward_fraction"] < 1 for line in read_metrics(run / "metrics.jsonl")[0])
     assert replay(run, step, lines.append) is None
     assert lines[-1] == f"{num_steps} steps: equal to the bit" and begins in lines[0]
     assert len(lines) == num_steps + 2  # no other code, library or layout
@@ -70,13 +72,14 @@ def test_the_beginning_is_used_across_a_resume_that_has_changed_the_config(run: 
 
 
 def test_the_model_of_a_step_without_a_checkpoint_is_the_one_that_the_run_had(
-    run: Path, recorded: Path, tmp_path: Path
+    run: Path, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert cli.main(["convert", str(run), "--step", "5", str(tmp_path / "model")]) == 0
     written, of_run = tmp_path / "model/model.safetensors", recorded.parent.parent / "model.safetensors"
     assert written.read_bytes() == of_run.read_bytes()
-    of_step(run, lambda r: r.update(threshold=0.5, version=3))
+    of_step(run, lambda r: other_tensor(r["updates"][1], "weights", 0))
     assert cli.main(["convert", str(run), "--step", "5", str(tmp_path / "other")]) == 1
+    assert "no model is written, because step 5 of the replay differs" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
@@ -106,13 +109,18 @@ def other_tensor(update: dict[str, Any], phase: str, number: int) -> None:
     update[phase] = [flipped(flipped(update[phase][0], 16 + 4 * number), 0)]
 
 
+def slightly_changed_logprob(answer: dict[str, Any]) -> None:
+    """By less than the proof of the sampler allows."""
+    answer["turns"][0]["logprobs"][0] -= 1e-6
+
+
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a sampled token": (lambda run: of_answer(run, lambda r: r["turns"][0]["output_ids"].__setitem__(0, 7)), "samples"),
-    "a logprob of the sampler": (
-        lambda run: of_answer(run, lambda r: r["turns"][0]["logprobs"].__setitem__(0, -1.25)),
-        "samples",
+    "a sampled token": (
+        lambda run: of_answer(run, lambda r: r["turns"][0]["output_ids"].__setitem__(0, 7)),
+        "differ from the trainer's by ",
     ),
-    "a reward": (lambda run: of_answer(run, lambda r: r.update(reward=0.125)), "samples"),
+    "a logprob of the sampler": (lambda run: of_answer(run, slightly_changed_logprob), ", samples"),
+    "a reward": (lambda run: of_answer(run, lambda r: r.update(reward=0.125)), ", samples"),
     "the recorded advantages": (
         lambda run: of_step(run, lambda r: r["updates"][0].update(advantages="0" * 16)),
         "advantages",
