@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from meshrl.cluster.actors import UpdateReport
 from meshrl.cluster.rows import PlannedRows
-from meshrl.core.columns import COLUMNS, values_of
+from meshrl.core.columns import COLUMNS
 from meshrl.sync.digest import array_digest
 from meshrl.train.engine import ShardDigests, StepReport
 
@@ -21,14 +22,16 @@ _COLUMNS = {
     "loss weights": ["loss_weight"],
     "old logprobs": ["old_logprobs"],
 }
+_NAMES = [name for names in _COLUMNS.values() for name in names]  # fields of Sample
 _PART = 4  # hexadecimal digits of one tensor: they name it, and those of all tensors prove that they are equal
 
 
 def update_record(part: PlannedRows, gradient: UpdateReport, step: StepReport) -> Record:
     """The record of one optimizer step: a digest of each phase's result in the order of the phases, and of each rank's
     gradients and new weights one of all tensors, followed by the first digits of each."""
+    columns = dict(zip(_NAMES, zip(*map(attrgetter(*_NAMES), part.samples)), strict=True))
     of_columns = {
-        phase: f"{array_digest(values_of(sample, name) for sample in part.samples for name in names):016x}"
+        phase: f"{array_digest(array for name in names for array in columns[name]):016x}"
         for phase, names in _COLUMNS.items()
     }
     of = part.batch_plan
