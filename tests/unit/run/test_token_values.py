@@ -80,8 +80,8 @@ def test_ranks_return_values_only_for_steps_that_are_logged_and_old_logprobs_are
     """Two updates: the second one's forward has other weights than the sampler."""
     requested, forward_backward = [], RankWorker.forward_backward
 
-    def recording(worker, message, role, loss, values=False):
-        report = forward_backward(worker, message, role, loss, values)
+    def recording(worker, message, role, version, loss, values=False):
+        report = forward_backward(worker, message, role, version, loss, values)
         requested.append((values, len(report.values)))
         return report
 
