@@ -23,6 +23,7 @@ from meshrl.train.checkpoint_files import state_folder
 
 pytestmark = pytest.mark.timeout(400)
 RELEASED = "memory/released_bytes"
+CACHE_BYTES = 1 << 18  # of the sampler's pages
 LORA = ("model.lora.enabled=true", "model.lora.rank=4")
 
 
@@ -50,7 +51,7 @@ def test_a_run_that_releases_memory_is_the_same_to_the_bit(tmp_path: Path, layou
     with_bytes = ("s", "tokens/s", "GB/s")
     released = [step[RELEASED] for step in steps_of(with_release, with_bytes)]
     if LORA[0] in layout:
-        assert all(0 < size < model_bytes(tmp_path) for size in released)
+        assert all(0 < size - CACHE_BYTES < model_bytes(tmp_path) for size in released)
     else:
         assert all(size >= ranks * model_bytes(tmp_path) for size in released)
     assert all(RELEASED not in step for step in steps_of(without, with_bytes))
@@ -114,16 +115,15 @@ def test_a_trainer_whose_state_is_on_the_host_while_it_is_not_needed_trains_the_
 
     for module in (rank_sync, engine):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
-    # Digests read CPU memory through numpy, after which torch can't resize it; of an accelerator's they read a copy.
-    monkeypatch.setattr(engine, "tensor_digests", lambda tensors: dict.fromkeys(tensors, 0))
     monkeypatch.setattr(RankWorker, "generate", generates)
     monkeypatch.setattr(engine.TrainEngine, "forward_backward", trains)
     options = (*options, "train.optimizer_offload=true", "train.param_offload=true")
     offloaded = train(config, "offloaded", *options)
-    assert while_sampling == [0] * 2 * 16
+    shared = model_bytes(tmp_path) if LORA[0] in more else 0  # the base, with which the sampler computes
+    assert while_sampling == [shared] * 2 * 16
     assert steps_of(offloaded) == steps_of(usual)
     resumed = train(config, "resumed", *options, f"run.resume={state_folder(offloaded / 'checkpoints', 1)}")
-    assert steps_of(resumed)[-1] == steps_of(usual)[-1] and not any(while_sampling)
+    assert steps_of(resumed)[-1] == steps_of(usual)[-1] and {*while_sampling} == {shared}
     for folder in (offloaded, resumed):
         for kind in ("model/model.safetensors", "state/policy_rank_00000.safetensors"):
             files = [load_file(run / "checkpoints" / "step_000002" / kind) for run in (usual, folder)]
