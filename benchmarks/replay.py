@@ -59,7 +59,7 @@ def warm_start(folder: Path, smoke: bool) -> dict[str, Path]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
-    tokenizer = AutoTokenizer.from_pretrained(folder / "start")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "start", trust_remote_code=False)
     mixture = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(vocab_size=len(tokenizer), initializer_range=0.08, tie_word_embeddings=True, **sizes, **experts)
     )

@@ -41,7 +41,7 @@ _NEAR_ZERO = 1e-2  # a metric with a smaller value, such as the loss of an on-po
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class FirstDifference:
     """What differs first. text: in words, with step, update and phase."""
 
     step: int
@@ -81,7 +81,7 @@ def replay(
     inline: bool = False,
     stops: bool = False,
     into: Path | None = None,
-) -> Difference | None:
+) -> FirstDifference | None:
     """Repeat the steps up to `step` from the nearest state before it, or from the beginning of the run. Returns the
     first difference; None = all digests and metrics are equal. into: a folder that then gets the state after `step`.
 
@@ -194,7 +194,7 @@ async def _replay(
     inline: bool,
     stops: bool,
     into: Path | None,
-) -> Difference | None:
+) -> FirstDifference | None:
     state = recorded.state[1]
     with tempfile.TemporaryDirectory() as name:
         for part in recorded.parts:
@@ -228,7 +228,7 @@ async def _repeat(
     trainer: TrainGroup,
     inline: bool,
     at_break: Callable[[PlannedRows], Awaitable[list[Metric]]] | None,
-) -> Difference | None:
+) -> FirstDifference | None:
     """Train on the answers of one step, and compare."""
     record, cfg = recorded.records[step], part.config
     answers = await asyncio.to_thread(_answers, recorded.answers[step])
@@ -246,10 +246,10 @@ async def _repeat(
     try:
         _, metrics = await train_on(work, trained, replaced)
     except SamplerMismatchError as error:
-        return Difference(step=step, text=str(error))
+        return FirstDifference(step=step, text=str(error))
     if len(work.records) != len(record["updates"]):
         counts = f"{len(record['updates'])} optimizer steps then, {len(work.records)} now"
-        return Difference(step=step, text=counts)
+        return FirstDifference(step=step, text=counts)
     for number, (was, now) in enumerate(zip(record["updates"], work.records)):
         phase = first_difference(was, now, work.shards[number], only_inputs=inline)
         if phase is not None:
@@ -259,7 +259,7 @@ async def _repeat(
                 text += f". It was computed by {', '.join(was['computes'])}; now by {', '.join(now['computes'])}"
             elif phase.startswith("logprobs") and step == 1:
                 text += f". Has the model in {cfg.model.path} changed since?"
-            return Difference(step=step, text=text)
+            return FirstDifference(step=step, text=text)
     return _metric_difference(recorded.metrics[step], metrics, step, cfg.model.dtype if inline else None)
 
 
@@ -272,7 +272,7 @@ def _answers(path: Path) -> list[Trajectory]:
 
 def _metric_difference(
     was: dict[str, float], metrics: Sequence[Metric], step: int, dtype: str | None
-) -> Difference | None:
+) -> FirstDifference | None:
     """The first metric with another value, without times. dtype: of another layout, whose sums are rounded otherwise;
     None = all must be equal to the bit."""
     merged = merge(metrics)
@@ -285,7 +285,7 @@ def _metric_difference(
             is_rounding = name.partition("/")[0] in ("proof", "correction")  # nats, of a difference that is rounding
             allowed = FLOOR_NATS[dtype] * (1.0 if is_rounding else max(abs(was[name]), _NEAR_ZERO))
         if not (abs(value - was[name]) <= allowed or value == was[name] or (value != value and was[name] != was[name])):
-            return Difference(step=step, text=f"{name} was {was[name]!r}, is {value!r}")
+            return FirstDifference(step=step, text=f"{name} was {was[name]!r}, is {value!r}")
     return None
 
 
