@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -133,9 +133,24 @@ def _answer_parts(group: str, logged: LoggedTrajectory) -> Iterator[Any]:
     for failure in (trajectory.failure, *trajectory.rewards.values()):
         if isinstance(failure, Failure):
             yield Text(printable(f"  {failure.kind}: {failure.message}"), "yellow")
-    for turn, sampled in zip(trajectory.turns, logged.texts):
+    for number, (turn, sampled) in enumerate(zip(trajectory.turns, logged.texts)):
+        if len(trajectory.turns) > 1:
+            branch = f", continues turn {turn.parent}" if 0 <= turn.parent < number - 1 else ""
+            begins = ", a new conversation" if turn.parent < 0 < number else ""
+            took = time_text(asdict(turn.times))
+            yield Text(f"  turn {number}{branch}{begins}{took and f': {took}'}", "dim")
         for message in turn.messages or [{"role": "assistant", "content": sampled}]:
             yield from _message_parts(message, trajectory.prompt.media, len(trajectory.turns) > 1)
+
+
+def time_text(times: Mapping[str, Any]) -> str:
+    """Where the time of a turn went, by the fields of Times; "" if it is not known."""
+    stages = {name: float(times.get(f"{name}_s") or 0.0) for name in ("queue", "prefill", "decode")}
+    total = max(float(times.get("total_s") or 0.0), sum(stages.values()))
+    if not total:
+        return ""
+    cached = f", {times['cached_tokens']} context tokens from the cache" if times.get("cached_tokens") else ""
+    return f"{total:.2f} s ({', '.join(f'{name} {seconds:.2f}' for name, seconds in stages.items())}){cached}"
 
 
 def _graded(result: Graded) -> str:

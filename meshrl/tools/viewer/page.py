@@ -31,7 +31,7 @@ from meshrl.monitor.token_log import TokenFile, read_token_file
 from meshrl.tools.page.document import data_block, document, package_text, write_page
 from meshrl.tools.report.folder import criterion_of, read_settings, text_with_images
 from meshrl.tools.state import read_part
-from meshrl.tools.viewer.answers import require_rollouts, step_name
+from meshrl.tools.viewer.answers import require_rollouts, step_name, time_text
 
 Record = dict[str, Any]
 _TOKEN_BYTES = 18  # 14 for the values
@@ -115,7 +115,7 @@ def _answer(record: Record, tokens: TokenFile | None, criterion: tuple[str, Pass
         if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
             messages = messages[:-1]  # the last one is the sampled text
         same = {name: turn[name] for name in ("parent", "text", "stop_reason", "reward")}
-        turns.append({**same, "messages": messages, "tokens": count})
+        turns.append({**same, "messages": messages, "tokens": count, "took": time_text(turn.get("times") or {})})
     prompt, reward = record["prompt"], record["reward"]
     shown = {
         "prompt": prompt and {name: prompt[name] for name in ("id", "messages", "answer", "media")},

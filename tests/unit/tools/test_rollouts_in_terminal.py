@@ -12,6 +12,7 @@ from golden import check_golden
 
 from meshrl.cli import main
 from meshrl.core.errors import Failure
+from meshrl.core.types import Times
 from meshrl.monitor.rollout_log import RolloutLog
 from tests.made_runs import about_image, answer, decode, image_media, made_run, settings
 
@@ -29,6 +30,10 @@ def run(tmp_path: Path) -> Path:
     folder = made_run(tmp_path / "run", {0: [0, 0], 2: [1, 0]}, [0.25, 0.5])
     tools = answer("6*7?", "<call>6*7</call>", 1.0)
     tools.turns += answer("6*7?", "It is 42.", 1.0, messages=[{"role": "tool", "content": "42.0"}]).turns
+    tools.turns += answer("6*7?", "Again: 42.", 1.0, messages=[{"role": "user", "content": "Sure?"}]).turns
+    for turn, parent in zip(tools.turns, (-1, 0, 0)):
+        turn.parent = parent
+    tools.turns[1].times = Times(queue_s=0.25, prefill_s=0.5, decode_s=1.0, cached_tokens=7, total_s=2.0)
     ungraded = answer("6*7?", "two\nlines", 0.0, index=1)
     ungraded.rewards["correct"], ungraded.reward = Failure(kind="timeout", message="slow grader"), None
     hostile = answer(HOSTILE, HOSTILE, -1.0)
@@ -64,7 +69,7 @@ def test_the_texts_alone_are_a_line_for_each_answer(run, capsys):
     assert main(["view", str(run), "--step", "3", "--text"]) == 0
     lines = capsys.readouterr().out.split("\n")
     hostile = "\\x1b[2J<script>\\u202egnp.exe\\x00?\\x0d\\n\tend [bold]"
-    assert lines == ["<call>6*7</call>\\nIt is 42.", "two\\nlines", "no messages", hostile, ""]
+    assert lines == ["<call>6*7</call>\\nIt is 42.\\nAgain: 42.", "two\\nlines", "no messages", hostile, ""]
 
 
 @pytest.mark.parametrize(("no_color", "colour"), [("", True), ("1", False)])
