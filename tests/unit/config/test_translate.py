@@ -128,6 +128,7 @@ def test_every_setting_of_published_recipes_is_a_key_or_a_comment_with_a_reason(
 
 def test_the_configs_of_the_examples_are_valid_where_their_files_are():
     configs = sorted((ROOT / "examples" / "grpo_trainer" / "config").glob("*.yaml"))
+    configs += [ROOT / "examples" / name for name in ("multi_turn/gsm8k.yaml", "sglang_multiturn/multiturn.yaml")]
     for config in (path for path in configs if "sft" not in path.name):
         try:
             load_run_config(config, starts=False)
