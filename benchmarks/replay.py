@@ -142,7 +142,7 @@ def seconds_of_steps(run: Path) -> dict[int, float]:
     }
 
 
-def cost(folder: Path, model: Path, num_steps: int) -> tuple[float, float]:
+def cost(folder: Path, model: Path, num_steps: int, number: int) -> tuple[float, float]:
     """The share of the CPU time of a run's steps that the digests take, in this process, and of the rollouts' bytes."""
     spent, ends = [0.0], list[float]()
 
@@ -166,7 +166,7 @@ def cost(folder: Path, model: Path, num_steps: int) -> tuple[float, float]:
         setattr(place, name, timing(function))
     try:
         keys = settings(folder, "GRPO", model, num_steps)
-        keys += ["run.name=cost", "cluster.executor=inline", "cluster.num_train_ranks=1"]
+        keys += [f"run.name=cost_{number}", "cluster.executor=inline", "cluster.num_train_ranks=1"]
         run = start.train(load_run_config(QUICKSTART / "grpo.yaml", keys), write_report)
     finally:
         for place, name, function in before:
@@ -186,7 +186,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models = warm_start(folder, args.smoke)
-        share, of_bytes = cost(folder, models["dense"], num_steps)
+        costs = [cost(folder, models["dense"], num_steps, i) for i in range(1 if args.smoke else 5)]
+        share, of_bytes = (median(values) for values in zip(*costs, strict=True))
+        report.raw["cost"] = costs
         for name in args.only[:1] if args.smoke else args.only:
             model = models["mixture" if name.startswith("mixture") else "dense"]
             run = recorded(folder, name, model, num_steps, draw, args.smoke)
