@@ -70,7 +70,7 @@ class Endpoint:
         self._find, self._model, self._max_model_len, self._note = find, model, max_model_len, note
         routes = [Route(path, self._handler(wire), methods=["POST"]) for path, wire in FORMATS.items()]
         routes += [Route("/v1/models", self._models), Route("/health", lambda request: PlainTextResponse("ok"))]
-        self._app = Starlette(routes=routes)
+        self._app = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
 
     @asynccontextmanager
     async def opened(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
@@ -157,6 +157,13 @@ class Endpoint:
             return _refusal(CHAT, refusal)
         entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "meshrl"}
         return JSONResponse({"object": "list", "data": [entry | {"max_model_len": self._max_model_len}]})
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    known = ", ".join(f"POST {path}" for path in FORMATS)
+    text = f"{request.method} {request.url.path} is no route of this server; it has {known}, GET /v1/models"
+    return _refusal(FORMATS.get(request.url.path, CHAT), RefusedRequest(status, text))
 
 
 async def _body_of(request: Request) -> bytes:

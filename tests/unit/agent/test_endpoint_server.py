@@ -43,6 +43,11 @@ def test_other_keys_are_refused_in_the_form_of_the_dialect(path, key):
     assert body["error"]["type"] == "authentication_error"
 
 
+def test_an_unknown_route_is_an_error_that_clients_can_read():
+    code, body, _ = status("/v1/completions")
+    assert code == 404 and "POST /v1/completions is no route of this server; it has POST /v1/chat" in str(body["error"])
+
+
 @pytest.mark.parametrize(
     "body,code,text",
     [
