@@ -92,3 +92,11 @@ def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "GB/
         {k: v for k, v in step.items() if units[k] not in without_units and not k.startswith(of_times)}
         for step in steps
     ]
+
+
+def read_tokens(path: Path, trajectory: str) -> list[Any]:
+    """The TokenValues of each turn of this trajectory, in their order."""
+    from meshrl.monitor.token_log import read_token_file
+
+    file = read_token_file(path)
+    return [file.turn(name, turn) for name, turn in sorted(file.rows) if name == trajectory] if file else []

@@ -219,18 +219,8 @@ class TokenFile:
         return TokenValues(turn, None if version < 0 else version, cut, place)
 
 
-def read_tokens(path: Path, trajectory: str) -> list[TokenValues]:
-    """The tokens of one trajectory, in the order of its turns. path: of the step's rollouts, or of its token values.
-    Reads only the row groups that contain it. Empty if there is no such file, or the file does not have it.
-    """
-    file = read_token_file(path, trajectory)
-    turns = sorted(turn for name, turn in file.rows if name == trajectory) if file is not None else ()
-    return [values for turn in turns if file is not None and (values := file.turn(trajectory, turn))]
-
-
-def read_token_file(path: Path, trajectory: str | None = None) -> TokenFile | None:
-    """All tokens of a step, or only the row groups with this trajectory; None if there is no such file. path: as for
-    `read_tokens`."""
+def read_token_file(path: Path) -> TokenFile | None:
+    """All tokens of a step; None if there is no such file. path: of the step's rollouts, or of its token values."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -239,12 +229,7 @@ def read_token_file(path: Path, trajectory: str | None = None) -> TokenFile | No
         return None
     try:
         with pq.ParquetFile(path) as file:
-            groups = list(range(file.num_row_groups))
-            if trajectory is not None:
-                of_group = (file.read_row_group(i, ["trajectory"])["trajectory"].to_pylist() for i in groups)
-                groups = [i for i, names in enumerate(of_group) if _key(trajectory) in names]
-            names = ["trajectory", "turn", "trainer_version", *(column.name for column in columns_for("log"))]
-            read = file.read_row_groups(groups, names)
+            read = file.read(["trajectory", "turn", "trainer_version", *(c.name for c in columns_for("log"))])
         table = read.combine_chunks()
         ends, columns = table["characters"].combine_chunks().offsets.to_numpy(), {}
         for column in columns_for("log"):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from scripted_agent import IdTokenizer, scripted_trajectories
+from tiny_run import read_tokens
 
 from meshrl.agent.flatten import flatten
 from meshrl.algo.advantages import assign_advantages
@@ -23,7 +24,7 @@ from meshrl.core.batch import Outputs
 from meshrl.core.columns import COLUMNS, TokenColumn, values_of
 from meshrl.core.types import Sample
 from meshrl.monitor.rollout_log import RolloutLog
-from meshrl.monitor.token_log import TrainerValues, read_tokens, tokens_file
+from meshrl.monitor.token_log import TrainerValues, tokens_file
 from meshrl.tools.viewer.page import write_view
 from meshrl.train.packing import pack
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from run_contents import assert_equal_tensors, weights
-from tiny_run import train, write_run
+from tiny_run import read_tokens, train, write_run
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.monitor.rollout_log import read_rollouts
-from meshrl.monitor.token_log import read_token_file, read_tokens, tokens_file
+from meshrl.monitor.token_log import read_token_file, tokens_file
 
 ROLLOUTS = "rollouts/step_{:06d}.jsonl"
 
