@@ -19,7 +19,7 @@ from examples.word_problems import word_problems
 from meshrl.run.inputs import load_run
 
 FOLDER = Path(__file__).parents[2] / "examples" / "smollm2"
-ON_GSM8K = (  # the overrides in README
+ON_GSM8K = (  # the overrides in docs/quickstart.md
     "model.path=Qwen/Qwen2.5-0.5B-Instruct",
     "run.folder=runs",  # that of the file belongs to make smollm
     "run.name=gsm8k",
@@ -63,9 +63,9 @@ def test_an_answer_is_right_by_its_last_number_and_finished_unless_it_was_cut() 
     assert [finished(text, "12", reason) for text, reason in cases] == [1, 0, 0]
 
 
-def test_readme_trains_another_model_on_gsm8k_with_the_same_file() -> None:
-    readme = (FOLDER.parents[1] / "README.md").read_text()
-    (command,) = [text for text in readme.split("```") if "meshrl train examples/smollm2/grpo.yaml" in text]
+def test_the_page_trains_another_model_on_gsm8k_with_the_same_file() -> None:
+    page = (FOLDER.parents[1] / "docs" / "quickstart.md").read_text()
+    (command,) = [text for text in page.split("```") if "meshrl train examples/smollm2/grpo.yaml" in text]
     words = shlex.split(command.removeprefix("bash").replace("\\\n", " "))
     assert words[3:] == list(ON_GSM8K)
     config = load_run(FOLDER / "grpo.yaml", list(ON_GSM8K)).config

@@ -181,7 +181,9 @@ def test_each_package_has_a_line_budget():
     assert all(int(first.replace(",", "")) <= int(most.replace(",", "")) for _, first, most in rows)
 
 
-PAGES_ABOUT_THE_CODE = ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/protocols.md", "docs/perf/README.md"]
+PAGES_ABOUT_THE_CODE = [
+    *("README.md", "CONTRIBUTING.md", "docs/design.md", "docs/pages.md", "docs/protocols.md", "docs/perf/README.md")
+]
 
 
 @pytest.mark.parametrize("page", PAGES_ABOUT_THE_CODE)
@@ -189,3 +191,10 @@ def test_the_files_that_a_page_about_the_code_names_exist(page: str):
     named = re.findall(r"`(?!my/)((?:[\w.]+/)+\w+\.\w+)`", (ROOT / page).read_text(encoding="utf-8"))
     places = (ROOT, ROOT / "meshrl", ROOT / "benchmarks")
     assert named and [name for name in named if not any((place / name).exists() for place in places)] == []
+
+
+def test_each_error_of_meshrl_has_a_section_in_the_page_of_errors():
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
+    bases = re.compile(r"^class (\w+)\((?:MeshrlError|SyncError|EngineFailure)\):", re.MULTILINE)
+    errors = {name for path in python_files("meshrl") for name in bases.findall(path.read_text(encoding="utf-8"))}
+    assert len(errors) >= 18 and errors - {word for heading in headings for word in heading.split()} == set()
