@@ -28,7 +28,7 @@ test test-all mutants test-vllm test-sglang test-llama: export OMP_NUM_THREADS ?
 test: export MESHRL_FUZZ_ROUNDS ?= 0.35  # the random part of the damaged files; test-all makes all of it
 unexport PYTHONDONTWRITEBYTECODE  # otherwise every process that a test starts compiles meshrl again
 
-.PHONY: help setup fix check test test-all mutants quickstart smollm vlm multi-turn setup-vllm test-vllm setup-sglang test-sglang setup-llama test-llama wheel
+.PHONY: help setup fix check test test-all mutants quickstart smollm vlm multi-turn docs-site docs-serve setup-vllm test-vllm setup-sglang test-sglang setup-llama test-llama wheel
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -113,6 +113,19 @@ wheel:  ## build dist/*.tar.gz and dist/*.whl from the last commit, and check th
 	.venv-build/bin/python -m build --outdir dist build/tree >build/wheel.log || { tail -n 30 build/wheel.log; exit 1; }
 	.venv-build/bin/python -m twine check --strict dist/*
 	.venv-build/bin/check-wheel-contents dist/*.whl
+
+docs-site: .venv-docs/setup-done  ## build the site of the documents, build/site; a link without a target is an error
+	$(PYTHON) scripts/stage_site.py
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+docs-serve: .venv-docs/setup-done  ## serve the site of the documents at http://127.0.0.1:8000
+	$(PYTHON) scripts/stage_site.py
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve
+
+.venv-docs/setup-done: requirements-docs.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --only-binary :all: -r requirements-docs.txt
+	@touch $@
 
 setup-llama: .venv-llama/setup-done  ## make .venv-llama with llama.cpp, which is compiled (CMake, C++ compiler, ten minutes)
 

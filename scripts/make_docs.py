@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
@@ -18,6 +19,7 @@ from model_families import page as models  # noqa: E402
 from published_recipes import shares as recipe_shares  # noqa: E402
 
 from meshrl.agent.parsing import FORMATS  # noqa: E402
+from meshrl.cli import COMMANDS  # noqa: E402
 from meshrl.config.docs import every_key, is_listed, now_only  # noqa: E402
 from meshrl.config.other_frameworks import Setting, settings  # noqa: E402
 from meshrl.monitor.glossary import (  # noqa: E402
@@ -127,6 +129,26 @@ def config() -> str:
     return "\n".join([*lines, ""])
 
 
+def commands() -> str:
+    """A section for each command, with a table of its arguments."""
+    lines = [_beginning("commands.md", "meshrl/cli.py")]
+    for command, (_, text, arguments) in COMMANDS.items():
+        lines += ["", f"## meshrl {command}", "", f"{text[0].upper()}{text[1:]}."]
+        rows = [(_argument(each.name, each.settings), str(each.settings["help"])) for each in arguments]
+        rows = [f"| {name} | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in rows]
+        lines += ["", "| argument | meaning |", "| --- | --- |", *rows] if rows else []
+    return "\n".join([*lines, ""])
+
+
+def _argument(name: str, settings: dict[str, Any]) -> str:
+    """As in the usage of the command, with several values or without one."""
+    choices = settings.get("choices")
+    value = settings.get("metavar") or ("{" + ",".join(map(str, choices)) + "}" if choices else name.strip("-").upper())
+    more = {"*": " ...", "+": " ..."}.get(str(settings.get("nargs")), "")
+    is_flag = "action" in settings
+    return f"`{name if is_flag else f'{name} {value}' if name.startswith('-') else value}{more}`"
+
+
 def metrics() -> str:
     """A table for each section of the glossary."""
     lines = [_beginning("metrics.md", "meshrl/monitor/glossary.json"), ""]
@@ -193,6 +215,7 @@ def notebook() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/chat_templates.md": chat_templates,
+    "docs/commands.md": commands,
     "docs/config.md": config,
     "docs/faults.md": faults,
     "docs/from_verl_and_trl.md": from_other_frameworks,

@@ -30,7 +30,7 @@ def commands(page: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_commands_for_your_own_run_work_after_the_quickstart(tmp_path: Path) -> None:
     seed = tmp_path / "runs" / "quickstart" / "seed_0"
     environment = os.environ | {"MESHRL_DEVICE": "cpu"}
@@ -85,7 +85,8 @@ def test_the_config_and_the_reward_of_readme_train(tmp_path: Path, monkeypatch: 
 
 def test_every_command_of_meshrl_is_in_readme_or_in_the_docs() -> None:
     """A command that nothing names is not found by its users."""
-    texts = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    pages = [path for path in (ROOT / "docs").glob("*.md") if path.name != "commands.md"]  # the list of all
+    texts = "".join(path.read_text() for path in [ROOT / "README.md", *pages])
     help_text = subprocess.run([sys.executable, "-m", "meshrl", "--help"], capture_output=True, text=True).stdout
     names = re.findall(r"^    ([a-z]+) ", help_text, re.MULTILINE)
     assert len(names) >= 15
