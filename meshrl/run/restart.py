@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from meshrl.cluster.launch import Groups
-from meshrl.core.errors import CheckpointError, RankFailure, SyncError
+from meshrl.core.errors import CheckpointError, MeshrlError, RankFailure, SyncError
 from meshrl.loops.job import Resumable
 from meshrl.run.folder import Start, changed_keys, newest_start
 from meshrl.run.keeper import Keeper
@@ -54,6 +54,11 @@ async def run_to_end(
         except SyncError:
             await asyncio.sleep(5.0)  # if a lost train rank is the cause, its failure ends this wait
             raise
+        if not job.is_over:
+            raise MeshrlError(
+                f"the loop ended after step {job.step}, which is not the last one of the config. The cause is an error "
+                "in meshrl; run.resume=auto continues from the last checkpoint"
+            )
 
     try:
         while True:

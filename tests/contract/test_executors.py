@@ -200,12 +200,15 @@ def test_another_layout_gives_the_same_numbers_to_rounding(run: Run, a: str, b: 
 
 
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the loop's calls to the ranks by method, and calls of forward also by role."""
+    """Counts the loop's calls to the ranks by method, and calls of forward also by role. "loss weight": the sum of all
+    tokens' weights in each update, rounded to an integer."""
     seen: Counter[str] = Counter()
     call = InlineExecutor.call
 
     async def counting(self: InlineExecutor, rank: int, method: Any, *args: Any) -> Any:
         seen[method.__name__ + (f" {args[-1]}" if method is RankWorker.forward else "")] += 1
+        if method is RankWorker.forward_backward:
+            seen["loss weight"] += round(sum(float(s.loss_weight.sum()) for s in args[0].samples().values()))
         return await call(self, rank, method, *args)
 
     monkeypatch.setattr(InlineExecutor, "call", counting)
@@ -226,10 +229,13 @@ def test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need(config, mon
     folder = train(config, "counted_" + "_".join(forwards).replace(" ", "_"), "cluster.executor=inline", override)
     assert {name: n for name, n in calls.items() if name.startswith("forward ")} == forwards
     assert calls["forward_backward"] == calls["optim_step"] == 2 * (2 if "updates_per_step=2" in override else 1)
+    assert calls["loss weight"] == calls["optim_step"], "each update has its own denominator"
     first = steps_of(folder)[0]
     if not forwards:
         assert first["loss/ratio_mean"] == first["loss/ratio_max"] == 1
         assert first["loss/clip_fraction_low"] == first["loss/clip_fraction_high"] == 0
+    if "forward policy" in forwards:
+        assert first["loss/ratio_max"] > 1, "the second update is compared with the policy before the first"
     if "forward reference" in forwards:
         assert first["loss/kl"] == 0, "policy and reference are the same model at step 0"
 

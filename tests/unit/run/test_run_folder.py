@@ -269,6 +269,14 @@ def test_the_own_checkpoint_of_a_run_may_be_given_by_a_relative_path(config: Pat
     assert best is not None and (best.step, best.score) == (0, 0.75)
 
 
+def test_a_loop_that_ends_before_its_last_step_is_an_error_of_the_run(config, monkeypatch):
+    async def short(job: object) -> None: ...
+
+    monkeypatch.setitem(start.LOOPS, "colocated", short)
+    with pytest.raises(MeshrlError, match="the loop ended after step 0, which is not the last one"):
+        train(config, "short", "cluster.executor=inline")
+
+
 @pytest.mark.parametrize("where", ["on_step", "reward", "sink"])
 def test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved(where, config, monkeypatch):
     """As after Ctrl-C. A step that every sink has got is finished, also if one of them raises."""
