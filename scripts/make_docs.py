@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "incidents")]
 
 from chat_templates import page as chat_templates  # noqa: E402 - found by the line above
 from fault_cases import page as faults  # noqa: E402
+from incidents import page as incidents  # noqa: E402
 from isolation_cases import table as attacks  # noqa: E402
 from model_families import page as models  # noqa: E402
 from published_recipes import shares as recipe_shares  # noqa: E402
@@ -219,6 +220,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/config.md": config,
     "docs/faults.md": faults,
     "docs/from_verl_and_trl.md": from_other_frameworks,
+    "docs/incidents.md": incidents,
     "docs/metrics.md": metrics,
     "docs/models.md": models,
     "docs/tools.md": tools,
