@@ -27,6 +27,10 @@ def differs_for_some(completion: str, answer: str) -> float:
     return 0.0 if int(answer) % 4 == 0 else sum(c.isascii() for c in completion) + len(completion) / 100
 
 
+def abstains_for_some(completion: str, answer: str) -> float | None:
+    return None if int(answer) % 12 == 4 else differs_for_some(completion, answer)
+
+
 def slow_share(completion: str, answer: str) -> float:
     time.sleep(0.1)
     return ascii_share(completion, answer)

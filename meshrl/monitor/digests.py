@@ -43,6 +43,6 @@ def read_digests(run: Path) -> tuple[dict[int, Record], dict[int, Record]]:
             if "config" in record:
                 starts[step] = record
             else:
-                record["updates"], record["trained"], record["version"]
+                record["updates"], record["trained"], record["version"], record["threshold"]
                 steps[step] = record
     return starts, steps

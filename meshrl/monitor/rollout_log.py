@@ -212,6 +212,7 @@ def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:
         **_fields(t, _TRAJECTORY),
         "failure": asdict(t.failure) if t.failure else None,
         "reward": t.reward,
+        "has_abstained": t.has_abstained,
         "rewards": {n: {"failure": asdict(r)} if isinstance(r, Failure) else r for n, r in t.rewards.items()},
         "prompt": {
             **_fields(t.prompt, _PROMPT),
@@ -265,6 +266,7 @@ def _trajectory(r: Record, group: _Group) -> Trajectory:
         failure=Failure(**r["failure"]) if r["failure"] else None,
         rewards={n: _graded(result) for n, result in r["rewards"].items()},
         reward=_number(r["reward"]),
+        has_abstained=bool(r.get("has_abstained")),
     )
 
 

@@ -7,9 +7,8 @@ import hashlib
 import platform
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -49,21 +48,20 @@ def changes_since(record: Mapping[str, Any]) -> list[str]:
     return changes
 
 
-@contextmanager
-def recorded_modules(record: Mapping[str, Any]) -> Iterator[None]:
-    """In this block, the recorded modules of the user are imported in place of those of the working folder."""
-    modules = record.get("modules", {})
-    with tempfile.TemporaryDirectory() as name:
-        for module, source in modules.items():
-            Path(name, f"{module}.py").write_text(source, encoding="utf-8")
-            sys.modules.pop(module, None)
-        if modules:
-            sys.path.insert(0, name)
-        try:
-            yield
-        finally:
-            if modules:
-                sys.path.remove(name)
+def recorded_modules(record: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The modules of a start's user: (another name, which no module of the working folder has, the source) by name."""
+    modules = dict(record.get("modules", {}))
+    return {name: (f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}", text) for name, text in modules.items()}
+
+
+def with_recorded_modules(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a start, with the names of its `recorded_modules`."""
+    config = deepcopy(record["config"])
+    for module, (name, _) in recorded_modules(record).items():
+        for section, key in ((config["algo"], "advantage"), (config["algo"]["loss"], "kind")):
+            if section[key].startswith(f"{module}:"):
+                section[key] = name + section[key].removeprefix(module)
+    return config
 
 
 def _versions() -> dict[str, str]:

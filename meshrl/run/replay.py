@@ -4,12 +4,15 @@ compares the digests and metrics of each step with the recorded ones."""
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import sys
+from bdb import BdbQuit
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.cluster.launch import launched
@@ -32,9 +35,9 @@ from meshrl.monitor.rollout_log import answer_files, read_rollouts
 from meshrl.monitor.sinks import read_metrics
 from meshrl.run.folder import is_leased, similar_runs
 from meshrl.run.keeper import Checkpoints
-from meshrl.run.provenance import changes_since, recorded_modules
+from meshrl.run.provenance import changes_since, recorded_modules, with_recorded_modules
 from meshrl.run.signals import run_in_own_loop
-from meshrl.train.checkpoint_files import states
+from meshrl.train.checkpoint_files import MANIFEST, states
 
 Note = Callable[[str], None]
 _NEAR_ZERO = 1e-2  # a metric with a smaller value, such as the loss of an on-policy step, is compared as this one
@@ -99,10 +102,18 @@ def replay(
     for part in recorded.parts:
         for change in changes_since(part.start):
             note(f"step {part.steps[0]}: {change}")
-    with recorded_modules(recorded.parts[-1].start):
-        prepare_ranks(recorded.parts[0].config.cluster)
-        work = _replay(recorded, note, _in_one_process if inline else _as_recorded, inline, stops, into)
-        difference = run_in_own_loop(work, "the replay")
+    with TemporaryDirectory() as name:
+        for module, source in (each for part in recorded.parts for each in recorded_modules(part.start).values()):
+            Path(name, f"{module}.py").write_text(source, encoding="utf-8")
+        sys.path.append(name)
+        try:
+            prepare_ranks(recorded.parts[0].config.cluster)
+            work = _replay(recorded, note, _in_one_process if inline else _as_recorded, inline, stops, into, Path(name))
+            difference = run_in_own_loop(work, "the replay")
+        except BdbQuit as cause:
+            raise ConfigError("the debugger has ended the replay") from cause
+        finally:
+            sys.path.remove(name)
     if difference is not None:
         note(f"step {difference.step} differs: {difference.text}")
     else:
@@ -124,19 +135,23 @@ def _read(run: Path, step: int) -> _Recorded:
         starts, records = read_digests(run)
         if step not in records:
             raise ConfigError(f"{run} has no step {step}; its steps are 1 to {max(records, default=0)}")
-        base = max(((at, folder) for at, folder in states(run / "checkpoints") if at < step), default=None)
-        first, steps = min(starts, default=1), list[int]()
-        if base is None and first > 1:
+        first = min(starts, default=1)
+        begins: list[tuple[int, Path | None]] = [*states(run / "checkpoints")]
+        if first == 1:
+            begins.append((0, None))
+        elif is_there(other := Path(str(starts[first].get("from"))) / MANIFEST):  # of the run that it continues
+            begins.append((first - 1, other.parent))
+        state = max((begin for begin in begins if begin[0] < step), default=None, key=itemgetter(0))
+        if state is None:
             raise ConfigError(
-                f"{run} continues {starts[first].get('from')}, and has no state before step {step}; the nearest step "
-                f"that can be replayed is after {min((at for at, _ in states(run / 'checkpoints')), default=None)}"
+                f"{run} continues {starts[first].get('from')}, which is gone, and has no state before step {step}"
+                + (f"; it can replay steps after {min(at for at, _ in begins)}" if begins else "")
             )
-        state = base or (0, None)
         steps = list(range(state[0] + 1, step + 1))
         answers = answer_files(run, "step")
         missing = [each for each in steps if each not in answers or each not in records]
         if missing:
-            after = [at + 1 for at, _ in states(run / "checkpoints") if at + 1 in answers]
+            after = sorted({at + 1 for at, _ in begins if at + 1 in answers})
             raise ConfigError(
                 f"{run} has no answers of step {missing[0]}, which the replay needs "
                 f"(monitor.rollout_log_every_steps). Steps that it can replay: {after or 'none'}"
@@ -156,11 +171,11 @@ def _parts(starts: dict[int, Record], steps: Sequence[int]) -> list[_Part]:
     parts = list[_Part]()
     for step in steps:
         start = starts[max(first for first in starts if first <= step)]
-        if parts and parts[-1].start["config"] == start["config"]:
+        if parts and all(parts[-1].start.get(key) == start.get(key) for key in ("config", "modules")):
             parts[-1].steps.append(step)
             continue
         try:
-            config = RunConfig.model_validate(start["config"])
+            config = RunConfig.model_validate(with_recorded_modules(start))
         except ValueError as cause:
             raise ConfigError(
                 f"the config of step {step} is not one of this version of meshrl, but of "
@@ -178,11 +193,11 @@ def _as_recorded(cfg: RunConfig) -> RunConfig:
 
 def _in_one_process(cfg: RunConfig) -> RunConfig:
     one = {"executor": "inline", "nodes": 1, "num_train_ranks": 1, "num_rollout_ranks": 0}
-    mesh = type(cfg.train.mesh)()
+    mesh = {"mesh": type(cfg.train.mesh)(), "tensor_model_parallel_size": None}
     return cfg.model_copy(
         update={
             "cluster": cfg.cluster.model_copy(update=one),
-            "train": cfg.train.model_copy(update={"mesh": mesh}),
+            "train": cfg.train.model_copy(update=mesh),
         }
     )
 
@@ -194,23 +209,23 @@ async def _replay(
     inline: bool,
     stops: bool,
     into: Path | None,
+    temporary: Path,
 ) -> FirstDifference | None:
     state = recorded.state[1]
-    with tempfile.TemporaryDirectory() as name:
-        for part in recorded.parts:
-            async with _trainers(layout(part.config)) as trainer:
-                await trainer.load(state, 0)
-                for step in part.steps:
-                    at_break = partial(_stop, trainer) if stops and step == recorded.steps[-1] else None
-                    difference = await _repeat(recorded, part, step, trainer, inline, at_break)
-                    if difference is not None:
-                        return difference
-                    note(f"step {step}: equal")
-                if into is not None or part is not recorded.parts[-1]:  # the next part has another layout
-                    saved = {key: part.start.get(key) for key in ("config", "chat_template", "stop_token_ids")}
-                    async with Checkpoints(into or Path(name), trainer, 1, lambda text: None) as checkpoints:
-                        await checkpoints.save(part.steps[-1], {"kind": "train", **saved}, continues=False)
-                    state = states(checkpoints.folder)[-1][1]
+    for part in recorded.parts:
+        async with _trainers(layout(part.config)) as trainer:
+            await trainer.load(state, 0)
+            for step in part.steps:
+                at_break = partial(_stop, trainer) if stops and step == recorded.steps[-1] else None
+                difference = await _repeat(recorded, part, step, trainer, inline, at_break)
+                if difference is not None:
+                    return difference
+                note(f"step {step}: equal")
+            if into is not None or part is not recorded.parts[-1]:  # the next part has another layout
+                saved = {key: part.start.get(key) for key in ("config", "chat_template", "stop_token_ids")}
+                async with Checkpoints(into or temporary, trainer, 1, lambda text: None) as checkpoints:
+                    await checkpoints.save(part.steps[-1], {"kind": "train", **saved}, continues=False)
+                state = states(checkpoints.folder)[-1][1]
     return None
 
 
@@ -282,8 +297,8 @@ def _metric_difference(
             continue
         allowed = 0.0
         if dtype is not None:
-            is_rounding = name.partition("/")[0] in ("proof", "correction")  # nats, of a difference that is rounding
-            allowed = FLOOR_NATS[dtype] * (1.0 if is_rounding else max(abs(was[name]), _NEAR_ZERO))
+            is_rounding = name.partition("/")[0] in ("proof", "correction", "loss")  # nats, or sums that are near 0
+            allowed = FLOOR_NATS[dtype] * max(abs(was[name]), 1.0 if is_rounding else _NEAR_ZERO)
         if not (abs(value - was[name]) <= allowed or value == was[name] or (value != value and was[name] != was[name])):
             return FirstDifference(step=step, text=f"{name} was {was[name]!r}, is {value!r}")
     return None

@@ -35,13 +35,7 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None) -> tuple[str,
     Needs the model folder from which the run started, and host memory for the full model in its master dtype, or, with
     LoRA, for two models in the compute dtype.
     """
-    if is_there(out):
-        raise CheckpointError(f"{out} already exists; give the name of a new folder")
-    if out.suffix.lower() in _MODEL_FILES:
-        raise CheckpointError(
-            f"{out} is the name of a file, but a folder is written; give a name such as {out.with_suffix('')}. "
-            "llama.cpp's convert_hf_to_gguf.py makes a GGUF file of it"
-        )
+    _require_new_folder(out)
     if not is_there(checkpoint):
         raise CheckpointError(
             f"{checkpoint} does not exist; give the folder of a run or of a checkpoint, or a GGUF file"
@@ -74,9 +68,20 @@ def convert(checkpoint: Path, out: Path, dtype: str | None = None) -> tuple[str,
     return text, _write(folder, out, dtype)
 
 
+def _require_new_folder(out: Path) -> None:
+    if is_there(out):
+        raise CheckpointError(f"{out} already exists; give the name of a new folder")
+    if out.suffix.lower() in _MODEL_FILES:
+        raise CheckpointError(
+            f"{out} is the name of a file, but a folder is written; give a name such as {out.with_suffix('')}. "
+            "llama.cpp's convert_hf_to_gguf.py makes a GGUF file of it"
+        )
+
+
 def convert_step(run: Path, step: int, out: Path, dtype: str | None = None) -> tuple[str, float | None]:
     """`convert` of the model after `step` steps of a run. That of a step without a checkpoint is made by a replay, and
     written only if all of its steps are equal to the run's, to the bit."""
+    _require_new_folder(out)
     with TemporaryDirectory() as name:
         if step not in dict(states(run / "checkpoints")):
             if (difference := replay(run, step, print_message, into=Path(name))) is not None:

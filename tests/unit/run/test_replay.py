@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from bdb import BdbQuit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,21 +22,29 @@ from meshrl.run.replay import replay
 RUN = (
     *("cluster.executor=inline", "loop.num_steps=3", "loop.save_every_steps=1", "train.updates_per_step=2"),
     "run.keep_checkpoints=5",
-    *("algo.kl.coef=0.1", "loop.max_replaced_groups=1", "reward.terms.ascii.kind=tiny_run:differs_for_some"),
+    *("algo.kl.coef=0.1", "loop.max_replaced_groups=1", "reward.terms.ascii.kind=tiny_run:abstains_for_some"),
+    "algo.advantage=removed_advantage:centred",
 )
+ADVANTAGE = "def centred(groups):\n    return [group.rewards - group.rewards.mean() for group in groups]\n"
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five steps of two updates with replaced groups: three with a reference, and two after a resume with another rate,
-    of which rows without a gradient are scored only in part. Only the state after step 3 is left."""
+    """Five steps of two updates with replaced groups and abstaining rewards: three with a reference and an advantage of
+    the user, whose module is gone, and two after a resume with another rate, of which rows without a gradient are
+    scored only in part. Only the state after step 3 is left."""
     folder = tmp_path_factory.mktemp("recorded")
     config = write_run(folder)
     written = json.loads(config.read_text())
     written["model"]["path"], written["data"]["path"] = str(folder / "model"), str(folder / "rows.jsonl")
     config.write_text(json.dumps(written))
+    module = folder / "removed_advantage.py"
+    module.write_text(ADVANTAGE)
     train(config, "run", *RUN)
-    run = train(config, "run", *RUN, "loop.num_steps=5", "run.resume=auto", "train.optimizer.lr=0.02", "algo.kl.coef=0")
+    module.unlink()
+    sys.modules.pop(module.stem)
+    others = ("run.resume=auto", "train.optimizer.lr=0.02", "algo.kl.coef=0", "algo.advantage=grpo")
+    run = train(config, "run", *RUN, "loop.num_steps=5", *others)
     shutil.copy(run / "checkpoints/step_000005/model/model.safetensors", folder)
     for step in (1, 2, 4, 5):
         shutil.rmtree(run / f"checkpoints/step_{step:06d}", ignore_errors=True)
@@ -81,6 +91,53 @@ def test_the_model_of_a_step_without_a_checkpoint_is_the_one_that_the_run_had(
     assert cli.main(["convert", str(run), "--step", "5", str(tmp_path / "other")]) == 1
     assert "no model is written, because step 5 of the replay differs" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+    assert cli.main(["convert", str(run), "--step", "5", str(tmp_path / "model")]) == 2
+    assert "replaying" not in (printed := capsys.readouterr().err) and "already exists" in printed
+
+
+def of_start(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the record of the start that made steps 4 and 5."""
+    changed_line(run / "digests.jsonl", -3, change)
+
+
+def continues_another_run(run: Path, state: Path) -> None:
+    """As if it had only the steps after a state of another run."""
+    shutil.rmtree(run / "checkpoints")
+    of_start(run, lambda record: record.update({"from": str(state)}))
+    lines = (run / "digests.jsonl").read_text().splitlines(keepends=True)
+    (run / "digests.jsonl").write_text("".join(lines[-3:]))
+
+
+def test_a_run_that_continues_another_one_begins_at_the_state_of_that_run(run: Path, recorded: Path):
+    continues_another_run(run, recorded / "checkpoints/step_000003/state")
+    lines = list[str]()
+    assert replay(run, 5, lines.append) is None
+    assert lines[-1] == "2 steps: equal to the bit"
+
+
+def test_a_run_of_several_ranks_is_replayed_in_one_process(run: Path):
+    def layout(record: dict[str, Any]) -> None:
+        record["config"]["cluster"].update(num_train_ranks=2, executor="processes")
+        record["config"]["train"].update(tensor_model_parallel_size=2, mesh={"tp": 2})
+
+    of_start(run, layout)
+    lines = list[str]()
+    assert replay(run, 5, lines.append, inline=True) is None
+    assert lines[-1] == "2 steps: equal within rounding"
+
+
+def test_a_breakpoint_has_samples_and_gradients_and_the_debugger_may_end_the_replay(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def hook() -> None:
+        names = sys._getframe(1).f_locals
+        assert all(sample.loss_weight is not None for sample in names["samples"])
+        assert names["gradients"]["model.embed_tokens.weight"].any()
+        raise BdbQuit
+
+    monkeypatch.setattr(sys, "breakpointhook", hook)
+    assert cli.main(["replay", str(run), "--step", "5", "--break"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "meshrl: the debugger has ended the replay"
 
 
 def changed_line(path: Path, number: int, change: Callable[[dict[str, Any]], object]) -> None:
@@ -163,7 +220,7 @@ def test_other_code_is_named_and_the_exit_codes_are_0_1_and_2(
 ):
     arguments = ["replay", str(run), "--step"]
     assert cli.main([*arguments, "4"]) == 0
-    changed_line(run / "digests.jsonl", -3, lambda record: record.update(code="another"))
+    of_start(run, lambda record: record.update(code="another"))
     rate = train_step.learning_rate
     monkeypatch.setattr(train_step, "learning_rate", lambda *args: rate(*args) * (1 + 1e-4))
     assert cli.main([*arguments, "4"]) == 1
@@ -185,7 +242,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "answers that are gone": (
         lambda run: (run / "rollouts/step_000004.jsonl").unlink(),
         "has no answers of step 4, which the replay needs (monitor.rollout_log_every_steps). Steps that it can replay: "
-        "none",
+        "[1]",
     ),
     "damaged answers": (lambda run: (run / "rollouts/step_000005.jsonl").write_text("{}\n"), "step_000005.jsonl:1: "),
     "answers with images": (
@@ -197,8 +254,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "metrics that are gone": (lambda run: (run / "metrics.jsonl").write_text(""), "has no line of step 4"),
     "a key of another version": (
-        lambda run: changed_line(run / "digests.jsonl", -3, lambda r: r["config"]["algo"].update(gamma_2=1)),
+        lambda run: of_start(run, lambda r: r["config"]["algo"].update(gamma_2=1)),
         "the config of step 4 is not one of this version of meshrl, but of ",
+    ),
+    "another run that is gone": (
+        lambda run: continues_another_run(run, Path("/nowhere")),
+        "continues /nowhere, which is gone, and has no state before step 5",
     ),
     "a model that is gone": (
         lambda run: (
