@@ -4,17 +4,15 @@ records cost.
     python benchmarks/replay.py             # about half an hour on two cores
     python benchmarks/replay.py --smoke
 
-Each run has 40 steps of the quickstart's task, is killed twice at random moments by SIGKILL, and continues. Then ten of
-its steps, drawn at random, are repeated, each from the nearest state before it or from the beginning of the run. The
-time of a replay is that of its steps, over the time that the run took for the same steps.
+Each run has 40 steps, five of the quickstart's task and one with tools, is killed twice at random moments by SIGKILL,
+and continues. Then ten of its steps, drawn at random, are repeated, each from the nearest state before it or from the
+beginning of the run. The time of a replay is that of its steps, over the time that the run took for the same steps.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +33,7 @@ from meshrl.run.replay import replay
 from meshrl.tools.report.page import write_report
 from meshrl.train import engine
 
-QUICKSTART = ROOT / "examples" / "quickstart"
+QUICKSTART, MULTI_TURN = ROOT / "examples" / "quickstart", ROOT / "examples" / "multi_turn"
 NUM_STEPS, NUM_KILLS, NUM_REPLAYED = 40, 2, 10
 ASYNC = ("loop.kind=fully_async", "loop.max_staleness=2", "cluster.num_train_ranks=1", "cluster.num_rollout_ranks=1")
 CORRECTED = ("train.updates_per_step=2", "algo.kl.coef=0.05", "algo.loss.kind=gspo", "loop.max_replaced_groups=8")
@@ -45,33 +43,41 @@ RUNS: dict[str, tuple[str, ...]] = {
     "LoRA in bf16": ("model.lora.enabled=true", "model.dtype=bfloat16"),
     "mixture with router replay": ("rollout.router_replay=true",),
     "fully_async, staleness 2": ASYNC,
+    "tools, several turns": (),
 }
+TOOLS = "tools, several turns"  # the task of examples/multi_turn
 OTHER_RANKS = "GRPO"  # continues with one rank in place of two after its first kill
 
 
 def warm_start(folder: Path, smoke: bool) -> dict[str, Path]:
-    """Models that solve some problems, with their rows: the quickstart's, and a mixture of experts."""
+    """Models that solve some problems, with their rows: the quickstart's, a mixture of experts, and one with tools."""
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    task = [sys.executable, str(QUICKSTART / "task.py"), "--seed", "0", "--out"]
-    subprocess.run([*task, str(folder / "start")], check=True, capture_output=True)
+    for example in (QUICKSTART, MULTI_TURN):
+        task = [sys.executable, str(example / "task.py"), "--seed", "0", "--out", str(folder / example.name)]
+        subprocess.run(task, check=True, capture_output=True)
+    start = folder / QUICKSTART.name
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
-    tokenizer = AutoTokenizer.from_pretrained(folder / "start", trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=False)
     mixture = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(vocab_size=len(tokenizer), initializer_range=0.08, tie_word_embeddings=True, **sizes, **experts)
     )
     mixture.save_pretrained(folder / "mixture")
     tokenizer.save_pretrained(folder / "mixture")
-    models = {}
-    for name, model in (("dense", folder / "start"), ("mixture", folder / "mixture")):
-        steps = 3 if smoke else 100
+    models, steps = {}, 3 if smoke else 150
+    for name, model, example in (
+        ("dense", start, QUICKSTART),
+        ("mixture", folder / "mixture", QUICKSTART),
+        ("tools", folder / MULTI_TURN.name, MULTI_TURN),
+    ):
         run_to_end(
             [
-                *("sft", str(QUICKSTART / "sft.yaml"), f"run.folder={folder}", f"run.name=sft_{name}"),
-                *(f"model.path={model}", f"sft.path={folder / 'start' / 'warmup.jsonl'}", f"sft.num_steps={steps}"),
+                *("sft", str(example / "sft.yaml"), f"run.folder={folder}", f"run.name=sft_{name}"),
+                *(f"model.path={model}", f"sft.path={folder / example.name / 'warmup.jsonl'}"),
+                f"sft.num_steps={steps}",
                 *("cluster.num_train_ranks=1", "train.scheduler.warmup_steps=0"),
             ]
         )
@@ -85,30 +91,38 @@ def run_to_end(arguments: list[str]) -> None:
         sys.exit(f"meshrl {' '.join(arguments)}\n{done.stderr[-3000:]}")
 
 
+def folder_name(name: str) -> str:
+    return name.replace(" ", "_").replace(",", "")
+
+
+def example_of(name: str) -> Path:
+    return MULTI_TURN if name == TOOLS else QUICKSTART
+
+
 def settings(folder: Path, name: str, model: Path, num_steps: int) -> list[str]:
     return [
         *(
             f"run.folder={folder}",
-            f"run.name={name.replace(' ', '_')}",
+            f"run.name={folder_name(name)}",
             "run.resume=auto",
             f"loop.save_every_steps={num_steps // 8 or 1}",
         ),
-        *(f"model.path={model}", f"data.path={folder / 'start' / 'train.jsonl'}", "data.eval_path=null"),
+        *(f"model.path={model}", f"data.path={folder / example_of(name).name / 'train.jsonl'}", "data.eval_path=null"),
         *(f"loop.num_steps={num_steps}", "loop.prompts_per_step=16", "train.scheduler.warmup_steps=0", *RUNS[name]),
     ]
 
 
 def recorded(folder: Path, name: str, model: Path, num_steps: int, draw: random.Random, smoke: bool) -> Path:
     """A run that is killed and continues."""
-    keys, run = settings(folder, name, model, num_steps), folder / name.replace(" ", "_")
-    command = [sys.executable, "-m", "meshrl", "train", str(QUICKSTART / "grpo.yaml")]
+    keys, run = settings(folder, name, model, num_steps), folder / folder_name(name)
+    command = [sys.executable, "-m", "meshrl", "train", str(example_of(name) / "grpo.yaml")]
     for kill in range(1 if smoke else NUM_KILLS):
         process = subprocess.Popen([*command, *keys], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = 2 if smoke else draw.randint(8 + 13 * kill, 12 + 13 * kill)  # steps
         while process.poll() is None and not (run / "rollouts" / f"step_{until:06d}.jsonl").exists():
             time.sleep(0.02)
         time.sleep(draw.random() * 0.2)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
         if name == OTHER_RANKS:
             keys.append("cluster.num_train_ranks=1")
@@ -190,7 +204,7 @@ def main() -> None:
         share, of_bytes = (median(values) for values in zip(*costs, strict=True))
         report.raw["cost"] = costs
         for name in args.only[:1] if args.smoke else args.only:
-            model = models["mixture" if name.startswith("mixture") else "dense"]
+            model = models[first if (first := name.partition(" ")[0].strip(",")) in models else "dense"]
             run = recorded(folder, name, model, num_steps, draw, args.smoke)
             seconds = seconds_of_steps(run)
             steps = sorted(draw.sample(range(1, num_steps + 1), 2 if args.smoke else NUM_REPLAYED))
