@@ -29,7 +29,7 @@ from meshrl.loops import train_step
 from meshrl.monitor.digests import DIGESTS_FILE, DigestLog, read_digests
 from meshrl.monitor.sinks import read_metrics
 from meshrl.run import start
-from meshrl.run.replay import replay
+from meshrl.tools.replay import replay
 from meshrl.tools.report.page import write_report
 from meshrl.train import engine
 

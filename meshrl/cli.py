@@ -304,7 +304,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from meshrl.run.replay import replay
+    from meshrl.tools.replay import replay
 
     stops = getattr(args, "break")
     try:

@@ -16,8 +16,8 @@ from meshrl.model.lora import ADAPTER_FOLDER, add_adapters, joint_experts, save_
 from meshrl.model.recipe import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.save import save_pretrained
 from meshrl.run.folder import similar_runs, state_in
-from meshrl.run.replay import replay
 from meshrl.run.subject import find_subject
+from meshrl.tools.replay import replay
 from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller, state_folder, states
 from meshrl.train.state import load_model
 

@@ -17,7 +17,7 @@ from meshrl import cli
 from meshrl.loops import train_step
 from meshrl.monitor.digests import read_digests
 from meshrl.monitor.sinks import read_metrics
-from meshrl.run.replay import replay
+from meshrl.tools.replay import replay
 
 RUN = (
     *("cluster.executor=inline", "loop.num_steps=3", "loop.save_every_steps=1", "train.updates_per_step=2"),
