@@ -28,6 +28,7 @@ OTHER_NULLS = {
     "loop": "num_epochs",
     "model": "router_dtype",
     "monitor": "wandb_project",
+    "reward.terms.NAME": "envs",
     "rollout": "endpoint.api_key_env endpoint.url sglang.api_key_env sglang.url",
     "run": "keep_models module_folder",
     "sft": "images chat_template eval_fraction eval_path eval_split format num_epochs prompt split subset system tools",
