@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
 from meshrl.cluster.actors import UpdateReport
 from meshrl.cluster.rows import PlannedRows
 from meshrl.core.columns import COLUMNS
+from meshrl.monitor.digests import Record
 from meshrl.sync.digest import array_digest
 from meshrl.train.engine import ShardDigests, StepReport
 
-Record = dict[str, Any]
 _COLUMNS = {
     "samples": [each.name for each in COLUMNS if each.made_by in ("flatten", "sampler")],
     "reference logprobs": ["ref_logprobs"],

@@ -24,8 +24,9 @@ from meshrl.core.types import Metric, Sample, Trajectory
 from meshrl.loops.collect import check_failures
 from meshrl.loops.finish_step import rollout_metrics
 from meshrl.loops.job import Job
-from meshrl.loops.step_record import Record, update_record
+from meshrl.loops.step_record import update_record
 from meshrl.loops.sync_and_probe import SamplerProof, contexts_to_probe, probe_result
+from meshrl.monitor.digests import Record
 from meshrl.monitor.metrics import histogram
 from meshrl.monitor.recorder import Spans
 from meshrl.monitor.token_log import TrainerValues

@@ -25,10 +25,10 @@ _MODULE_BYTES = 64 << 10  # a larger one is not copied
 
 def start_record(config: RunConfig, chat: ChatFiles, start: Start | None, run: Path) -> dict[str, Any]:
     """The line of a start in digests.jsonl. config: as planned. start: the state that it continues from."""
-    is_foreign = start is not None and start.folder is not None and not start.is_of(run)
+    other = None if start is None or start.is_of(run) else start.folder
     return {
         "config": config.model_dump(mode="json"),
-        "from": str(start.folder) if is_foreign and start is not None else None,
+        "from": None if other is None else str(other),
         "chat_template": chat.template,
         "stop_token_ids": chat.stop_token_ids,
         "versions": _versions(),

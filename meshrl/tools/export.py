@@ -44,11 +44,7 @@ NUM_ROWS = 16  # answers that are scored, at most
 # Largest mean KL of a token, and largest difference of a tensor from the run's as a share of its norm.
 BOUNDS = {"f32": (1e-5, 1e-5), "f16": (1e-3, 1e-3), "bf16": (1e-2, 4e-3), "q8_0": (2e-2, 3e-2), "merged": (2e-2, 1.0)}
 MIN_AGREEMENT = 0.9  # share of the tokens for which both models have the same most likely one
-MAX_DISTANCE = {
-    "float32": 1e-2,
-    "bfloat16": 1e-1,
-    "float16": 1e-1,
-}  # of logprobs from the recorded ones, by model.dtype
+MAX_DISTANCE = {"float32": 1e-2, "bfloat16": 1e-1, "float16": 1e-1}  # nats from the recorded logprobs, by model.dtype
 _SHOWN = ("algo.", "data.", "loop.", "model.", "reward.", "rollout.sampling.", "sft.", "train.")  # in a model card
 
 
@@ -72,12 +68,8 @@ class Export:
         self.proof: list[str] = []
         self.sampling = dict[str, float]()  # of the run's training, in Ollama's words
         if not self.is_sft:
-            self.sampling |= {
-                "temperature": self.config["rollout"]["sampling"]["temperature"],
-                "top_p": 1.0,
-                "top_k": 0,
-            }
-            self.sampling |= {"min_p": 0.0, "repeat_penalty": 1.0}
+            temperature = self.config["rollout"]["sampling"]["temperature"]
+            self.sampling |= {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
         self._rows, self._answers = list[Sample](), list[Trajectory]()
 
     def write(self, push: str | None = None) -> str:
@@ -231,9 +223,7 @@ class Export:
             plain = f"model.path={folder}", "sft.chat_template=null", "sft.chat_template_kwargs={}"
             rows, _ = self._conversations(*plain)
             rendered = [(new.tokens, row.tokens) for new, row in zip(rows, self._rows, strict=True)]
-        elif (
-            self.config.get("agent", {}).get("kind", "single_turn") == "single_turn"
-        ):  # others render more than the row
+        elif self.config.get("agent", {}).get("kind", "single_turn") == "single_turn":  # others add to the row
             rendered = [(render(read, a.prompt.messages or []), a.turns[0].context_ids) for a in self._answers]
         for new, own in rendered:
             if not np.array_equal(new, own):

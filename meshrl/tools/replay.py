@@ -40,7 +40,7 @@ from meshrl.run.signals import run_in_own_loop
 from meshrl.train.checkpoint_files import MANIFEST, states
 
 Note = Callable[[str], None]
-_NEAR_ZERO = 1e-2  # a metric with a smaller value, such as the loss of an on-policy step, is compared as this one
+_NEAR_ZERO = 1e-2  # with another layout, a metric with a smaller value may differ as much as one with this value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
