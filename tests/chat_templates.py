@@ -35,11 +35,18 @@ TEMPLATES = [
     Template("DeepSeek-V3", "deepseekv3", REFUSED, OWN_ROW, REFUSED),
     Template("Gemma, Gemma 2", "gemma", "<end_of_turn>", system=REFUSED),
     Template("Gemma 3", "gemma3", "<end_of_turn>"),
-    Template("Gemma 4", "gemma4_v5", "<turn|>", tools=NO_RESULTS, thinking="enable_thinking"),
+    Template("Gemma 4", "gemma4_v5", "<turn|>", tools=RESULTS, thinking="enable_thinking", stops=("<|tool_response>",)),
     Template(
-        "GLM-4.5 MoE", "glm4moe", REFUSED, OWN_ROW, REFUSED, RESULTS, "rendered", "enable_thinking", ("<|user|>",)
+        "GLM-4.5 MoE",
+        "glm4moe",
+        REFUSED,
+        OWN_ROW,
+        REFUSED,
+        RESULTS,
+        thinking="enable_thinking",
+        stops=("<|user|>", "<|observation|>"),
     ),
-    Template("gpt-oss", "gptoss", "<|return|>", REFUSED, REFUSED, REFUSED),
+    Template("gpt-oss", "gptoss", "<|return|>", REFUSED, REFUSED, RESULTS, stops=("<|call|>",)),
     Template("LFM2", "lfm2_v2", IM_END, tools=RESULTS),
     Template("LFM2.5", "lfm2_2_5_v2", IM_END, tools=RESULTS),
     Template("Llama 3", "llama3", "<|eot_id|>"),
@@ -73,8 +80,8 @@ of a further turn is the conversation as the template renders it; and an answer 
 - **a further turn**: in a conversation, the context after an answer continues the answer's row, or is a row of its own,
   because the template renders earlier answers differently (without their thinking).
 - **SFT of several answers**: `meshrl sft` trains a conversation as one row, or refuses it: give a row for each answer.
-- **tools**: whether the template describes tools to the model, and renders their results after an answer that contains
-  the call as text, as `agent.kind: multi_turn` needs it.
+- **tools**: whether the template describes tools to the model, and renders their results after an answer with a call,
+  as `agent.kind: multi_turn` needs it.
 - **thinking**: the variable of `data.chat_template_kwargs` that switches thinking on and off in the generation prompt.
 
 """

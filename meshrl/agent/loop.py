@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 
 from meshrl.agent.flatten import TurnError, attach, path_ids
 from meshrl.agent.mcp import McpServer
-from meshrl.agent.parsing import format_name, parse
+from meshrl.agent.parsing import for_template, format_name, function_call, parse
 from meshrl.agent.python_tool import python_tool
 from meshrl.agent.search import search_tool
 from meshrl.agent.tools import ERROR, TOOLS, Tool, as_tool, call_tools, check_limits
@@ -37,7 +37,7 @@ from meshrl.core.types import (
     freeze,
     turn_seed,
 )
-from meshrl.data.chat import Message, continuation_ids, image_literal, render, render_text
+from meshrl.data.chat import Message, continuation_ids, image_literal, needs_calls, render, render_text
 from meshrl.data.decode import answer_text
 from meshrl.data.media import find_spans
 from meshrl.data.order import PromptFeed
@@ -204,8 +204,18 @@ def next_context(
     """
     if not trajectory.prompt.messages:
         raise DataError(f"prompt {trajectory.prompt.id!r} has no messages; a conversation needs them")
-    conversation = [*trajectory.prompt.messages, *(m for turn in trajectory.turns for m in turn.messages)]
+    conversation, with_calls = list(trajectory.prompt.messages), needs_calls(ctx.tokenizer)
+    for turn in trajectory.turns:
+        answer = _parsed_answer(turn, ctx, tools or ()) if with_calls else turn.messages[-1]
+        conversation += [*turn.messages[:-1], answer]
     return context_after(trajectory, len(trajectory.turns) - 1, conversation, new, ctx, tools)
+
+
+def _parsed_answer(turn: Turn, ctx: AgentContext, tools: Sequence[dict[str, Any]]) -> Message:
+    stops = ctx.sampling.stop_token_ids
+    parsed = parse(ctx.tokenizer, turn.output_ids, context=turn.context_ids, tools=tools, stop_ids=stops)
+    calls = tuple(replace(call, name=call.name or "unknown") for call in parsed.tool_calls)  # each one is answered
+    return for_template(replace(parsed, tool_calls=calls).as_message())
 
 
 def context_after(
@@ -220,17 +230,20 @@ def context_after(
     generation prompt. int32[C].
 
     A template may render the conversation differently when other messages follow (it may drop earlier thinking). Then
-    the context is rendered again, and the next turn starts a new row.
+    the context is rendered again, and the next turn starts a new row. It renders no answer with `tool_calls` so, which
+    only a template gets that needs them (`needs_calls`), as it gets no reasoning in the content of an answer.
     """
     *history, answer = conversation
-    before = render_text(ctx.tokenizer, history, tools=tools)
-    after = render_text(ctx.tokenizer, [*history, answer, *new], tools=tools)
-    is_prefix = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
-    if not is_prefix:
+    calls = answer.get("tool_calls", ())
+    if not calls:
+        before = render_text(ctx.tokenizer, history, tools=tools)
+        after = render_text(ctx.tokenizer, [*history, answer, *new], tools=tools)
+        is_prefix = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
+    if not calls and (not is_prefix or answer.get("reasoning_content")):
         return render(ctx.tokenizer, [*history, answer, *new], tools=tools, media=trajectory.prompt.media)
     so_far, stops = path_ids(trajectory.turns, index), ctx.sampling.stop_token_ids
     last = int(so_far[-1])
-    added = continuation_ids(ctx.tokenizer, new, stops, tools, ended_by=last if last in stops else None)
+    added = continuation_ids(ctx.tokenizer, new, stops, tools, last if last in stops else None, calls)
     return np.concatenate([so_far, added])
 
 
@@ -322,7 +335,7 @@ class MultiTurn:
             turn = await take_turn(trajectory, context, generate, ctx, new)
             if turn is None or turn.stop_reason != "stop":
                 return trajectory
-            calls = parse(ctx.tokenizer, turn.output_ids, context=context, tools=self.tools).tool_calls
+            calls = parse(ctx.tokenizer, turn.output_ids, context=turn.context_ids, tools=self.tools).tool_calls
             if not calls:
                 return trajectory
             if len(trajectory.turns) == self.max_turns:
@@ -333,6 +346,8 @@ class MultiTurn:
             for message in new:
                 if image_literal(ctx.tokenizer, message["content"]):
                     message["content"] = f"{ERROR}the answer has a token that stands for an image"
+            if needs_calls(ctx.tokenizer):
+                new = [{**m, "tool_call_id": call.id, "name": call.name} for m, call in zip(new, calls)]
             context = next_context(trajectory, new, ctx, self.tools)
 
 
@@ -353,23 +368,32 @@ def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[M
         )
     if not isinstance(agent, MultiTurn):
         return None
-    call, answer = {"role": "assistant", "content": "a call"}, {"role": "tool", "content": _ANSWER}
-    contexts = {"the answer of a tool": [call, answer], "two calls in one answer": [call, answer, answer]}
+    with_calls, name = needs_calls(tokenizer), agent.tools[0]["function"]["name"]
+
+    def answered(*ids: str) -> list[Message]:
+        call: Message = {"role": "assistant", "content": "a call"}
+        if not with_calls:
+            return [call, *({"role": "tool", "content": _ANSWER} for _ in ids)]
+        call |= {"content": "", "tool_calls": [function_call(i, name, _ARGUMENTS) for i in ids]}
+        return [call, *({"role": "tool", "content": _ANSWER, "tool_call_id": i, "name": name} for i in ids)]
+
+    first, second = "call00001", "call00002"
+    contexts = {"the answer of a tool": answered(first), "two calls in one answer": answered(first, second)}
     if agent.max_turns > 2:
-        contexts["the answer to a second call"] = [call, answer, call, answer]
-    for name, new in contexts.items() if agent.max_turns > 1 else ():
+        contexts["the answer to a second call"] = [*answered(first), *answered(second)]
+    for case, new in contexts.items() if agent.max_turns > 1 else ():
         try:
             rendered = render_text(tokenizer, [*messages, *new], tools=agent.tools)
         except DataError as cause:
-            fewer = ", or agent.args.max_turns: 2" if name == "the answer to a second call" else ""
+            fewer = ", or agent.args.max_turns: 2" if case == "the answer to a second call" else ""
             other = advice.format(f"an agent without tools{fewer}")
-            raise ConfigError(f"{template}: it can't render {name}: {cause}. {other}") from cause
+            raise ConfigError(f"{template}: it can't render {case}: {cause}. {other}") from cause
         if _ANSWER not in rendered:
             raise ConfigError(
                 f"{template}: it leaves out messages of the role tool, the answers of tools. "
                 f"{advice.format('an agent without tools')}"
             )
-    written = _rendered_call(agent, tokenizer, messages)
+    written = _rendered_call(agent, name, tokenizer, messages)
     if written is None:
         return (
             f"{template}: it renders no `tool_calls` of messages, so it does not show how the model writes a call. "
@@ -386,13 +410,11 @@ def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[M
     return None
 
 
-def _rendered_call(agent: Agent, tokenizer: Any, messages: Sequence[Message]) -> str | None:
-    """A call of the first tool as the template writes it; None if it does not."""
+def _rendered_call(agent: Agent, name: str, tokenizer: Any, messages: Sequence[Message]) -> str | None:
+    """A call of this tool as the template writes it; None if it does not."""
     before = render_text(tokenizer, messages, tools=agent.tools)
-    name = agent.tools[0].get("function", agent.tools[0]).get("name")
     for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):  # templates want one or the other
-        call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": arguments}}
-        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        message = {"role": "assistant", "content": "", "tool_calls": [function_call("call00001", name, arguments)]}
         try:
             text = render_text(tokenizer, [*messages, message], tools=agent.tools)
         except DataError:

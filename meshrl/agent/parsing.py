@@ -45,6 +45,43 @@ class ParsedAnswer:
     reasoning_content: str
     tool_calls: tuple[ToolCall, ...]
 
+    def as_message(self, prefix: str = "") -> dict[str, Any]:
+        """As a chat API returns it. A call without a name stays text. prefix: of the ids of calls."""
+        unnamed = [call.arguments for call in self.tool_calls if not call.name]
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, [self.content, *unnamed]))}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if calls := [call for call in self.tool_calls if call.name]:
+            message["tool_calls"] = [function_call(prefix + call.id, call.name, call.arguments) for call in calls]
+        return message
+
+
+def function_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """A call as messages have it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def as_value(arguments: Any) -> Any:
+    """The arguments of a call: as values, where their text is JSON; a malformed call of the model stays a text."""
+    try:
+        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def as_object(arguments: str) -> dict[str, Any]:
+    """As values; a text that is no JSON object is the value of `malformed`."""
+    value = as_value(arguments)
+    return value if isinstance(value, dict) else {"malformed": arguments}
+
+
+def for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of `as_message` with the arguments of its calls as values, which templates want."""
+    if "tool_calls" not in message:
+        return message
+    calls = [(call["id"], call["function"]) for call in message["tool_calls"]]
+    return {**message, "tool_calls": [function_call(i, f["name"], as_object(f["arguments"])) for i, f in calls]}
+
 
 def parse(
     tokenizer: Any,

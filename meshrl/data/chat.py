@@ -433,6 +433,7 @@ def continuation_ids(
     stop_ids: Iterable[int],
     tools: Tools = None,
     ended_by: int | None = None,
+    calls: Sequence[Mapping[str, Any]] = (),
 ) -> np.ndarray:
     """The context tokens that follow a sampled answer: the template's tokens from just after the answer's stop token,
     through these messages, to the next generation prompt. int32[C]. Sampled text is not encoded again.
@@ -442,15 +443,34 @@ def continuation_ids(
     ended_by: the one of stop_ids with which the answer ends. None = a stop string ended it: then the template's own end
     of the turn comes first, as context that is not trained. Some templates, such as GLM's, write no end: their stop ids
     begin the next message. Then this token is context, too, unless it is the one that was sampled.
+    calls: those of the answer as messages have them, for a template of which `needs_calls` is true.
     """
-    full = render(tokenizer, [*_placeholder(), *messages], tools=tools)
+    question, answer = _placeholder()
+    if calls:
+        stand_ins = [{**c, "function": {**c["function"], "arguments": {"stand_in": _CONTENT}}} for c in calls]
+        answer = {"role": "assistant", "content": "", "tool_calls": stand_ins}
+    full = render(tokenizer, [question, answer, *messages], tools=tools)
     start = _content_end(tokenizer, full)
-    if ended_by is None:
+    if ended_by is None and not calls:
         return full[start:]
     end = _turn_end(tokenizer, full, start, frozenset(stop_ids))
-    if ended_by != full[end - 1] and int(full[end - 1]) not in _end_of_turn(tokenizer):
-        return full[end - 1 :]
-    return full[end:]
+    is_sampled = ended_by == full[end - 1] or (ended_by is not None and int(full[end - 1]) in _end_of_turn(tokenizer))
+    return full[end if is_sampled else end - 1 :]
+
+
+def needs_calls(tokenizer: Any) -> bool:
+    """Whether the template renders the answer of a tool only after a message with `tool_calls`, as that of gpt-oss."""
+    question, answer = _placeholder()
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    result = {"role": "tool", "content": _CONTENT, "tool_call_id": "call00001", "name": "f"}
+
+    def is_shown(answer: Message) -> bool:
+        try:
+            return _CONTENT in render_text(tokenizer, [question, answer, result])
+        except DataError:
+            return False
+
+    return not is_shown({**answer, "content": "x"}) and is_shown({**answer, "content": "", "tool_calls": [call]})
 
 
 def _turn_end(tokenizer: Any, ids: np.ndarray, start: int, stops: frozenset[int]) -> int:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 from meshrl.agent.endpoint import dialect
 from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest
-from meshrl.agent.endpoint.dialect import Body, Event, WireFormat
+from meshrl.agent.endpoint.dialect import Body, Event, Parts, WireFormat
 from meshrl.data.chat import Message
 
 
 def read(body: Body) -> Ask:
-    dialect.require_allowed(body)
-    tools = [_tool(each) for each in dialect.objects(body, "tools", dialect.MAX_TOOLS)]
-    messages = [
-        _message(each, f"messages[{i}]")
-        for i, each in enumerate(dialect.objects(body, "messages", dialect.MAX_MESSAGES))
-    ]
-    options = body.get("stream_options") or {}
-    return Ask(
-        messages=dialect.require_conversation(messages),
-        tools=dialect.chosen(body, tools),
-        max_tokens=dialect.count(body, "max_completion_tokens", "max_tokens"),
+    listed, options = dialect.objects(body, "messages", dialect.MAX_MESSAGES), body.get("stream_options")
+    return dialect.conversation(
+        body,
+        [_message(each, f"messages[{i}]") for i, each in enumerate(listed)],
+        _tool,
+        "max_completion_tokens",
+        "max_tokens",
         stop=dialect.texts(body, "stop"),
-        sampling=dialect.sampling_of(body),
-        stream=bool(body.get("stream")),
         usage=isinstance(options, dict) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
     )
@@ -93,35 +88,28 @@ def answer(ask: Ask, reply: ModelReply, model: str) -> Body:
     }
 
 
-class ChatStream:
-    """AnswerStream of chunks."""
+async def stream(ask: Ask, reply_id: str, model: str, parts: Parts) -> AsyncIterator[list[Event]]:
+    head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": 0, "model": model}
 
-    def __init__(self, ask: Ask, reply_id: str, model: str):
-        self._ask, self._sent = ask, ""
-        self._head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": 0, "model": model}
+    def chunk(delta: Body, **choice: Any) -> Event:
+        return None, head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None} | choice]}
 
-    def _chunk(self, delta: Body, **choice: Any) -> Event:
-        return None, self._head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None} | choice]}
-
-    def begin(self) -> list[Event]:
-        return [self._chunk({"role": "assistant", "content": ""})]
-
-    def text(self, part: str) -> list[Event]:
-        self._sent += part
-        return [self._chunk({"content": part})]
-
-    def end(self, reply: ModelReply) -> list[Event]:
-        message, rest = reply.message, reply.message["content"][len(self._sent) :]
-        deltas: list[Body] = []
-        if message.get("reasoning_content"):
-            deltas.append({"reasoning_content": message["reasoning_content"]})
+    yield [chunk({"role": "assistant", "content": ""})]
+    num_sent = 0
+    async for part in parts:
+        if isinstance(part, str):
+            num_sent += len(part)
+            yield [chunk({"content": part})]
+            continue
+        message, rest = part.message, part.message["content"][num_sent:]
+        deltas = [{"reasoning_content": message["reasoning_content"]}] if message.get("reasoning_content") else []
         deltas += [{"content": rest}] if rest else []
         deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls") or ())]
-        events = [self._chunk(delta) for delta in deltas]
-        events.append(self._chunk({}, finish_reason=reply.finish, logprobs=_logprobs(self._ask, reply)))
-        if self._ask.usage:
-            events.append((None, self._head | {"choices": [], "usage": usage_of(reply)}))
-        return events
+        events = [chunk(delta) for delta in deltas]
+        events.append(chunk({}, finish_reason=part.finish, logprobs=_logprobs(ask, part)))
+        if ask.usage:
+            events.append((None, head | {"choices": [], "usage": usage_of(part)}))
+        yield events
 
 
 def error(status: int, message: str) -> Body:
@@ -131,4 +119,4 @@ def error(status: int, message: str) -> Body:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-CHAT = WireFormat(read=read, answer=answer, stream=ChatStream, error=error, done="[DONE]")
+CHAT = WireFormat(read=read, answer=answer, stream=stream, error=error, done="[DONE]")

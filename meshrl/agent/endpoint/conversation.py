@@ -8,7 +8,6 @@ new branch of the tree.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,10 @@ import numpy as np
 
 from meshrl.agent.flatten import path_ids
 from meshrl.agent.loop import AgentContext, context_after, prompt_ids, take_turn
-from meshrl.agent.parsing import parse
+from meshrl.agent.parsing import as_value, for_template, parse
 from meshrl.core.errors import DataError, Failure, MeshrlError
 from meshrl.core.types import Generate, SamplingParams, Trajectory, Turn
-from meshrl.data.chat import Message, image_literal, render, render_text
+from meshrl.data.chat import Message, image_literal, needs_calls, render, render_text
 from meshrl.data.media import content_text
 
 MAX_AT_ONCE = 64  # requests of one trajectory
@@ -71,10 +70,10 @@ class ModelReply:
 
 @dataclass(slots=True)
 class _Node:
-    """A turn in the tree of conversations. messages: those after the parent's, as the client knows them, and its answer
-    at the end. rendered: the same with the answer as it was sampled."""
+    """A turn in the tree of conversations. turn: its index; -1 = the root. messages: those after the parent's, as the
+    client knows them, and its answer at the end. rendered: the same with the answer as templates get it."""
 
-    turn: Turn | None = None
+    turn: int = -1
     parent: _Node | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -101,7 +100,7 @@ class Conversation:
         self._generate, self._note, self._own_sampling = generate, note, own_sampling
         self._root = _Node()
         self._replies: dict[bytes, asyncio.Task[ModelReply]] = {}
-        self._num_running, self._were_at_once = 0, False
+        self._were_at_once = False
 
     async def parts(self, ask: Ask, digest: bytes) -> AsyncIterator[str | ModelReply]:
         """The answer, when it is complete."""
@@ -112,11 +111,16 @@ class Conversation:
         end its turn. Raises: RefusedRequest."""
         task = self._replies.get(digest)
         if task is None:
-            if self._num_running >= MAX_AT_ONCE:
+            num_running = len(self._running())
+            self._were_at_once |= num_running > 0
+            if num_running >= MAX_AT_ONCE:
                 raise RefusedRequest(429, f"{MAX_AT_ONCE} requests of this trajectory are running", retry_after_s=1)
-            task = self._replies[digest] = asyncio.create_task(self._take(ask))
+            task = self._replies[digest] = asyncio.create_task(self._take_turn(ask))
             task.add_done_callback(lambda done: self._ended(digest, done))
         return await asyncio.shield(task)
+
+    def _running(self) -> list[asyncio.Task[ModelReply]]:
+        return [task for task in self._replies.values() if not task.done()]
 
     def _ended(self, digest: bytes, task: asyncio.Task[ModelReply]) -> None:
         if task.cancelled() or task.exception() is not None:
@@ -127,20 +131,12 @@ class Conversation:
     async def close(self) -> None:
         """End the requests that run, and put turns that were sampled at the same time into an order that does not
         depend on time."""
-        tasks = [task for task in self._replies.values() if not task.done()]
+        tasks = self._running()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._were_at_once:
             _sort_turns(self.trajectory)
-
-    async def _take(self, ask: Ask) -> ModelReply:
-        self._were_at_once |= self._num_running > 0
-        self._num_running += 1
-        try:
-            return await self._take_turn(ask)
-        finally:
-            self._num_running -= 1
 
     async def _take_turn(self, ask: Ask) -> ModelReply:
         ctx, trajectory, node, new = self.ctx, self.trajectory, self._root, list[Message]()
@@ -218,7 +214,7 @@ class Conversation:
     def _context(self, ask: Ask, node: _Node, new: list[Message]) -> np.ndarray:
         """int32[C]"""
         ctx, prompt = self.ctx, self.trajectory.prompt
-        if node.turn is None:
+        if node.turn < 0:
             if prompt.messages and not ask.tools and new == prompt.messages:
                 return prompt_ids(prompt, ctx.tokenizer, [])
             self._require_text(new)
@@ -229,9 +225,7 @@ class Conversation:
                 )
             return render(ctx.tokenizer, new, tools=ask.tools)
         self._require_text(new)
-        turns = self.trajectory.turns
-        index = next(i for i, turn in enumerate(turns) if turn is node.turn)
-        return context_after(self.trajectory, index, _conversation(node), new, ctx, ask.tools)
+        return context_after(self.trajectory, node.turn, _conversation(node), new, ctx, ask.tools)
 
     def _require_text(self, new: Sequence[Message]) -> None:
         for message in new:
@@ -239,15 +233,17 @@ class Conversation:
                 raise DataError(f"a message has {literal!r}, which stands for an image of the model")
 
     def _record(self, ask: Ask, node: _Node, new: list[Message], turn: Turn, num_context: int) -> ModelReply:
-        number = next(i for i, each in enumerate(self.trajectory.turns) if each is turn)
-        sampled = turn.messages[-1]
-        message = self._message(ask, turn, number)
+        number, tokenizer = next(i for i, each in enumerate(self.trajectory.turns) if each is turn), self.ctx.tokenizer
+        stops = self.ctx.sampling.stop_token_ids
+        parsed = parse(tokenizer, turn.output_ids, context=turn.context_ids, tools=ask.tools, stop_ids=stops)
+        message = parsed.as_message(f"call_{number}_")
         finish = _FINISH[turn.stop_reason]
         if message.get("tool_calls") and finish == "stop":
             finish = "tool_calls"
         if ask.ids is None:
-            node.children.append(_Node(turn, node, ask.tools, [*new, message], [*new, sampled]))
-        tokens = [self.ctx.tokenizer.decode([i]) for i in turn.output_ids.tolist()] if ask.logprobs else []
+            rendered = for_template(message) if needs_calls(tokenizer) else turn.messages[-1]
+            node.children.append(_Node(number, node, ask.tools, [*new, message], [*new, rendered]))
+        tokens = [tokenizer.decode([i]) for i in turn.output_ids.tolist()] if ask.logprobs else []
         return ModelReply(
             id=f"{self.trajectory.id}/{number}",
             created=int(time.time()),
@@ -258,28 +254,9 @@ class Conversation:
             tokens=tokens,
         )
 
-    def _message(self, ask: Ask, turn: Turn, number: int) -> Message:
-        """The answer as the client gets it. A call without a name stays text."""
-        stops = self.ctx.sampling.stop_token_ids
-        parsed = parse(self.ctx.tokenizer, turn.output_ids, context=turn.context_ids, tools=ask.tools, stop_ids=stops)
-        unnamed = [call.arguments for call in parsed.tool_calls if not call.name]
-        message: Message = {"role": "assistant", "content": "\n".join(filter(None, [parsed.content, *unnamed]))}
-        if parsed.reasoning_content:
-            message["reasoning_content"] = parsed.reasoning_content
-        if calls := [call for call in parsed.tool_calls if call.name]:
-            message["tool_calls"] = [
-                function_call(f"call_{number}_{call.id}", call.name, call.arguments) for call in calls
-            ]
-        return message
-
-
-def function_call(call_id: Any, name: str, arguments: Any) -> dict[str, Any]:
-    """A call as messages have it."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
 
 def _conversation(node: _Node | None) -> list[Message]:
-    """The messages up to the answer of this node, as they were rendered and sampled."""
+    """The messages up to the answer of this node, as templates get them."""
     parts = []
     while node is not None:
         parts.append(node.rendered)
@@ -296,18 +273,10 @@ def is_same(sampled: Message, sent: Message) -> bool:
     if calls and sent_calls and all(call.get("id") for call in sent_calls):
         return [call["id"] for call in calls] == [call["id"] for call in sent_calls]
     named = [
-        [(call["function"]["name"], _value(call["function"]["arguments"])) for call in c] for c in (calls, sent_calls)
+        [(call["function"]["name"], as_value(call["function"]["arguments"])) for call in c] for c in (calls, sent_calls)
     ]
     texts = [content_text([message]).strip() for message in (sampled, sent)]
     return named[0] == named[1] and texts[0] == texts[1] and sampled.get("tool_call_id") == sent.get("tool_call_id")
-
-
-def _value(arguments: Any) -> Any:
-    """The arguments of a call: as values, where their text is JSON."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
 
 
 def _sort_turns(trajectory: Trajectory) -> None:

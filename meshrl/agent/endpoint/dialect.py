@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest, function_call
+from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest
+from meshrl.agent.parsing import as_value, function_call
 from meshrl.data.chat import Message
 
 Body = dict[str, Any]
@@ -47,28 +47,21 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
 that are not read have no effect on sampling, such as `user` and `metadata`, and are accepted."""
 
 
-class AnswerStream(Protocol):
-    """The events of one streamed answer. text: of each part that is sampled before the answer is complete. end: of the
-    rest, which is all of it where text was not called."""
-
-    def begin(self) -> Iterable[Event]: ...
-
-    def text(self, part: str) -> Iterable[Event]: ...
-
-    def end(self, reply: ModelReply) -> Iterable[Event]: ...
+Parts = AsyncIterator[str | ModelReply]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireFormat:
     """A dialect: how its requests are read and its answers are written.
 
-    read: Raises RefusedRequest. answer: of (request, reply, name of the model). stream: of (request, id, name of the
-    model). error: the body of a refusal, of (status, message). done: the last event of a stream, a text.
+    read: Raises RefusedRequest. answer: of (request, reply, name of the model). stream: events of a streamed answer,
+    of (request, id, name of the model, parts): parts of the text as they are sampled, if any, and then the reply.
+    error: the body of a refusal, of (status, message). done: the last event of a stream, a text.
     """
 
     read: Callable[[Body], Ask]
     answer: Callable[[Ask, ModelReply, str], Body]
-    stream: Callable[[Ask, str, str], AnswerStream]
+    stream: Callable[[Ask, str, str, Parts], AsyncIterator[list[Event]]]
     error: Callable[[int, str], Body]
     done: str | None = None
 
@@ -140,9 +133,25 @@ def text_of_content(content: Any, place: str) -> str:
     return "".join(found)
 
 
-def chosen(body: Body, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """These tools, or none if tool_choice is none."""
-    return [] if body.get("tool_choice") in ("none", {"type": "none"}) else tools
+def conversation(
+    body: Body, messages: list[Message], tool: Callable[[Body], dict[str, Any]], *limits: str, **more: Any
+) -> Ask:
+    """The request with these messages. tool: reads one of its tools. limits: settings of the most tokens, of which the
+    first one is used. more: fields of Ask. Raises: RefusedRequest."""
+    require_allowed(body)
+    tools = [tool(each) for each in objects(body, "tools", MAX_TOOLS)]
+    if not messages:
+        raise RefusedRequest(400, "messages is empty; give at least one message")
+    if messages[-1]["role"] == "assistant":
+        raise RefusedRequest(400, "the last message is the assistant's; an answer can't be continued here")
+    return Ask(
+        messages=messages,
+        tools=[] if body.get("tool_choice") in ("none", {"type": "none"}) else tools,
+        max_tokens=count(body, *limits),
+        sampling=sampling_of(body),
+        stream=bool(body.get("stream")),
+        **more,
+    )
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
@@ -161,19 +170,7 @@ def call_of(call_id: Any, name: Any, arguments: Any, place: str) -> Body:
     """A call of a message, with its arguments as values where their text is JSON."""
     if not isinstance(name, str):
         raise RefusedRequest(400, f"{place}: a call of the function {name!r:.80}; it must be a text")
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # the model's own malformed call stays a text
-            arguments = json.loads(arguments) if arguments else {}
-    return function_call(call_id, name, arguments)
-
-
-def require_conversation(messages: list[Message]) -> list[Message]:
-    """Raises: RefusedRequest where no answer can follow."""
-    if not messages:
-        raise RefusedRequest(400, "messages is empty; give at least one message")
-    if messages[-1]["role"] == "assistant":
-        raise RefusedRequest(400, "the last message is the assistant's; an answer can't be continued here")
-    return messages
+    return function_call(call_id, name, as_value(arguments))
 
 
 def require_shallow(body: Any) -> None:

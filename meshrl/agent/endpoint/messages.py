@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 from meshrl.agent.endpoint import dialect
 from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest
-from meshrl.agent.endpoint.dialect import Body, Event, WireFormat
+from meshrl.agent.endpoint.dialect import Body, Event, Parts, WireFormat
+from meshrl.agent.parsing import as_object
 from meshrl.data.chat import Message
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -15,24 +17,15 @@ _IGNORED = ("thinking", "redacted_thinking")
 
 
 def read(body: Body) -> Ask:
-    dialect.require_allowed(body)
-    tools = [
-        dialect.function_tool(each.get("name"), each.get("description"), each.get("input_schema"))
-        for each in dialect.objects(body, "tools", dialect.MAX_TOOLS)
-    ]
     system = dialect.text_of_content(body.get("system"), "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(dialect.objects(body, "messages", dialect.MAX_MESSAGES)):
         messages += _messages(message, f"messages[{i}]")
-    return Ask(
-        messages=dialect.require_conversation(messages),
-        tools=dialect.chosen(body, tools),
-        max_tokens=dialect.count(body, "max_tokens"),
-        stop=dialect.texts(body, "stop_sequences"),
-        sampling=dialect.sampling_of(body),
-        stream=bool(body.get("stream")),
-        usage=True,
-    )
+    return dialect.conversation(body, messages, _tool, "max_tokens", stop=dialect.texts(body, "stop_sequences"))
+
+
+def _tool(tool: Body) -> dict[str, Any]:
+    return dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
 def _messages(message: Body, place: str) -> list[Message]:
@@ -79,18 +72,10 @@ def _blocks(reply: ModelReply, num_sent: int = 0) -> list[Body]:
         blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
     blocks += [{"type": "text", "text": text}] if text else []
     for call in message.get("tool_calls") or ():
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": _object(arguments)})
+        function = call["function"]
+        value = as_object(function["arguments"])  # `malformed` is an error for the tool
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": value})
     return blocks
-
-
-def _object(arguments: str) -> Body:
-    """The arguments of a call; a text that is no JSON object is the value of `malformed`, for an error of the tool."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"malformed": arguments}
 
 
 def _message(reply_id: str, model: str, **filled: Any) -> Body:
@@ -107,52 +92,45 @@ def answer(ask: Ask, reply: ModelReply, model: str) -> Body:
     return _message(reply.id, model, content=_blocks(reply), stop_reason=_STOP[reply.finish], usage=_usage(reply))
 
 
-class MessageStream:
-    """AnswerStream of blocks."""
-
-    def __init__(self, ask: Ask, reply_id: str, model: str):
-        self._id, self._model, self._num_sent, self._index = reply_id, model, 0, 0
-
-    def begin(self) -> list[Event]:
-        return [_event("message_start", message=_message(self._id, self._model))]
-
-    def text(self, part: str) -> list[Event]:
-        start = [] if self._num_sent else self._start({"type": "text", "text": ""})
-        self._num_sent += len(part)
-        return [*start, self._delta({"type": "text_delta", "text": part})]
-
-    def end(self, reply: ModelReply) -> list[Event]:
-        events: list[Event] = []
-        blocks = _blocks(reply, self._num_sent)
-        if self._num_sent:
+async def stream(ask: Ask, reply_id: str, model: str, parts: Parts) -> AsyncIterator[list[Event]]:
+    yield [_event("message_start", message=_message(reply_id, model))]
+    num_sent = 0
+    async for part in parts:
+        if isinstance(part, str):
+            start = [] if num_sent else [_start(0, {"type": "text", "text": ""})]
+            num_sent += len(part)
+            yield [*start, _delta(0, {"type": "text_delta", "text": part})]
+            continue
+        events, blocks = list[Event](), _blocks(part, num_sent)
+        if num_sent:
             if blocks and blocks[0]["type"] == "text":
-                events.append(self._delta({"type": "text_delta", "text": blocks.pop(0)["text"]}))
-            events += self._stop()
-        for block in blocks:
-            events += self._block(block)
-        ending = {"stop_reason": _STOP[reply.finish], "stop_sequence": None}
-        return [*events, _event("message_delta", delta=ending, usage=_usage(reply)), _event("message_stop")]
+                events.append(_delta(0, {"type": "text_delta", "text": blocks.pop(0)["text"]}))
+            events.append(_stop(0))
+        for index, block in enumerate(blocks, 1 if num_sent else 0):
+            events += _block(index, block)
+        ending = {"stop_reason": _STOP[part.finish], "stop_sequence": None}
+        yield [*events, _event("message_delta", delta=ending, usage=_usage(part)), _event("message_stop")]
 
-    def _block(self, block: Body) -> list[Event]:
-        if block["type"] == "tool_use":
-            start, delta = (
-                block | {"input": {}},
-                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
-            )
-        else:
-            name = block["type"]
-            start, delta = block | {name: ""}, {"type": f"{name}_delta", name: block[name]}
-        return [*self._start(start), self._delta(delta), *self._stop()]
 
-    def _start(self, block: Body) -> list[Event]:
-        return [_event("content_block_start", index=self._index, content_block=block)]
+def _block(index: int, block: Body) -> list[Event]:
+    name = block["type"]
+    empty: Body = {"input": {}} if name == "tool_use" else {name: ""}
+    delta: Body = {"type": f"{name}_delta", name: block.get(name)}
+    if name == "tool_use":
+        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+    return [_start(index, block | empty), _delta(index, delta), _stop(index)]
 
-    def _delta(self, delta: Body) -> Event:
-        return _event("content_block_delta", index=self._index, delta=delta)
 
-    def _stop(self) -> list[Event]:
-        self._index += 1
-        return [_event("content_block_stop", index=self._index - 1)]
+def _start(index: int, block: Body) -> Event:
+    return _event("content_block_start", index=index, content_block=block)
+
+
+def _delta(index: int, delta: Body) -> Event:
+    return _event("content_block_delta", index=index, delta=delta)
+
+
+def _stop(index: int) -> Event:
+    return _event("content_block_stop", index=index)
 
 
 def _event(name: str, **fields: Any) -> Event:
@@ -165,4 +143,4 @@ def error(status: int, message: str) -> Body:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-MESSAGES = WireFormat(read=read, answer=answer, stream=MessageStream, error=error)
+MESSAGES = WireFormat(read=read, answer=answer, stream=stream, error=error)

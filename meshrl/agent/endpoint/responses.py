@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any
 
 from meshrl.agent.endpoint import chat, dialect
 from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest
-from meshrl.agent.endpoint.dialect import Body, Event, WireFormat
+from meshrl.agent.endpoint.dialect import Body, Event, Parts, WireFormat
 from meshrl.data.chat import Message
 
 
 def read(body: Body) -> Ask:
-    dialect.require_allowed(body)
-    style = body.get("text")
+    style, given = body.get("text"), body.get("input")
     if isinstance(style, dict):
         dialect.require_allowed({"response_format": style.get("format")})
-    given = body.get("input")
-    items = (
-        [{"role": "user", "content": given}]
-        if isinstance(given, str)
-        else dialect.objects(body, "input", dialect.MAX_MESSAGES)
-    )
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
     instructions = dialect.text_of_content(body.get("instructions"), "instructions")
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    for i, item in enumerate(items):
+    for i, item in enumerate(dialect.objects({"input": given}, "input", dialect.MAX_MESSAGES)):
         _add(messages, item, f"input[{i}]")
-    tools = [_tool(each) for each in dialect.objects(body, "tools", dialect.MAX_TOOLS)]
-    return Ask(
-        messages=dialect.require_conversation(messages),
-        tools=dialect.chosen(body, tools),
-        max_tokens=dialect.count(body, "max_output_tokens"),
-        sampling=dialect.sampling_of(body),
-        stream=bool(body.get("stream")),
-        usage=True,
-    )
+    return dialect.conversation(body, messages, _tool, "max_output_tokens")
 
 
 def _tool(tool: Body) -> dict[str, Any]:
@@ -138,68 +127,51 @@ def answer(ask: Ask, reply: ModelReply, model: str) -> Body:
     )
 
 
-class ResponseStream:
-    """AnswerStream of numbered events."""
+async def stream(ask: Ask, reply_id: str, model: str, parts: Parts) -> AsyncIterator[list[Event]]:
+    numbers, message_id, num_sent = count(), f"msg_{reply_id}", 0
 
-    def __init__(self, ask: Ask, reply_id: str, model: str):
-        self._ask, self._id, self._model, self._sent, self._number = ask, reply_id, model, "", 0
+    def event(kind: str, /, **fields: Any) -> Event:
+        return kind, {"type": kind, "sequence_number": next(numbers)} | fields
 
-    def begin(self) -> list[Event]:
-        response = _response(self._id, self._model, "in_progress")
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+    def of_text(name: str, index: int, **fields: Any) -> Event:
+        return event(f"response.{name}", item_id=message_id, output_index=index, content_index=0, **fields)
 
-    def text(self, part: str) -> list[Event]:
-        start = [] if self._sent else self._start_text(0)
-        self._sent += part
-        return [*start, self._of_text("response.output_text.delta", 0, delta=part, logprobs=[])]
+    def start_text(index: int) -> list[Event]:
+        item = _text_item(reply_id, "", "in_progress")
+        added = event("response.output_item.added", output_index=index, item=item)
+        return [added, of_text("content_part.added", index, part=_part(""))]
 
-    def end(self, reply: ModelReply) -> list[Event]:
+    response = _response(reply_id, model, "in_progress")
+    yield [event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+    async for part in parts:
+        if isinstance(part, str):
+            start = [] if num_sent else start_text(0)
+            num_sent += len(part)
+            yield [*start, of_text("output_text.delta", 0, delta=part, logprobs=[])]
+            continue
         events: list[Event] = []
-        complete = answer(self._ask, reply, self._model) | {"id": f"resp_{self._id}"}
+        complete = answer(ask, part, model) | {"id": f"resp_{reply_id}"}
         for index, item in enumerate(complete["output"]):
-            if item["type"] == "message":
-                events += self._text_item(index, item)
+            kind = item["type"]
+            if kind == "message":
+                text, item["id"] = item["content"][0]["text"], message_id
+                events += [] if num_sent else start_text(index)
+                events.append(of_text("output_text.delta", index, delta=text[num_sent:], logprobs=[]))
+                events.append(of_text("output_text.done", index, text=text, logprobs=[]))
+                events.append(of_text("content_part.done", index, part=_part(text)))
             else:
-                events += self._item(index, item)
-        name = "incomplete" if complete["status"] == "incomplete" else "completed"
-        return [*events, self._event(f"response.{name}", response=complete)]
-
-    def _text_item(self, index: int, item: Body) -> list[Event]:
-        text = item["content"][0]["text"]
-        item["id"] = f"msg_{self._id}"
-        return [
-            *([] if self._sent else self._start_text(index)),
-            self._of_text("response.output_text.delta", index, delta=text[len(self._sent) :], logprobs=[]),
-            self._of_text("response.output_text.done", index, text=text, logprobs=[]),
-            self._of_text("response.content_part.done", index, part=_part(text)),
-            self._event("response.output_item.done", output_index=index, item=item),
-        ]
-
-    def _item(self, index: int, item: Body) -> list[Event]:
-        """A call, or reasoning."""
-        is_call = item["type"] == "function_call"
-        empty: Body = {"arguments": "", "status": "in_progress"} if is_call else {"content": []}
-        events = [self._event("response.output_item.added", output_index=index, item=item | empty)]
-        if is_call:
-            place = {"output_index": index, "item_id": item["id"]}
-            name, arguments = item["name"], item["arguments"]
-            events.append(self._event("response.function_call_arguments.delta", **place, delta=arguments))
-            events.append(self._event("response.function_call_arguments.done", **place, name=name, arguments=arguments))
-        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
-
-    def _start_text(self, index: int) -> list[Event]:
-        item = _text_item(self._id, "", "in_progress")
-        return [
-            self._event("response.output_item.added", output_index=index, item=item),
-            self._of_text("response.content_part.added", index, part=_part("")),
-        ]
-
-    def _of_text(self, name: str, index: int, **fields: Any) -> Event:
-        return self._event(name, item_id=f"msg_{self._id}", output_index=index, content_index=0, **fields)
-
-    def _event(self, kind: str, /, **fields: Any) -> Event:
-        self._number += 1
-        return kind, {"type": kind, "sequence_number": self._number - 1} | fields
+                is_call = kind == "function_call"
+                empty: Body = {"arguments": "", "status": "in_progress"} if is_call else {"content": []}
+                events.append(event("response.output_item.added", output_index=index, item=item | empty))
+                if is_call:
+                    place = {"output_index": index, "item_id": item["id"]}
+                    name, arguments = item["name"], item["arguments"]
+                    events.append(event("response.function_call_arguments.delta", **place, delta=arguments))
+                    events.append(
+                        event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
+                    )
+            events.append(event("response.output_item.done", output_index=index, item=item))
+        yield [*events, event(f"response.{complete['status']}", response=complete)]
 
 
-RESPONSES = WireFormat(read=read, answer=answer, stream=ResponseStream, error=chat.error)
+RESPONSES = WireFormat(read=read, answer=answer, stream=stream, error=chat.error)

@@ -192,21 +192,23 @@ def _refusal(wire: WireFormat, refusal: RefusedRequest) -> Response:
 
 
 async def _events(
-    wire: WireFormat, ask: Ask, model: str, first: str | ModelReply, parts: AsyncIterator[str | ModelReply]
+    wire: WireFormat, ask: Ask, model: str, first: str | ModelReply, rest: AsyncIterator[str | ModelReply]
 ) -> AsyncIterator[bytes]:
     """The events of a streamed answer."""
-    stream, part = wire.stream(ask, first.id if isinstance(first, ModelReply) else secrets.token_hex(8), model), first
-    yield _encoded(stream.begin())
+
+    async def parts() -> AsyncIterator[str | ModelReply]:
+        yield first
+        async for part in rest:
+            yield part
+
     try:
-        while isinstance(part, str):
-            yield _encoded(stream.text(part))
-            part = await anext(parts)
+        name = first.id if isinstance(first, ModelReply) else secrets.token_hex(8)
+        async for events in wire.stream(ask, name, model, parts()):
+            yield _encoded(events)
+        if wire.done is not None:
+            yield _encoded([(None, wire.done)])
     except (MeshrlError, RefusedRequest) as error:
         yield _encoded([("error", wire.error(500, str(error)))])
-        return
-    yield _encoded(stream.end(part))
-    if wire.done is not None:
-        yield _encoded([(None, wire.done)])
 
 
 def _encoded(events: Any) -> bytes:

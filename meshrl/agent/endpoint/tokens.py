@@ -3,11 +3,13 @@ Nothing is rendered, so it is exact by construction."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import numpy as np
 
 from meshrl.agent.endpoint import chat
 from meshrl.agent.endpoint.conversation import Ask, ModelReply, RefusedRequest
-from meshrl.agent.endpoint.dialect import Body, Event, WireFormat, count, require_allowed, sampling_of, texts
+from meshrl.agent.endpoint.dialect import Body, Event, Parts, WireFormat, count, require_allowed, sampling_of, texts
 
 
 def read(body: Body) -> Ask:
@@ -24,7 +26,6 @@ def read(body: Body) -> Ask:
         stop_token_ids=tuple(_ids(settings, "stop_token_ids", least=0).tolist()),
         sampling=sampling_of(settings),
         stream=bool(body.get("stream")),
-        usage=True,
         logprobs=True,
     )
 
@@ -56,20 +57,11 @@ def answer(ask: Ask, reply: ModelReply, model: str) -> Body:
     return {"request_id": reply.id, "model": model, "choices": [_choice(reply)], "usage": chat.usage_of(reply)}
 
 
-class TokenStream:
-    """AnswerStream of one event: the ids of an answer are sent when it is complete."""
-
-    def __init__(self, ask: Ask, reply_id: str, model: str):
-        self._ask, self._model = ask, model
-
-    def begin(self) -> list[Event]:
-        return []
-
-    def text(self, part: str) -> list[Event]:
-        return []
-
-    def end(self, reply: ModelReply) -> list[Event]:
-        return [(None, answer(self._ask, reply, self._model))]
+async def stream(ask: Ask, reply_id: str, model: str, parts: Parts) -> AsyncIterator[list[Event]]:
+    """One event: the ids of an answer are sent when it is complete."""
+    async for part in parts:
+        if not isinstance(part, str):
+            yield [(None, answer(ask, part, model))]
 
 
-TOKENS = WireFormat(read=read, answer=answer, stream=TokenStream, error=chat.error, done="[DONE]")
+TOKENS = WireFormat(read=read, answer=answer, stream=stream, error=chat.error, done="[DONE]")

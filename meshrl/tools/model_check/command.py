@@ -19,7 +19,7 @@ from transformers.utils import logging
 from meshrl.agent.loop import AgentContext, next_context, start_trajectory
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.types import Prompt, SamplingParams, Turn
-from meshrl.data.chat import Message, load_tokenizer, render, render_text, sft_row, stop_token_ids
+from meshrl.data.chat import Message, load_tokenizer, needs_calls, render, render_text, sft_row, stop_token_ids
 from meshrl.process.connect import LOOPBACK, interface_of
 from meshrl.tools.model_check.checks import findings
 from meshrl.tools.model_check.small_model import write_first_layers
@@ -134,8 +134,8 @@ def _further_turn(tokenizer: Any, stops: frozenset[int]) -> str:
 def _tools(tokenizer: Any, stops: frozenset[int]) -> str:
     if render_text(tokenizer, [QUESTION], [TOOL]) == render_text(tokenizer, [QUESTION]):
         return "not described"
-    text = render_text(tokenizer, [QUESTION, ANSWER, RESULT], [TOOL])
-    return "described, " + ("results rendered" if RESULT["content"] in text else "results left out")
+    is_shown = needs_calls(tokenizer) or RESULT["content"] in render_text(tokenizer, [QUESTION, ANSWER, RESULT], [TOOL])
+    return "described, " + ("results rendered" if is_shown else "results left out")
 
 
 CHECKS: dict[str, Callable[[Any, frozenset[int]], str]] = {
