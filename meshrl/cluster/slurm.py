@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from meshrl.config.check import missing_here
 from meshrl.config.load import Loaded
-from meshrl.config.rollout import missing_server, split_replica
+from meshrl.config.rollout import split_replica
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.monitor.sinks import read_metrics
@@ -137,8 +138,8 @@ def batch_file(
     continues = loaded.config.run.name != "auto" and loaded.config.run.resume == "auto"
     lead_text = f"The run gets SIGTERM {lead.seconds} s before the time limit, to end with a checkpoint. {lead.source}"
     comments = [lead_text, _CONTINUES if continues else _STARTS_AGAIN]
-    if rollout is not None and (missing := missing_server(rollout)) is not None:
-        comments.append(f"The nodes need what this machine lacks: {missing.keys[0]}: {missing.text}")
+    lacks = [f"{each.keys[0]}: {each.text}" for each in missing_here(loaded.config)]
+    comments += [f"The nodes need what this machine lacks: {text}" for text in lacks]
     run = ["meshrl", command, str(Path(config).resolve()), *overrides]
     return _SCRIPT.format(
         directives="\n".join(lines),

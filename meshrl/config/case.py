@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from meshrl.core.best_models import read_best
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.core.files import is_there
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported, similar_names
 
 if TYPE_CHECKING:
     from meshrl.config.run import RunConfig, SftRunConfig
@@ -96,3 +97,18 @@ def model_of_run(folder: Path) -> Path | None:
 
 
 Check = Callable[[Case], Iterable[Problem]]
+
+
+def name_problems(key: str, name: str, names: Collection[str]) -> Iterator[Problem]:
+    """Of a word of a table, or a dotted path. names: of the table; empty = only the form is checked."""
+    if name in names:
+        return
+    if DOTTED_PATH.fullmatch(name):
+        if not can_be_imported(name):
+            where = f"neither installed, nor next to the config, nor in PYTHONPATH or {Path.cwd()}"
+            yield Problem((key,), f"no such module: {where}.")
+    elif names or not name.isidentifier():
+        close = similar_names(name, names)
+        meant = f" Nearest: {', '.join(close)}." if close else ""
+        choices = f"one of {', '.join(sorted(names))}" if names else "a name"
+        yield Problem((key,), f"must be {choices}, or a dotted path package.module:name.{meant}")

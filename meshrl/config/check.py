@@ -8,7 +8,6 @@ Each check yields Problems: which keys, what is wrong, what to do. None raises, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from meshrl.config.algo import (
@@ -19,19 +18,18 @@ from meshrl.config.algo import (
     correction_of_auto,
 )
 from meshrl.config.base import NotInSft, Slice, Unless, value_of
-from meshrl.config.case import Case, Problem
+from meshrl.config.case import Case, Problem, name_problems
 from meshrl.config.cluster import machine_problems
 from meshrl.config.data import data_problems
 from meshrl.config.kinds import ADVANTAGES
 from meshrl.config.loop import loop_problems
 from meshrl.config.model import missing_files, model_problems
-from meshrl.config.monitor import sink_problems
+from meshrl.config.monitor import missing_clients, sink_problems
 from meshrl.config.rollout import engine_problems, missing_server
 from meshrl.config.run import RunConfig, SftRunConfig, run_problems
 from meshrl.config.source import COMMAND_LINE, dotted, leaves
 from meshrl.config.train import MOST_TOKENS, train_problems
 from meshrl.config.values import show
-from meshrl.core.lookup import DOTTED_PATH, can_be_imported, similar_names
 from meshrl.core.processor import products_of_16_bits_are_slow
 from meshrl.core.terminal import counted
 
@@ -53,8 +51,9 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, tuple[str, str]]:
     keys = dict(_void_fields(config, config, ""))
     for section, names, reason, causes in _unused_by_several(config) if isinstance(config, RunConfig) else ():
         keys |= {f"{section}.{name}": (reason, causes) for name in names.split()}
-    if "wandb" not in config.monitor.sinks:
-        keys["monitor.wandb_project"] = "monitor.sinks has no wandb", "monitor.sinks"
+    for sink, key in ("wandb", "wandb_project"), ("prometheus", "prometheus_port"):
+        if sink not in config.monitor.sinks:
+            keys[f"monitor.{key}"] = f"monitor.sinks has no {sink}", "monitor.sinks"
     return keys
 
 
@@ -160,20 +159,7 @@ def _kinds(case: Case) -> Iterator[Problem]:
     if case.purpose == "train":
         named += [("advantage", "algo.advantage", config.algo.advantage), ("loss", LOSS_KIND, config.algo.loss.kind)]
     for table, key, kind in named:
-        names = tables.get(table, set())
-        if kind in names:
-            continue
-        if DOTTED_PATH.fullmatch(kind):
-            if not can_be_imported(kind):
-                yield Problem(
-                    (key,),
-                    f"no such module: neither installed, nor next to the config, nor in PYTHONPATH or {Path.cwd()}.",
-                )
-        elif names or not kind.isidentifier():
-            close = similar_names(kind, names)
-            meant = f" Nearest: {', '.join(close)}." if close else ""
-            choices = f"one of {', '.join(sorted(names))}" if names else "a name"
-            yield Problem((key,), f"must be {choices}, or a dotted path package.module:name.{meant}")
+        yield from name_problems(key, kind, tables.get(table, set()))
 
 
 def defaults_of_the_machine(case: Case) -> dict[str, tuple[object, str]]:
@@ -221,8 +207,10 @@ def notices(case: Case) -> list[str]:
         texts += _notices_of_the_reward(case.rl)
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:
         texts.append(turns)
-    if isinstance(config, RunConfig) and (missing := missing_server(config.rollout)) is not None:
-        texts.append(f"{missing.keys[0]}: {missing.text} The machines of the run need it.")
+    texts += [
+        f"{each.keys[0]}: {each.text} The machines of the run need it."
+        for each in ([] if case.starts else missing_here(config))
+    ]
     if isinstance(config, RunConfig) and config.rollout.engine == "sglang":
         texts.append(
             "rollout.engine is sglang, which was tested with SGLang 0.5.23 on a CPU, with tiny models, and never on a "
@@ -251,6 +239,13 @@ def notices(case: Case) -> list[str]:
             "rows are never split, so such a row is a micro-batch of its own."
         )
     return texts
+
+
+def missing_here(config: RunConfig | SftRunConfig) -> Iterator[Problem]:
+    """What a run needs and this machine lacks."""
+    yield from missing_clients(config.monitor)
+    if isinstance(config, RunConfig) and (missing := missing_server(config.rollout)) is not None:
+        yield missing
 
 
 def _notices_of_the_loss(case: Case) -> Iterator[str]:

@@ -59,7 +59,7 @@ class FailedWrites:
         try:
             yield
         except caught as error:
-            if isinstance(error, ValueError) and "closed file" not in str(error):
+            if isinstance(error, ValueError) and not isinstance(error, also) and "closed file" not in str(error):
                 raise
             with self._lock:
                 self._failing.add(output)

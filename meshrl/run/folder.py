@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.load import Loaded
+from meshrl.config.monitor import TRACKERS
 from meshrl.config.run import RunSection
 from meshrl.config.source import Reader, content, leaves
 from meshrl.core.best_models import best_file, read_best
@@ -48,7 +49,7 @@ LOGS = "logs"  # of servers that ranks have started
 OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 _OF_A_RUN = (
     *(_METRICS, DIGESTS_FILE, "checkpoints/best.json", _RESULT, "report.html", "view.html", "stacks.txt"),
-    *(NOTES_FILE, TRACES, LOGS, "tensorboard", "wandb", "rollouts/images"),
+    *(NOTES_FILE, TRACES, LOGS, *TRACKERS, "rollouts/images"),
 )
 
 

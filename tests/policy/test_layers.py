@@ -64,7 +64,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "pyarrow": {"data", "monitor"},
     "pandas": {"api.py"},
     "tensorboard": {"monitor"},
-    "wandb": {"monitor"},
+    **{name: {"monitor"} for name in ("wandb", "mlflow", "swanlab", "trackio", "prometheus_client")},
     "rich": {"tools", "monitor"},
     "psutil": {"monitor", "process"},
     "ray": {"cluster/ray.py"},

@@ -182,13 +182,15 @@ def test_on_windows_each_command_ends_with_one_line(meshrl: Meshrl, monkeypatch:
 
 @pytest.mark.parametrize("sink", ["tensorboard", "wandb"])
 def test_a_config_is_explained_and_a_batch_file_written_where_its_packages_are_missing(
-    good: Path, good_sft: Path, sink: str, monkeypatch: pytest.MonkeyPatch
+    good: Path, good_sft: Path, sink: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     for package in (sink, "ray"):
         monkeypatch.setitem(sys.modules, package, None)  # as for a module that is not installed
     load_run_config(good, [f"monitor.sinks=[{sink}]", "cluster.executor=ray"], starts=False)
     for words in (["sft", str(good_sft), "--explain"], ["launch", "slurm", str(good_sft), "--command", "sft"]):
         assert main([*words, f"monitor.sinks=[{sink}]"]) == 0
+        printed = " ".join("".join(capsys.readouterr()).split())
+        assert f"pip install {sink}, or leave it out here." in printed.replace(" # ", " ")
 
 
 def test_eval_takes_its_model_from_the_option(meshrl: Meshrl, good: Path):

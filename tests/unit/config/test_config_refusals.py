@@ -57,7 +57,7 @@ def test_every_unsupported_key_and_every_key_without_effect_is_tried(good: Path)
         assert f"{key}=" in tried, f"no config of refused.txt has {key}"
 
 
-@pytest.mark.parametrize("sink", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("sink", ["tensorboard", "mlflow"])
 def test_a_sink_that_is_not_installed_is_refused_before_anything_starts(
     good: Path, sink: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,15 +1,20 @@
-"""TensorBoard and W&B get the same values as metrics.jsonl. These tests use the real W&B package, offline."""
+"""Trackers and own sinks get the same values as metrics.jsonl. These tests use the real packages, offline; those that
+are not installed are skipped (pip install 'meshrl[trackers]')."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from file_limits import no_file_above
@@ -18,7 +23,8 @@ from meshrl.config.monitor import MonitorConfig
 from meshrl.core.errors import ConfigError
 from meshrl.monitor import trackers
 from meshrl.monitor.failed_writes import FailedWrites
-from meshrl.monitor.trackers import open_trackers
+from meshrl.monitor.glossary import meaning_of
+from meshrl.monitor.trackers import open_trackers, prometheus_name
 
 UNITS = {"eval/mean_at_k": "score", "reward/mean": "", "train/grad_norm": "norm"}
 
@@ -126,7 +132,7 @@ def test_wandb_keeps_an_offline_run_below_the_runs_folder(tmp_path: Path, wandb:
     (note,) = write_a_little(MonitorConfig(sinks=["wandb"], wandb_project="a_project_of_this_test"), tmp_path)
     wandb.teardown()
     (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert note == f"W&B: offline; upload it with: wandb sync {written.parent}"
+    assert note == f"wandb: offline; upload it with: wandb sync {written.parent}"
     raw = written.read_bytes()
     words = (tmp_path.name, "a_project_of_this_test", "a_model_of_this_test", "eval/mean_at_k", "train/grad_norm")
     for word in words:
@@ -156,3 +162,119 @@ def test_a_run_that_continues_in_its_folder_continues_its_wandb_run(tmp_path: Pa
 def test_wandb_without_a_login_raises_an_error_with_instructions(tmp_path: Path, wandb: Any):
     with pytest.raises(ConfigError, match=r"(?s)No API key.*wandb login.*WANDB_MODE=offline"):
         open_trackers(MonitorConfig(sinks=["wandb"]), tmp_path, {}, print, FailedWrites())
+
+
+def test_prometheus_reads_the_newest_values_until_the_run_ends(tmp_path: Path):
+    pytest.importorskip("prometheus_client")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        cfg = MonitorConfig(sinks=["prometheus"], prometheus_port=free.getsockname()[1])
+    notes = list[str]()
+    (sink,) = open_trackers(cfg, tmp_path, {}, notes.append, FailedWrites())
+    sink.write(1, {"reward/mean": 0.5, "train/grad_norm": math.nan}, UNITS)
+    sink.write(2, {"reward/mean": 0.75}, UNITS)
+    (url,) = re.findall(r"http\S+", notes[0])
+    with urlopen(url) as answer:
+        lines = answer.read().decode().splitlines()
+    run = f'{{run="{tmp_path.name}"}}'
+    assert f"meshrl_reward_mean{run} 0.75" in lines and f"meshrl_step{run} 2.0" in lines
+    assert f"meshrl_train_grad_norm{run} NaN" in lines
+    with pytest.raises(ConfigError, match=r"prometheus.*in use\n.*monitor.prometheus_port"):
+        open_trackers(cfg, tmp_path, {}, print, FailedWrites())
+    sink.close()
+    with pytest.raises(OSError):
+        urlopen(url)
+
+
+def test_the_dashboard_of_grafana_shows_metrics_that_a_run_has():
+    dashboard = json.loads(Path("examples/grafana/meshrl.json").read_text())
+    shown = [target["expr"].partition("{")[0] for panel in dashboard["panels"] for target in panel["targets"]]
+    metrics = Path("docs/metrics.md").read_text()
+    names = {prometheus_name(name): name for name in re.findall(r"`([a-z_]+/[a-z0-9_/]+)`", metrics)}
+    assert shown and all(meaning_of(names[each]) for each in shown)
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    assert [each["name"] for each in dashboard["templating"]["list"]] == ["source", "run"]
+
+
+class Remembers:
+    """A user's sink."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]):
+        self.written: list[tuple[int, dict[str, float]]] = []
+        self.opened, self.ended = (folder, config), list[bool]()
+        OWN.append(self)
+
+    def write(self, step: int, values: dict[str, float], units: dict[str, str]) -> None:
+        if step == 3:
+            raise OSError("no room")
+        self.written.append((step, values))
+
+    def close(self, failed: bool) -> None:
+        self.ended.append(failed)
+
+
+def no_sink(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
+OWN = list[Remembers]()
+
+
+def test_a_users_sink_gets_the_values_and_may_fail_to_write(tmp_path: Path):
+    writes, own = FailedWrites(), f"{__name__}:Remembers"
+    (sink,) = open_trackers(MonitorConfig(sinks=[own]), tmp_path, {"a": 1}, print, writes)
+    sink.write(2, {"reward/mean": 0.5}, UNITS)
+    sink.write(3, {"reward/mean": 0.5}, UNITS)
+    sink.close(True)
+    (made,) = OWN
+    assert made.opened == (tmp_path, {"a": 1}) and made.written == [(2, {"reward/mean": 0.5})]
+    assert made.ended == [True] and writes.counts == {own: 1}
+    with pytest.raises(ConfigError, match="lacks write or close"):
+        open_trackers(MonitorConfig(sinks=[f"{__name__}:no_sink"]), tmp_path, {"a": 1}, print, writes)
+
+
+CONFIG = {"model": {"path": "m" * 9000}, "reward": {"terms": {}}}
+NAMES = {"reward/mean": 0.5, "reward/term/a+b": math.nan, "run/x": math.inf}
+
+
+def test_mlflow_continues_its_run_and_a_failed_write_does_not_end_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    writes = FailedWrites()
+    for steps in ((0, 1), (1, 2)):
+        (sink,) = open_trackers(MonitorConfig(sinks=["mlflow"]), tmp_path, CONFIG, print, writes)
+        for step in steps:
+            sink.write(step, NAMES, UNITS)
+        monkeypatch.setattr(mlflow, "log_metrics", lambda *_: mlflow.no_such_call)
+        sink.write(9, NAMES, UNITS)
+        monkeypatch.undo()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+        sink.close(failed=steps == (0, 1))
+    assert writes.counts == {"mlflow": 2}
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("meshrl").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["model.path"] == "m" * 6000
+    assert {each.step for each in client.get_metric_history(run.info.run_id, "reward/mean")} == {0, 1, 2}
+    assert "reward/term/a_b" in run.data.metrics
+
+
+def test_swanlab_and_trackio_write_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "curves"))  # read by the import
+    for name in ("swanlab", "trackio"):
+        pytest.importorskip(name)
+    for failed in (True, False):
+        writes, notes = FailedWrites(), list[str]()
+        opened = open_trackers(MonitorConfig(sinks=["swanlab", "trackio"]), tmp_path, CONFIG, notes.append, writes)
+        for sink in opened:
+            sink.write(1, NAMES, UNITS)
+            sink.close(failed)
+        assert not writes.counts and len(notes) == 2
+    import sqlite3
+
+    (database,) = (tmp_path / "curves").glob("*.db")
+    with sqlite3.connect(database) as read:
+        rows = read.execute("select run_name, step, metrics from metrics").fetchall()
+    assert len(rows) == 2 and len({name for name, *_ in rows}) == 1
+    assert b"reward/mean" in rows[0][2] and rows[0][1] == 1
+    assert len(list((tmp_path / "swanlab").glob("run-*"))) == 2  # two parts of one run: their names end with its id
