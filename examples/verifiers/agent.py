@@ -30,6 +30,10 @@ class WordTask(vf.Task[WordData]):
         text = str(trace.last_message.content or "").lower()
         return sum(letter in self.data.word for letter in text) / max(1, len(text))
 
+    @vf.metric
+    async def num_letters(self, trace: vf.Trace) -> float:
+        return len(str(trace.last_message.content or ""))
+
 
 class Letters(vf.Taskset[WordTask, vf.TasksetConfig]):
     def load(self) -> list[WordTask]:
@@ -50,7 +54,7 @@ async def main() -> None:
         trace = await agent.run(task)
     if not trace.ok:
         raise SystemExit(str(trace.errors[-1]))
-    Path(os.environ["MESHRL_RESULT"]).write_text(json.dumps({"reward": trace.reward}))
+    Path(os.environ["MESHRL_RESULT"]).write_text(json.dumps({"reward": trace.reward, "metrics": trace.metrics}))
 
 
 asyncio.run(main())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -120,7 +121,9 @@ class EnvironmentAgent:
             if turn is None or turn.stop_reason != "stop":
                 return trajectory
             action = parse(ctx.tokenizer, turn.output_ids, context=context).content
+            started_at = time.perf_counter()
             result = await _result(thread.call(partial(environment.step, action)), "step", self.timeout_s)
+            turn.times.tool_s = time.perf_counter() - started_at
             observation, reward, is_terminated, is_truncated, info = _fields(result, "step", _STEP)
             turn.reward = reward_of(reward.item() if isinstance(reward, np.generic) else reward, "step")
             if info:

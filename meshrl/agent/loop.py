@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -341,7 +342,9 @@ class MultiTurn:
             if len(trajectory.turns) == self.max_turns:
                 trajectory.status = "truncated"
                 return trajectory
+            started_at = time.perf_counter()
             answers = await call_tools(self._tools, calls, self._tool_timeout_s)
+            turn.times.tool_s = time.perf_counter() - started_at
             new = [{"role": "tool", "content": answer} for answer in answers]
             for message in new:
                 if image_literal(ctx.tokenizer, message["content"]):

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -162,12 +162,12 @@ def _regions(spec: Any, with_calls: bool) -> Any:
     if not isinstance(spec, dict) or not isinstance(spec.get("fields"), dict):
         return spec  # Transformers states what is wrong
     fields = {}
-    for name, field in spec["fields"].items():
+    for name, region in spec["fields"].items():
         if name == "tool_calls" and not with_calls:
             continue
-        ends = {key: field[key] for key in ("close", "close_pattern") if key in field}
-        literals = [field["open"]] if isinstance(field.get("open"), str) else field.get("open", ())
-        begin = field.get("open_pattern") or "|".join(map(re.escape, sorted(literals, key=len, reverse=True)))
+        ends = {key: region[key] for key in ("close", "close_pattern") if key in region}
+        literals = [region["open"]] if isinstance(region.get("open"), str) else region.get("open", ())
+        begin = region.get("open_pattern") or "|".join(map(re.escape, sorted(literals, key=len, reverse=True)))
         begins = {"open_pattern": f"(?P<_open>{begin})"} if begin else {}
         value = {"open": "{_open}" if begin else "", "body": "{content}"}
         fields[name] = {**begins, **ends, "repeats": True, "content_args": {"strip": False}, "transform": value}
@@ -262,43 +262,42 @@ class Format:
     models: str
     marks: tuple[str, ...]
     calls: dict[str, Any]
-    reasoning: dict[str, Any]
+    reasoning: dict[str, Any] = field(default_factory=lambda: {"open": "<think>", "close": "</think>"})
     dropped: str = ""
     is_python: bool = False
     begins: str = "<think>"
 
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the field
-_THINK = {"open": "<think>", "close": "</think>"}
-_NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
+
+
+def _named_call(pattern: str, content: str = "json", **more: Any) -> dict[str, Any]:
+    """A call whose opening has its name. content: the form of its arguments."""
+    transform = {"function": {"name": "{name}", "arguments": "{content}"}}
+    return {"open_pattern": pattern, "content": content, "transform": transform, **more}
+
+
 FORMATS: dict[str, Format] = {  # the first whose marks a chat template has
     "gpt_oss": Format(
         models="gpt-oss",
         marks=("<|channel|>", "<|call|>"),
-        calls={
-            "open_pattern": r"(?:<\|start\|>assistant)?(?:\s*to=functions\.(?P<name>[^\s<]+)\s*<\|channel\|>\w+"
+        calls=_named_call(
+            r"(?:<\|start\|>assistant)?(?:\s*to=functions\.(?P<name>[^\s<]+)\s*<\|channel\|>\w+"
             r"|<\|channel\|>\w+\s+to=functions\.(?P<name>[^\s<]+))[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
-            "close": "<|call|>",
-            "content": "json",
-            "transform": _NAMED,
-        },
-        reasoning={
-            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
-            "close": "<|end|>",
-        },
+            close="<|call|>",
+        ),
+        reasoning={"open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>", "close": "<|end|>"},
         dropped=r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>|<\|(?:end|return)\|>",
         begins="<|channel|>analysis<|message|>",
     ),
     "gemma4": Format(
         models="Gemma 4",
         marks=("<|tool_call>call:",),
-        calls={
-            "open_pattern": r"<\|tool_call>(?:call:(?P<name>[\w.-]+))?",
-            "close": "<tool_call|>",
-            "content": "json",
-            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-            "transform": _NAMED,
-        },
+        calls=_named_call(
+            r"<\|tool_call>(?:call:(?P<name>[\w.-]+))?",
+            close="<tool_call|>",
+            content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        ),
         reasoning={"open": "<|channel>thought\n", "close": "<channel|>"},
         dropped=r"<turn\|>|<\|tool_response>",
     ),
@@ -306,45 +305,37 @@ FORMATS: dict[str, Format] = {  # the first whose marks a chat template has
         models="LFM2, LFM2.5",
         marks=("<|tool_", "_start|>"),
         calls={"open": "<|tool_call_start|>", "close": "<|tool_call_end|>"},
-        reasoning=_THINK,
         is_python=True,
     ),
     "deepseek": Format(
         models="DeepSeek R1, V3 and V3.1",
         marks=("<｜tool▁call▁begin｜>",),
-        calls={
-            "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
+        calls=_named_call(
+            r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
             r"|(?P<name>[^\n<]+)<｜tool▁sep｜>)?",
-            "close_pattern": r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
-            "content": "json",
-            "transform": _NAMED,
-        },
-        reasoning=_THINK,
+            close_pattern=r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
+        ),
         dropped=r"<｜tool▁calls▁(?:begin|end)｜>",
     ),
     "glm": Format(
         models="GLM-4.5 and later",
         marks=("<arg_key>",),
-        calls={
-            "open_pattern": r"<tool_call>(?P<name>[^\n<]+)?",
-            "close": "</tool_call>",
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
-            "transform": _NAMED,
-        },
-        reasoning=_THINK,
+        calls=_named_call(
+            r"<tool_call>(?P<name>[^\n<]+)?",
+            "xml-inline",
+            close="</tool_call>",
+            content_args={"tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
+        ),
     ),
     "xml": Format(
         models="Qwen3-Coder, Qwen 3.5 and 3.6, Nemotron 3",
         marks=("<function=", "<parameter="),
-        calls={
-            "open_pattern": r"<tool_call>\s*(?:<function=(?P<name>[^>\n]+)>)?",
-            "close": "</tool_call>",
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-            "transform": _NAMED,
-        },
-        reasoning=_THINK,
+        calls=_named_call(
+            r"<tool_call>\s*(?:<function=(?P<name>[^>\n]+)>)?",
+            "xml-inline",
+            close="</tool_call>",
+            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        ),
     ),
     "hermes": Format(
         models="Hermes, Qwen 2.5, Qwen 3, and all others, with think tags or without",
@@ -355,7 +346,6 @@ FORMATS: dict[str, Format] = {  # the first whose marks a chat template has
             "content": "json",
             "transform": {"function": "{content}"},
         },
-        reasoning=_THINK,
     ),
     "llama3": Format(
         models="Llama 3.1 to 3.3",
@@ -367,7 +357,6 @@ FORMATS: dict[str, Format] = {  # the first whose marks a chat template has
             "content": "json",
             "transform": {"function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
         },
-        reasoning=_THINK,
         dropped=r"<\|eom_id\|>",
     ),
 }

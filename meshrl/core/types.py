@@ -87,13 +87,14 @@ class SamplingParams:
 @dataclass(kw_only=True, slots=True)
 class Times:
     """The stages of a turn's time in its engine, in seconds, and the number of context tokens that came from a cache.
-    total_s: from the agent's request to its answer."""
+    total_s: from the agent's request to its answer. tool_s: of the tools, the environment or the client, after it."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cached_tokens: int = 0
     total_s: float = 0.0
+    tool_s: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,8 +130,9 @@ class Turn:
     continues, -1 = none. context_ids has only the tokens after the parent's end.
 
     Filled by the engine: output_ids, logprobs, versions, stop_reason, routed_experts, extras, engine_id, times.
-    Filled by the agent: parent, context_ids (without the parent's tokens), media_spans, messages, and reward, if the
-    environment of the agent gives one; it is added to the trajectory's reward.
+    Filled by the agent: parent, context_ids (without the parent's tokens), media_spans, messages, source (the HTTP
+    request that made the turn, for people), and reward, if the environment of the agent gives one; it is added to the
+    trajectory's reward.
 
     Example, context [1, 5, 6], sampled [7, 2]: Turn(parent=-1, context_ids=[1, 5, 6], output_ids=[7, 2],
     logprobs=[-0.1, -0.3], versions=[0, 0], stop_reason="stop").
@@ -150,6 +152,7 @@ class Turn:
     engine_id: str = ""
     times: Times = field(default_factory=Times)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    source: str = ""
     reward: float | None = None
 
 
@@ -161,6 +164,7 @@ class Trajectory:
     status `failed` has a Failure and never a reward of 0. Filled by the scorer: rewards, by term; reward, the weighted
     sum of the terms that apply, plus the rewards of all turns. reward None = masked out of training, and counted.
     has_abstained: it is None although no grading with a weight failed, because no term with a weight applies.
+    metrics: of the agent, such as further scores of its environment; they are no part of the reward.
     """
 
     prompt: Prompt
@@ -174,6 +178,7 @@ class Trajectory:
     rewards: dict[str, Graded] = field(default_factory=dict)
     reward: float | None = None
     has_abstained: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Three lines: what it is, the ends of its prompt and of its answer."""

@@ -213,6 +213,7 @@ def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:
         "failure": asdict(t.failure) if t.failure else None,
         "reward": t.reward,
         "has_abstained": t.has_abstained,
+        "metrics": t.metrics,
         "rewards": {n: {"failure": asdict(r)} if isinstance(r, Failure) else r for n, r in t.rewards.items()},
         "prompt": {
             **_fields(t.prompt, _PROMPT),
@@ -224,6 +225,7 @@ def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:
             {
                 "text": text,
                 **_fields(turn, [*_TURN, *_TOKENS]),
+                "source": turn.source,
                 "reward": turn.reward,
                 "media_spans": [list(span) for span in turn.media_spans],
                 "routed_experts": None if turn.routed_experts is None else _array_record(turn.routed_experts),
@@ -267,6 +269,7 @@ def _trajectory(r: Record, group: _Group) -> Trajectory:
         rewards={n: _graded(result) for n, result in r["rewards"].items()},
         reward=_number(r["reward"]),
         has_abstained=bool(r.get("has_abstained")),
+        metrics=r.get("metrics", {}),
     )
 
 
@@ -282,6 +285,7 @@ def _turn(r: Record, first_context: np.ndarray | None) -> Turn:
     return Turn(
         **{name: r[name] for name in _TURN},
         **tokens,
+        source=r.get("source", ""),
         reward=_number(r["reward"]),
         media_spans=[(name, start, size) for name, start, size in r["media_spans"]],
         routed_experts=None if r["routed_experts"] is None else _array(r["routed_experts"]),

@@ -174,6 +174,9 @@ class Scorer:
         turn_rewards = [_turn_rewards(t) for t in scored]
         if any(turn_rewards):
             metrics.append(Metric(name="reward/turns", sum=sum(map(sum, turn_rewards)), weight=len(scored)))
+        for name in sorted({name for t in scored for name in t.metrics}):
+            values = [t.metrics[name] for t in scored if name in t.metrics]
+            metrics.append(Metric(name=f"reward/metric/{name}", sum=sum(values), weight=len(values)))
         gradings = len(scored) * len(self._cfg.terms)
         metrics.append(Metric(name="reward/failed", sum=failed.total(), weight=gradings, unit="fraction"))
         metrics += [

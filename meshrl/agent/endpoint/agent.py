@@ -18,6 +18,7 @@ from meshrl.agent.endpoint.programs import (
     AsyncProgram,
     Call,
     CommandProgram,
+    Outcome,
     ProgramFailed,
     WorkerProgram,
     unknown_parameters,
@@ -37,7 +38,8 @@ class EndpointAgent:
 
     function: package.module:name. An async function runs in the controller's event loop, any other in a worker process.
     It gets those of the keywords of `programs.Call` that its signature has, and may return a number, which is added to
-    the trajectory's reward. command: a program and its arguments, in place of a function. timeout_s: of one attempt.
+    the trajectory's reward, or {"reward": number, "metrics": {name: number}}. command: a program and its arguments, in
+    place of a function. timeout_s: of one attempt.
     max_turns: after which requests are refused. A program that ends with an exception because of such a refusal, or
     because the context is full, leaves a truncated trajectory.
     """
@@ -81,10 +83,10 @@ class EndpointAgent:
             raise DataError(f"prompt {prompt.id!r} has images, which the endpoint does not send to its clients")
         trajectory = start_trajectory(prompt, index, ctx)
         conversation = Conversation(trajectory, generate, ctx, self._note_once, max_turns=self.max_turns)
-        reward = None
+        reward: float | None = None
         try:
             with self._key(conversation) as key:
-                reward = await self._attempt(conversation, self._call(prompt, key, self._url))
+                reward, trajectory.metrics = await self._attempt(conversation, self._call(prompt, key, self._url))
         except Exception as error:  # of the user's code
             if not conversation.is_cut or getattr(error, "kind", "") == "timeout":
                 raise
@@ -96,7 +98,7 @@ class EndpointAgent:
             raise ProgramFailed("the agent ended without a request to the model that was answered")
         return trajectory
 
-    async def _attempt(self, conversation: Conversation, call: Call) -> float | None:
+    async def _attempt(self, conversation: Conversation, call: Call) -> Outcome:
         program = asyncio.ensure_future(self._program(call))
         failed = asyncio.create_task(conversation.failed.wait())
         try:

@@ -39,7 +39,7 @@ class RefusedRequest(Exception):
 class Ask:
     """A request, in the terms of every dialect. messages: with content as text, and the arguments of calls as values;
     ids: int32[C], in place of messages. sampling: what the client asked for, such as temperature: in training, the
-    run's values replace it. max_tokens: None = the run's."""
+    run's values replace it. max_tokens: None = the run's. source: route and digest of the request, for people."""
 
     messages: list[Message] = field(default_factory=list)
     ids: np.ndarray | None = None
@@ -51,6 +51,7 @@ class Ask:
     stream: bool = False
     usage: bool = False
     logprobs: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +79,7 @@ class _Node:
     tools: list[dict[str, Any]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     rendered: list[Message] = field(default_factory=list)
+    ended_at: float = 0.0
     children: list[_Node] = field(default_factory=list)
 
 
@@ -145,6 +147,8 @@ class Conversation:
             raise RefusedRequest(400, f"the agent has had its {self.max_turns} turns (agent.args.max_turns)")
         if ask.ids is None:
             node, new = self._find(ask)
+            if node.turn >= 0 and not node.children:
+                trajectory.turns[node.turn].times.tool_s = time.perf_counter() - node.ended_at
             try:
                 context = self._context(ask, node, new)
             except DataError as cause:
@@ -174,6 +178,7 @@ class Conversation:
             raise RefusedRequest(400, reason)
         if turn.stop_reason == "abort":
             raise RefusedRequest(503, "the engine stopped before the answer was complete", retry_after_s=1)
+        turn.source = ask.source
         self.is_cut, trajectory.failure = False, None  # of a request before the first turn
         return self._record(ask, node, new, turn, len(context))
 
@@ -242,7 +247,9 @@ class Conversation:
             finish = "tool_calls"
         if ask.ids is None:
             rendered = for_template(message) if needs_calls(tokenizer) else turn.messages[-1]
-            node.children.append(_Node(number, node, ask.tools, [*new, message], [*new, rendered]))
+            node.children.append(
+                _Node(number, node, ask.tools, [*new, message], [*new, rendered], ended_at=time.perf_counter())
+            )
         tokens = [tokenizer.decode([i]) for i in turn.output_ids.tolist()] if ask.logprobs else []
         return ModelReply(
             id=f"{self.trajectory.id}/{number}",

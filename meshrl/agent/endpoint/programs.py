@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,6 @@ THREADS = 16  # attempts at once in one worker process
 _POLL_S = 0.05
 _TAIL_BYTES = 1000
 _MAX_LINE_BYTES = 1 << 20
-_FIELDS = ("base_url", "api_key", "model", "messages", "answer", "prompt", "url")
 
 
 class ProgramFailed(Exception):
@@ -56,9 +55,13 @@ class Call:
     prompt: dict[str, Any]
 
 
+Outcome = tuple[float | None, dict[str, float]]
+"""The reward of an attempt, None = none, and its metrics."""
+
+
 class AgentProgram(Protocol):
-    async def __call__(self, call: Call) -> float | None:
-        """Run one attempt; returns its reward, or None. Raises: ProgramFailed, or an exception of the user's code."""
+    async def __call__(self, call: Call) -> Outcome:
+        """Run one attempt. Raises: ProgramFailed, or an exception of the user's code."""
         ...
 
     async def close(self) -> None: ...
@@ -66,17 +69,16 @@ class AgentProgram(Protocol):
 
 def keywords(function: Callable[..., Any], call: Mapping[str, Any]) -> dict[str, Any]:
     """Those that the signature has."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-    names = {each.name for each in parameters}
-    return {name: call[name] for name in _FIELDS if takes_all or name in names}
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {name: value for name, value in call.items() if takes_all or name in parameters}
 
 
 def unknown_parameters(function: Callable[..., Any]) -> list[str]:
     """Parameters without a default that no program gets."""
-    named = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind not in named and p.default is p.empty and p.name not in _FIELDS]
+    parameters, given = inspect.signature(function).parameters.values(), {field.name for field in fields(Call)}
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return [name for name in needed if name not in given]
 
 
 def reward_of(value: Any, place: str) -> float | None:
@@ -89,18 +91,29 @@ def reward_of(value: Any, place: str) -> float | None:
     )
 
 
+def outcome_of(value: Any, place: str) -> Outcome:
+    """Of a reward, or of {"reward": reward, "metrics": {name: number}}. Raises: ProgramFailed for another result."""
+    if not isinstance(value, dict) or value.keys() - {"reward", "metrics"}:
+        return reward_of(value, place), {}
+    metrics = value.get("metrics") or {}
+    if not isinstance(metrics, dict):
+        raise ProgramFailed(f"{place} returned the metrics {metrics!r:.80}; they must be numbers by name")
+    numbers = {str(name): reward_of(number, f"{place}, metric {name!r:.40},") for name, number in metrics.items()}
+    return reward_of(value.get("reward"), place), {name: n for name, n in numbers.items() if n is not None}
+
+
 class AsyncProgram:
     """An async function."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], name: str):
         self._function, self._name = function, name
 
-    async def __call__(self, call: Call) -> float | None:
+    async def __call__(self, call: Call) -> Outcome:
         try:
             value = await self._function(**keywords(self._function, asdict(call)))
         except SystemExit as error:  # it would end the event loop
             raise ProgramFailed(error_line(error)) from error
-        return reward_of(value, self._name)
+        return outcome_of(value, self._name)
 
     async def close(self) -> None:
         pass
@@ -108,12 +121,13 @@ class AsyncProgram:
 
 class CommandProgram:
     """A command, with this environment: OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, and
-    MESHRL_TASK, a JSON file with messages and prompt. It may write {"reward": number} into the file MESHRL_RESULT."""
+    MESHRL_TASK, a JSON file with messages and prompt. It may write {"reward": number, "metrics": {name: number}} into
+    the file MESHRL_RESULT; metrics may be missing."""
 
     def __init__(self, command: Sequence[str]):
         self._command = list(command)
 
-    async def __call__(self, call: Call) -> float | None:
+    async def __call__(self, call: Call) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="meshrl-agent-") as folder:
             task, result = Path(folder, "task.json"), Path(folder, "result.json")
             task.write_text(json.dumps({"messages": call.messages, "prompt": call.prompt, "model": call.model}))
@@ -137,7 +151,7 @@ class CommandProgram:
                 if code:
                     printed = output_tail(output, _TAIL_BYTES) or "nothing"
                     raise ProgramFailed(f"the command ended with {exit_text(code)}; it printed: {printed}")
-            return reward_of(_written(result), "the command") if os.path.lexists(result) else None
+            return outcome_of(_written(result), "the command") if os.path.lexists(result) else (None, {})
 
     async def close(self) -> None:
         pass
@@ -147,7 +161,8 @@ def _written(file: Path) -> Any:
     try:
         if not file.is_file():
             raise ValueError("it is not a regular file")
-        return json.loads(file.read_bytes())["reward"]
+        written = json.loads(file.read_bytes())
+        return {"reward": written["reward"], "metrics": written.get("metrics")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
         raise ProgramFailed(f'the command wrote a result that is not {{"reward": number}}: {cause}') from cause
 
@@ -226,7 +241,7 @@ class WorkerProgram:
         self._function = function
         self._workers: list[_FunctionWorker] = []
 
-    async def __call__(self, call: Call) -> float | None:
+    async def __call__(self, call: Call) -> Outcome:
         self._workers = [each for each in self._workers if not (each.is_retired and not each.num_running)]
         free = (each for each in self._workers if not each.is_retired and each.num_running < THREADS)
         worker = next(free, None)
@@ -236,7 +251,7 @@ class WorkerProgram:
         answer = await worker.call(asdict(call))
         if "error" in answer:
             raise ProgramFailed(answer["error"])
-        return reward_of(answer.get("reward"), self._function)
+        return outcome_of(answer.get("reward"), self._function)
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.end() for worker in self._workers))

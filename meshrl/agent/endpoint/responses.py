@@ -94,16 +94,11 @@ def _response(reply_id: str, model: str, status: str, **filled: Any) -> Body:
         "status": status,
         "model": model,
         "output": [],
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
+        **dict.fromkeys(("error", "incomplete_details", "instructions", "temperature", "top_p", "usage")),
         "metadata": {},
         "parallel_tool_calls": True,
-        "temperature": None,
         "tool_choice": "auto",
         "tools": [],
-        "top_p": None,
-        "usage": None,
     } | filled
 
 

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import uvicorn
@@ -118,8 +119,9 @@ class Endpoint:
                 if not isinstance(body, dict):
                     raise RefusedRequest(400, f"the body is {type(body).__name__}; it must be an object")
                 require_shallow(body)
-                ask = wire.read(body)
-                digest = hashlib.sha256(request.url.path.encode() + b"\0" + raw).digest()
+                path = request.url.path
+                digest = hashlib.sha256(path.encode() + b"\0" + raw).digest()
+                ask = replace(wire.read(body), source=f"POST {path} {digest.hex()[:8]}")
                 parts = aiter(answering.parts(ask, digest))
                 first = await anext(parts)
                 if ask.stream:

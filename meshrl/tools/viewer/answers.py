@@ -125,8 +125,9 @@ def _answer_parts(group: str, logged: LoggedTrajectory) -> Iterator[Any]:
     trajectory = logged.trajectory
     reward, tokens = trajectory.reward, counted(sum(len(turn.output_ids) for turn in trajectory.turns), "token")
     style = "yellow" if reward is None else "green" if reward > 0 else "red"
-    terms = (f"{n} {_graded(result)}" for n, result in trajectory.rewards.items())
-    by_term = f" ({', '.join(terms)})" if len(trajectory.rewards) > 1 else ""  # such as (correct 1, form 0.1)
+    shown = trajectory.rewards | {f"metric {name}": number for name, number in trajectory.metrics.items()}
+    terms = (f"{n} {_graded(result)}" for n, result in shown.items())
+    by_term = f" ({', '.join(terms)})" if len(shown) > 1 else ""  # such as (correct 1, form 0.1)
     text = f"reward {'none' if reward is None else f'{reward:.4g}'}{by_term}"
     head = f"── answer {group}/{trajectory.index}: {text}, {trajectory.status}, {tokens}"
     yield Text(printable(head), style)
@@ -138,7 +139,9 @@ def _answer_parts(group: str, logged: LoggedTrajectory) -> Iterator[Any]:
             branch = f", continues turn {turn.parent}" if 0 <= turn.parent < number - 1 else ""
             begins = ", a new conversation" if turn.parent < 0 < number else ""
             took = time_text(asdict(turn.times))
-            yield Text(f"  turn {number}{branch}{begins}{took and f': {took}'}", "dim")
+            yield Text(
+                f"  turn {number}{branch}{begins}{took and f': {took}'}{turn.source and f', {turn.source}'}", "dim"
+            )
         for message in turn.messages or [{"role": "assistant", "content": sampled}]:
             yield from _message_parts(message, trajectory.prompt.media, len(trajectory.turns) > 1)
 
@@ -150,7 +153,8 @@ def time_text(times: Mapping[str, Any]) -> str:
     if not total:
         return ""
     cached = f", {times['cached_tokens']} context tokens from the cache" if times.get("cached_tokens") else ""
-    return f"{total:.2f} s ({', '.join(f'{name} {seconds:.2f}' for name, seconds in stages.items())}){cached}"
+    tools = f", then {times['tool_s']:.2f} s of tools" if times.get("tool_s") else ""
+    return f"{total:.2f} s ({', '.join(f'{name} {seconds:.2f}' for name, seconds in stages.items())}){cached}{tools}"
 
 
 def _graded(result: Graded) -> str:

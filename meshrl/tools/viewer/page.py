@@ -115,11 +115,13 @@ def _answer(record: Record, tokens: TokenFile | None, criterion: tuple[str, Pass
         if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
             messages = messages[:-1]  # the last one is the sampled text
         same = {name: turn[name] for name in ("parent", "text", "stop_reason", "reward")}
+        same["source"] = turn.get("source", "")
         turns.append({**same, "messages": messages, "tokens": count, "took": time_text(turn.get("times") or {})})
     prompt, reward = record["prompt"], record["reward"]
     shown = {
         "prompt": prompt and {name: prompt[name] for name in ("id", "messages", "answer", "media")},
-        **{name: record[name] for name in ("rewards", "failure")},
+        "rewards": record["rewards"] | {f"metric {name}": n for name, n in record.get("metrics", {}).items()},
+        "failure": record["failure"],
         "turns": turns,
     }
     score = record["rewards"].get(criterion[0], reward)

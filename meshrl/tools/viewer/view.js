@@ -379,7 +379,7 @@
       turn.messages.forEach((message) => part.append(messageBox(message, media)));
       const of = make("div", "role");
       of.append(make("b", "", answer.turns.length > 1 ? `turn ${number}` : "answer"),
-        printable(` · ${turn.stop_reason}${turn.parent >= 0 ? ` · continues turn ${turn.parent}` : ""}${turn.reward == null ? "" : ` · reward ${short(turn.reward)}`}${turn.took && ` · ${turn.took}`}`));
+        printable(` · ${turn.stop_reason}${turn.parent >= 0 ? ` · continues turn ${turn.parent}` : ""}${turn.reward == null ? "" : ` · reward ${short(turn.reward)}`}${turn.took && ` · ${turn.took}`}${turn.source && ` · ${turn.source}`}`));
       part.append(of);
       if (columns && turn.tokens && (withTokens || row === place.row)) {
         const { box, own } = tokenBox(answer, turn, row, number, columns, row === place.row && number === place.turn ? place.token : 0);

@@ -43,6 +43,18 @@ def test_calls_run_at_once_and_are_answered_in_their_order():
     assert answers(wait, 3) == ["0", "1", "2"]
 
 
+def test_the_time_of_the_calls_is_that_of_their_turn():
+    async def wait(n: int) -> str:
+        await asyncio.sleep(0.03)
+        return "7"
+
+    tokenizer = tiny_tokenizer()
+    call = '<tool_call>{"name": "t", "arguments": {"n": 1}}</tool_call>'
+    t = run(MultiTurn(tools=[tool(wait)]), ScriptedPolicy(tokenizer, call, "ab").generate, context(tokenizer))
+    first, last = (turn.times.tool_s for turn in t.turns)
+    assert 0.03 <= first < 5 and last == 0
+
+
 def test_a_degenerate_answer_does_not_run_all_its_calls_at_once():
     running, most = 0, 0
 

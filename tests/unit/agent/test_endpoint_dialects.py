@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import numpy as np
 import pytest
@@ -53,6 +54,10 @@ def test_a_conversation_with_a_tool_is_that_of_multi_turn(dialect, stream):
         assert (ours.id, ours.seed, ours.max_new_tokens) == (theirs.id, theirs.seed, theirs.max_new_tokens)
         assert ours.sampling == theirs.sampling
     assert [turn.parent for turn in found.turns] == [-1, 0, 1] and leaf_paths(found.turns) == [[0, 1, 2]]
+    assert all(re.fullmatch(r"POST /v1/[a-z/]+ [0-9a-f]{8}", turn.source) for turn in found.turns)
+    assert len({turn.source for turn in found.turns}) == 3 and not expected.turns[0].source
+    for turns in (found.turns, expected.turns):
+        assert [turn.times.tool_s > 0 for turn in turns] == [True, True, False]
 
 
 def test_the_token_route_takes_and_returns_ids():

@@ -169,6 +169,37 @@ def test_a_reward_of_the_program_is_that_of_the_last_turn():
     assert [turn.reward for turn in t.turns] == [None, 0.25]
 
 
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ({"reward": 0.25, "metrics": {"steps": 3, "left_out": None}}, (0.25, {"steps": 3})),
+        ({"metrics": {"steps": 3.5}}, (None, {"steps": 3.5})),
+        ({"reward": 0.25}, (0.25, {})),
+        ({"reward": 0.25, "metrics": {"steps": "3"}}, "metric 'steps', returned '3'; it must return a number"),
+        ({"reward": 0.25, "metrics": {"steps": float("nan")}}, "metric 'steps', returned nan"),
+        ({"reward": 0.25, "metrics": [3]}, "the metrics [3]; they must be numbers by name"),
+        ({"rewards": 0.25}, "returned {'rewards': 0.25}; it must return a number"),
+    ],
+)
+def test_metrics_of_a_program_are_those_of_the_trajectory(returned, expected):
+    async def returns(base_url, api_key, messages):
+        await endpoint_programs.chat(base_url, api_key, messages)
+        return returned
+
+    (t,) = attempts(EndpointAgent(function=returns), prompts(1))
+    if isinstance(expected, str):
+        assert t.failure.kind == "crash" and expected in t.failure.message
+    else:
+        assert (t.turns[0].reward, t.metrics) == expected
+
+
+def test_a_command_writes_its_metrics_next_to_its_reward():
+    code = "import json, os; from endpoint_programs import main; main(); open(os.environ['MESHRL_RESULT'], 'w').write("
+    program = [sys.executable, "-c", code + "json.dumps({'reward': 0.5, 'metrics': {'steps': 3}}))"]
+    (t,) = attempts(EndpointAgent(command=program), prompts(1))
+    assert t.failure is None and (t.turns[0].reward, t.metrics) == (0.5, {"steps": 3})
+
+
 @pytest.mark.parametrize("limit", ["max_turns", "context"])
 def test_a_program_that_ends_at_a_limit_leaves_a_truncated_trajectory(limit):
     async def goes_on(base_url, api_key, messages):

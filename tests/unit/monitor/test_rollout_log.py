@@ -52,6 +52,8 @@ def test_every_shape_of_trajectory_comes_back_to_the_bit(tmp_path):
     trajectories[1].rewards["format"] = Failure(kind="timeout", message="slow")
     trajectories[1].reward = None
     trajectories[2].rewards["odd"] = float("nan")
+    trajectories[2].metrics["steps"] = 3.5
+    trajectories[1].turns[0].source, trajectories[1].turns[0].times.tool_s = "POST /v1/messages 1a2b3c4d", 0.25
     path = RolloutLog(tmp_path, decode).write(12, trajectories)
     assert path == tmp_path / "rollouts" / "step_000012.jsonl"
     logged = list(read_rollouts(path))

@@ -69,10 +69,12 @@ def test_the_rewards_of_turns_are_added_to_the_reward():
     for value, trajectory in zip((None, 1, -2.5, np.float32(3)), trajectories):
         trajectory.turns = [trajectory.turns[0], replace(trajectory.turns[0], reward=0.5)]
         trajectory.turns[0].reward = value
+    trajectories[0].metrics, trajectories[2].metrics = {"steps": 2.0}, {"steps": 7}
     metrics = score(trajectories, terms={"answer": EXACT})
     assert [t.reward for t in trajectories] == [1.5, 2.5, -1.0, 4.5]
     assert [t.rewards for t in trajectories] == [{"answer": 1.0}] * 4
     assert (metrics["turns"].sum, metrics["turns"].weight) == (3.5, 4)
+    assert (metrics["metric/steps"].sum, metrics["metric/steps"].weight) == (9.0, 2), "of those that have it"
     assert "turns" not in score([make_trajectory("4")], terms={"answer": EXACT})
 
 

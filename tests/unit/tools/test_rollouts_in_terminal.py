@@ -33,7 +33,8 @@ def run(tmp_path: Path) -> Path:
     tools.turns += answer("6*7?", "Again: 42.", 1.0, messages=[{"role": "user", "content": "Sure?"}]).turns
     for turn, parent in zip(tools.turns, (-1, 0, 0)):
         turn.parent = parent
-    tools.turns[1].times = Times(queue_s=0.25, prefill_s=0.5, decode_s=1.0, cached_tokens=7, total_s=2.0)
+    tools.turns[1].times = Times(queue_s=0.25, prefill_s=0.5, decode_s=1.0, cached_tokens=7, total_s=2.0, tool_s=0.5)
+    tools.turns[1].source, tools.metrics = "POST /v1/messages 1a2b3c4d", {"steps": 3.5}
     ungraded = answer("6*7?", "two\nlines", 0.0, index=1)
     ungraded.rewards["correct"], ungraded.reward = Failure(kind="timeout", message="slow grader"), None
     hostile = answer(HOSTILE, HOSTILE, -1.0)

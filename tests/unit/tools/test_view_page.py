@@ -294,12 +294,16 @@ def test_the_keyboard_chooses_answers_and_tokens(chromium: Chromium, run: Path):
 
 def test_a_tree_of_turns_shows_which_turn_each_one_continues(chromium: Chromium, tmp_path: Path):
     trajectories = scripted_trajectories(1, 1)
+    trajectories[0].turns[0].source, trajectories[0].turns[0].times.tool_s = "POST /v1/messages 1a2b3c4d", 0.25
+    trajectories[0].turns[0].times.total_s, trajectories[0].metrics = 1.0, {"steps": 3.5}
     RolloutLog(tmp_path, lambda ids: IdTokenizer().decode(ids)).write(1, trajectories)
     write_view(tmp_path)
     page = opened(chromium, tmp_path, f"1/{quote(trajectories[0].group_id)}/0&turn=3&token=0")
     heads = [text for text in text_of(page, ".turn > .role") if text.startswith("turn")]
     assert [head.split(" · ")[0] for head in heads] == ["turn 0", "turn 1", "turn 3", "turn 2"]
     assert ["continues turn 0" in head for head in heads] == [False, True, True, False]
+    assert heads[0].endswith(", then 0.25 s of tools · POST /v1/messages 1a2b3c4d")
+    assert "metric steps" in text_of(page, ".terms")[0]
     assert text_of(page, "#bar")[0].startswith("token 0 ") and page.errors == []
 
 
