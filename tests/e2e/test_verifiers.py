@@ -27,6 +27,7 @@ def test_a_task_of_verifiers_is_an_agent(tmp_path: Path, monkeypatch: pytest.Mon
     folder = train(config, "verifiers", *changes)
     for step in steps_of(folder):
         assert step["rollout/crashed_fraction"] == 0.0 and step["reward/mean"] > 0.0, step
+        assert step["reward/metric/num_letters"] > 0.0
     lines = [json.loads(line) for line in (folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     prompts = {line["turns"][0]["messages"][0]["content"] for line in lines}
     assert len(lines) == 4 and all(text.startswith("Letters of ") for text in prompts), "the prompts are the task's"

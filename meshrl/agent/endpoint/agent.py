@@ -86,7 +86,16 @@ class EndpointAgent:
         reward: float | None = None
         try:
             with self._key(conversation) as key:
-                reward, trajectory.metrics = await self._attempt(conversation, self._call(prompt, key, self._url))
+                call = Call(
+                    url=self._url,
+                    base_url=f"{self._url}/v1",
+                    api_key=key,
+                    model=MODEL,
+                    messages=prompt.messages or [],
+                    answer=prompt.answer,
+                    prompt={"id": prompt.id, "env": prompt.env, "meta": prompt.meta},
+                )
+                reward, trajectory.metrics = await self._attempt(conversation, call)
         except Exception as error:  # of the user's code
             if not conversation.is_cut or getattr(error, "kind", "") == "timeout":
                 raise
@@ -114,17 +123,6 @@ class EndpointAgent:
             for task in (program, failed):
                 task.cancel()
             await asyncio.gather(program, failed, return_exceptions=True)
-
-    def _call(self, prompt: Prompt, key: str, url: str) -> Call:
-        return Call(
-            url=url,
-            base_url=f"{url}/v1",
-            api_key=key,
-            model=MODEL,
-            messages=prompt.messages or [],
-            answer=prompt.answer,
-            prompt={"id": prompt.id, "env": prompt.env, "meta": prompt.meta},
-        )
 
     @contextmanager
     def _key(self, conversation: Conversation) -> Iterator[str]:

@@ -64,7 +64,8 @@ class AgentProgram(Protocol):
         """Run one attempt. Raises: ProgramFailed, or an exception of the user's code."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        pass
 
 
 def keywords(function: Callable[..., Any], call: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def outcome_of(value: Any, place: str) -> Outcome:
     return reward_of(value.get("reward"), place), {name: n for name, n in numbers.items() if n is not None}
 
 
-class AsyncProgram:
+class AsyncProgram(AgentProgram):
     """An async function."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], name: str):
@@ -115,11 +116,8 @@ class AsyncProgram:
             raise ProgramFailed(error_line(error)) from error
         return outcome_of(value, self._name)
 
-    async def close(self) -> None:
-        pass
 
-
-class CommandProgram:
+class CommandProgram(AgentProgram):
     """A command, with this environment: OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, and
     MESHRL_TASK, a JSON file with messages and prompt. It may write {"reward": number, "metrics": {name: number}} into
     the file MESHRL_RESULT; metrics may be missing."""
@@ -152,9 +150,6 @@ class CommandProgram:
                     printed = output_tail(output, _TAIL_BYTES) or "nothing"
                     raise ProgramFailed(f"the command ended with {exit_text(code)}; it printed: {printed}")
             return outcome_of(_written(result), "the command") if os.path.lexists(result) else (None, {})
-
-    async def close(self) -> None:
-        pass
 
 
 def _written(file: Path) -> Any:
@@ -233,7 +228,7 @@ class _FunctionWorker:
         self._output.close()
 
 
-class WorkerProgram:
+class WorkerProgram(AgentProgram):
     """A function that blocks. function: package.module:name. There are as many workers as attempts need, with at most
     THREADS attempts each."""
 
