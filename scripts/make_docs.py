@@ -1,7 +1,5 @@
 """Write the pages that are generated from code: make fix. With --check, only report those that differ: make check."""
 
-import json
-import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -198,22 +196,6 @@ def tools() -> str:
     return "\n".join(lines)
 
 
-def notebook() -> str:
-    """The cells of examples/notebook_grpo.py."""
-    script = (ROOT / "examples" / "notebook_grpo.py").read_text(encoding="utf-8")
-    cells: list[dict[str, object]] = []
-    for kind, text in re.findall(r"(?ms)^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", script):
-        text = re.sub(r"(?m)^# ?", "", text) if kind else text
-        source = text.strip().splitlines(keepends=True)
-        of_code = {} if kind else {"execution_count": None, "outputs": []}
-        cells.append({"cell_type": "markdown" if kind else "code", "metadata": {}, "source": source, **of_code})
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    return (
-        json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}, indent=1)
-        + "\n"
-    )
-
-
 PAGES: dict[str, Callable[[], str]] = {
     "docs/chat_templates.md": chat_templates,
     "docs/commands.md": commands,
@@ -224,7 +206,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics,
     "docs/models.md": models,
     "docs/tools.md": tools,
-    "examples/notebook_grpo.ipynb": notebook,
 }
 
 
