@@ -235,8 +235,12 @@ def _evaluate(node: ast.expr) -> int | float:
         return _UNARY[type(node.op)](_evaluate(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _evaluate(node.left), _evaluate(node.right)
-        is_power = isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
-        if is_power and left.bit_length() * abs(right) > MAX_INT_BITS:  # refused before it is computed: 9**9**9
+        if (  # before it is computed: 9**9**9 would never end
+            isinstance(node.op, ast.Pow)
+            and isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() * abs(right) > MAX_INT_BITS
+        ):
             raise ToolError("the result is too large")
         return _bounded(_BINARY[type(node.op)](left, right))
     raise ToolError("only numbers, + - * / // % ** and parentheses are allowed")

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -407,8 +408,7 @@ def sft_row(
             f"roles {[m.get('role') for m in messages]}: training needs an assistant message after another message"
         )
     ids = render(tokenizer, messages[: turns[-1] + 1], False, tools, media)
-    mask = np.zeros(len(ids), bool)
-    end = 0
+    mask, end = np.zeros(len(ids), bool), 0
     for i in turns:
         head = render(tokenizer, messages[:i], True, tools, media)
         full = render(tokenizer, messages[: i + 1], False, tools, media)
@@ -458,6 +458,7 @@ def continuation_ids(
     return full[end if is_sampled else end - 1 :]
 
 
+@lru_cache(maxsize=8)  # a further turn asks each time, and the template of a loaded tokenizer stays
 def needs_calls(tokenizer: Any) -> bool:
     """Whether the template renders the answer of a tool only after a message with `tool_calls`, as that of gpt-oss."""
     question, answer = _placeholder()

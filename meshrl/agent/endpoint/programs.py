@@ -65,7 +65,7 @@ class AgentProgram(Protocol):
         ...
 
     async def close(self) -> None:
-        pass
+        return None
 
 
 def keywords(function: Callable[..., Any], call: Mapping[str, Any]) -> dict[str, Any]:
