@@ -216,7 +216,7 @@ VIEW = [
 REPLAY = [
     RUN,
     arg("--step", "N", "the last step to repeat", type=positive, required=True),
-    arg("--inline", None, "in one process, with any layout; metrics are compared within rounding", action="store_true"),
+    arg("--inline", None, "in one process; compare gradients and metrics within rounding", action="store_true"),
     arg("--break", None, "--inline, with a breakpoint before each optimizer step of step N", action="store_true"),
 ]
 CONVERT = [

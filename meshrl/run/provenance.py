@@ -21,6 +21,7 @@ from meshrl.run.folder import Start
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = ("torch", "transformers", "numpy")
 _MODULE_BYTES = 64 << 10  # a larger one is not copied
+_PIECE_BYTES, _NUM_PIECES = 4096, 256  # of each file of a model
 
 
 def start_record(config: RunConfig, chat: ChatFiles, start: Start | None, run: Path) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def start_record(config: RunConfig, chat: ChatFiles, start: Start | None, run: P
         "code": _code(),
         "commit": _commit(),
         "modules": _modules(config),
+        "model": model_digest(Path(config.model.path)),
     }
 
 
@@ -62,6 +64,20 @@ def with_recorded_modules(record: Mapping[str, Any]) -> dict[str, Any]:
             if section[key].startswith(f"{module}:"):
                 section[key] = name + section[key].removeprefix(module)
     return config
+
+
+def model_digest(folder: Path) -> str:
+    """Of the config and the weights of a model folder: of each file the size, and pieces at equal distances. Training
+    changes almost every value."""
+    running = hashlib.blake2b(digest_size=8)
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors*"))):
+        size = path.stat().st_size
+        running.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for at in range(0, size, max(_PIECE_BYTES, size // _NUM_PIECES)):
+                file.seek(at)
+                running.update(file.read(_PIECE_BYTES))
+    return running.hexdigest()
 
 
 def _versions() -> dict[str, str]:

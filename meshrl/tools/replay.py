@@ -6,40 +6,50 @@ from __future__ import annotations
 import asyncio
 import sys
 from bdb import BdbQuit
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from meshrl.cluster.inline import InlineExecutor
-from meshrl.cluster.launch import launched
+from meshrl.cluster.launch import check_devices, launched
 from meshrl.cluster.rows import PlannedRows
 from meshrl.cluster.train_group import TrainGroup
 from meshrl.cluster.worker import prepare_ranks
 from meshrl.config.load import is_sft
 from meshrl.config.run import RunConfig
-from meshrl.core.errors import ConfigError, DataError, SamplerMismatchError
+from meshrl.core.device import device_type, named_devices
+from meshrl.core.errors import ConfigError, DataError, MeshrlError, SamplerMismatchError
 from meshrl.core.files import is_there
 from meshrl.core.terminal import counted
-from meshrl.core.types import Metric, Trajectory
+from meshrl.core.types import POLICY, Metric, Trajectory
 from meshrl.loops.step_record import first_difference
 from meshrl.loops.sync_and_probe import FLOOR_NATS, SamplerProof
 from meshrl.loops.train_step import StepWork, train_on
+from meshrl.model.costs import run_memory
+from meshrl.model.lora import trained_weights
 from meshrl.monitor.digests import DIGESTS_FILE, Record, read_digests
 from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.recorder import Spans
 from meshrl.monitor.rollout_log import answer_files, read_rollouts
 from meshrl.monitor.sinks import read_metrics
+from meshrl.parallel.fsdp import local_shard
+from meshrl.plan.memory import verdict
+from meshrl.process.diagnosis import memory_limit
 from meshrl.run.folder import is_leased, similar_runs
 from meshrl.run.keeper import Checkpoints
-from meshrl.run.provenance import changes_since, recorded_modules, with_recorded_modules
+from meshrl.run.provenance import changes_since, model_digest, recorded_modules, with_recorded_modules
 from meshrl.run.signals import run_in_own_loop
+from meshrl.train.checkpoint import SavedTensors
 from meshrl.train.checkpoint_files import MANIFEST, states
+from meshrl.train.state import GRADIENT
 
 Note = Callable[[str], None]
+BeforeStep = Callable[[TrainGroup, PlannedRows], Awaitable[list[Metric]]]
+_OF_NORM = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}  # of a gradient, by another order of sums, at most
 _NEAR_ZERO = 1e-2  # with another layout, a metric with a smaller value may differ as much as one with this value
 
 
@@ -88,8 +98,8 @@ def replay(
     """Repeat the steps up to `step` from the nearest state before it, or from the beginning of the run. Returns the
     first difference; None = all digests and metrics are equal. into: a folder that then gets the state after `step`.
 
-    inline: in this process, with any layout; metrics are then compared within the rounding of another order of sums.
-    stops: at a breakpoint before each optimizer step of `step`.
+    inline: in this process, with any layout; gradients and metrics are then compared within the rounding of another
+    order of sums. stops: at a breakpoint before each optimizer step of `step`.
 
     Raises: ConfigError when the folder does not have what a replay needs. Nothing is written into it.
     """
@@ -108,7 +118,10 @@ def replay(
         sys.path.append(name)
         try:
             prepare_ranks(recorded.parts[0].config.cluster)
-            work = _replay(recorded, note, _in_one_process if inline else _as_recorded, inline, stops, into, Path(name))
+            if inline:
+                work = _inline(recorded, note, stops, Path(name))
+            else:
+                work = _replay(recorded, note, into or Path(name), saves_last=into is not None)
             difference = run_in_own_loop(work, "the replay")
         except BdbQuit as cause:
             raise ConfigError("the debugger has ended the replay") from cause
@@ -171,7 +184,7 @@ def _parts(starts: dict[int, Record], steps: Sequence[int]) -> list[_Part]:
     parts = list[_Part]()
     for step in steps:
         start = starts[max(first for first in starts if first <= step)]
-        if parts and all(parts[-1].start.get(key) == start.get(key) for key in ("config", "modules")):
+        if parts and all(parts[-1].start.get(key) == start.get(key) for key in ("config", "modules", "model")):
             parts[-1].steps.append(step)
             continue
         try:
@@ -181,6 +194,9 @@ def _parts(starts: dict[int, Record], steps: Sequence[int]) -> list[_Part]:
                 f"the config of step {step} is not one of this version of meshrl, but of "
                 f"{start.get('versions', {}).get('meshrl')}: {' '.join(str(cause).split())}"
             ) from cause
+        model = Path(config.model.path)
+        if is_there(model) and start.get("model", now := model_digest(model)) != now:
+            raise ConfigError(f"{model} has another model than when it was used for step {step}; restore that one")
         parts.append(_Part(config=config, start=start, steps=[step]))
     return parts
 
@@ -192,7 +208,8 @@ def _as_recorded(cfg: RunConfig) -> RunConfig:
 
 
 def _in_one_process(cfg: RunConfig) -> RunConfig:
-    one = {"executor": "inline", "nodes": 1, "num_train_ranks": 1, "num_rollout_ranks": 0}
+    # One that samples, so that the plan has no sampler in the train rank. It is not started.
+    one = {"executor": "inline", "nodes": 1, "num_train_ranks": 1, "num_rollout_ranks": 1}
     mesh = {"mesh": type(cfg.train.mesh)(), "tensor_model_parallel_size": None}
     return cfg.model_copy(
         update={
@@ -202,38 +219,101 @@ def _in_one_process(cfg: RunConfig) -> RunConfig:
     )
 
 
+async def _inline(recorded: _Recorded, note: Note, stops: bool, folder: Path) -> FirstDifference | None:
+    """Repeat the last step in one process, from the state and with the gradients of a replay on the recorded layout,
+    which has been equal to the bit; without such a replay all steps, and no gradients are compared."""
+    last = recorded.parts[-1]
+    device, size = ("cpu", memory_limit()) if device_type() == "cpu" else (None, named_devices()[0][1])
+    note(f"one process {verdict(run_memory(_in_one_process(last.config), device, size)[1][0], size)}")
+    gradients = _Gradients(folder, note, stops, _OF_NORM[last.config.model.dtype])
+    try:
+        clusters = [_as_recorded(part.config).cluster for part in recorded.parts]
+        reasons = [check_devices(cluster, None, cluster.num_train_ranks, 0) for cluster in clusters]
+        if (reason := next(filter(None, reasons), None)) is None:
+            difference = await _replay(recorded, note, folder, before_step=gradients.save)
+            reason = None if difference is None else f"step {difference.step} differs: {difference.text}"
+    except MeshrlError as error:
+        reason = str(error).splitlines()[0]
+    if reason is not None:
+        note(f"gradients are not compared, because on the recorded layout {reason}")
+        gradients.states.clear()
+    elif gradients.states:
+        last = replace(last, steps=last.steps[-1:])
+        recorded = replace(recorded, parts=[last], state=(last.steps[0] - 1, gradients.states[0]))
+    (own := folder / "inline").mkdir()
+    return await _replay(recorded, note, own, inline=True, before_step=gradients.compare)
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Of the last step, before clipping. states: before its optimizer steps, with the gradients: `save` writes, and
+    `compare` reads them. limit: of the norm of a difference over the norm of the gradient."""
+
+    folder: Path
+    note: Note
+    stops: bool
+    limit: float
+    states: list[Path] = field(default_factory=list)
+
+    async def save(self, trainer: TrainGroup, rows: PlannedRows) -> list[Metric]:
+        (folder := self.folder / f"update_{len(self.states)}").mkdir()
+        self.states.append(await _saved(folder, trainer, 1, {}))
+        return []
+
+    async def compare(self, trainer: TrainGroup, rows: PlannedRows) -> list[Metric]:
+        """With a breakpoint, if `stops`. Raises: FloatingPointError when a gradient differs by more than the limit."""
+        assert isinstance(trainer.executor, InlineExecutor)
+        engine, samples = trainer.executor.worker.engines[POLICY.name], rows.samples  # noqa: F841
+        gradients = {name: p.grad for name, p in trained_weights(engine.model.lm).items() if p.grad is not None}
+        of_norm = dict[str, float]()
+        if self.states:
+            saved = SavedTensors(self.states.pop(0), POLICY.name)
+            for name, gradient in gradients.items():
+                saved.load({GRADIENT + name: (was := gradient.clone())})
+                of_norm[name] = float(local_shard(gradient - was).norm()) / (float(local_shard(was).norm()) or 1.0)
+        if self.stops:
+            breakpoint()
+        if of_norm:
+            worst, most = max(of_norm.items(), key=itemgetter(1))
+            text = f"the gradient of {worst} differs most, by {most:.1e} of its norm"
+            if most > self.limit:
+                raise FloatingPointError(f"{text}; rounding changes at most {self.limit:.0e}")
+            self.note(text)
+        return []
+
+
 async def _replay(
     recorded: _Recorded,
     note: Note,
-    layout: Callable[[RunConfig], RunConfig],
-    inline: bool,
-    stops: bool,
-    into: Path | None,
-    temporary: Path,
+    folder: Path,
+    saves_last: bool = False,
+    inline: bool = False,
+    before_step: BeforeStep | None = None,
 ) -> FirstDifference | None:
+    """folder: gets the state between two parts, and with saves_last the last one. before_step: for the last step."""
     state = recorded.state[1]
     for part in recorded.parts:
-        async with _trainers(layout(part.config)) as trainer:
+        cfg = (_in_one_process if inline else _as_recorded)(part.config)
+        async with launched(cfg, cfg.cluster.num_train_ranks, 0, samples=False) as groups:
+            assert groups.trainer is not None
+            trainer = groups.trainer
             await trainer.load(state, 0)
             for step in part.steps:
-                at_break = partial(_stop, trainer) if stops and step == recorded.steps[-1] else None
-                difference = await _repeat(recorded, part, step, trainer, inline, at_break)
+                hook = before_step if step == recorded.steps[-1] else None
+                difference = await _repeat(recorded, part, step, trainer, inline, hook)
                 if difference is not None:
                     return difference
                 note(f"step {step}: equal")
-            if into is not None or part is not recorded.parts[-1]:  # the next part has another layout
+            if saves_last or part is not recorded.parts[-1]:  # the next part has another layout
                 saved = {key: part.start.get(key) for key in ("config", "chat_template", "stop_token_ids")}
-                async with Checkpoints(into or temporary, trainer, 1, lambda text: None) as checkpoints:
-                    await checkpoints.save(part.steps[-1], {"kind": "train", **saved}, continues=False)
-                state = states(checkpoints.folder)[-1][1]
+                state = await _saved(folder, trainer, part.steps[-1], {"kind": "train", **saved})
     return None
 
 
-@asynccontextmanager
-async def _trainers(cfg: RunConfig) -> AsyncIterator[TrainGroup]:
-    async with launched(cfg, cfg.cluster.num_train_ranks, 0, samples=False) as groups:
-        assert groups.trainer is not None
-        yield groups.trainer
+async def _saved(folder: Path, trainer: TrainGroup, step: int, controller: dict[str, Any]) -> Path:
+    async with Checkpoints(folder, trainer, 1, lambda text: None) as checkpoints:
+        await checkpoints.save(step, controller, continues=False)
+    return states(checkpoints.folder)[-1][1]
 
 
 async def _repeat(
@@ -242,7 +322,7 @@ async def _repeat(
     step: int,
     trainer: TrainGroup,
     inline: bool,
-    at_break: Callable[[PlannedRows], Awaitable[list[Metric]]] | None,
+    before_step: BeforeStep | None,
 ) -> FirstDifference | None:
     """Train on the answers of one step, and compare."""
     record, cfg = recorded.records[step], part.config
@@ -255,12 +335,12 @@ async def _repeat(
         step=step - 1,
         spans=Spans(),
         note=lambda text: None,  # the run has printed it
-        before_step=at_break,
+        before_step=None if before_step is None else partial(before_step, trainer),
     )
     trainer.version = record["version"]
     try:
         _, metrics = await train_on(work, trained, replaced)
-    except SamplerMismatchError as error:
+    except (SamplerMismatchError, FloatingPointError) as error:
         return FirstDifference(step=step, text=str(error))
     if len(work.records) != len(record["updates"]):
         counts = f"{len(record['updates'])} optimizer steps then, {len(work.records)} now"
@@ -272,8 +352,6 @@ async def _repeat(
             text = f"{place}{phase}"
             if was["computes"] != now["computes"]:
                 text += f". It was computed by {', '.join(was['computes'])}; now by {', '.join(now['computes'])}"
-            elif phase.startswith("logprobs") and step == 1:
-                text += f". Has the model in {cfg.model.path} changed since?"
             return FirstDifference(step=step, text=text)
     return _metric_difference(recorded.metrics[step], metrics, step, cfg.model.dtype if inline else None)
 
@@ -302,13 +380,3 @@ def _metric_difference(
         if not (abs(value - was[name]) <= allowed or value == was[name] or (value != value and was[name] != was[name])):
             return FirstDifference(step=step, text=f"{name} was {was[name]!r}, is {value!r}")
     return None
-
-
-async def _stop(trainer: TrainGroup, rows: PlannedRows) -> list[Metric]:
-    """A breakpoint with the samples of the optimizer step that comes next, and the gradients before clipping."""
-    assert isinstance(trainer.executor, InlineExecutor)
-    engine = trainer.executor.worker.engines["policy"]
-    samples = rows.samples  # noqa: F841
-    gradients = {name: p.grad for name, p in engine.model.lm.named_parameters() if p.grad is not None}  # noqa: F841
-    breakpoint()
-    return []

@@ -5,7 +5,7 @@ All methods are collectives: every rank of the mesh calls them in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -255,9 +255,7 @@ class TrainEngine:
             raise ValueError(f"a {self.role.name} engine has no optimizer")
         trained, shards = trained_weights(self.model.lm), list[ShardDigests]()
         if digests:
-            with timed("digest", "compute", self.device):
-                own = {name: local_shard(p.grad) for name, p in trained.items() if p.grad is not None}
-                gradients = tensor_digests(own)
+            gradients = self._digests({name: p.grad for name, p in trained.items() if p.grad is not None})
         with timed("clip", "compute", self.device):
             norm = clip_gradients(self.model, self.cfg.optimizer.clip, self._replica)
         skipped, bad = not np.isfinite(norm), list[str]()
@@ -277,10 +275,12 @@ class TrainEngine:
             self.num_optimizer_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         if digests:
-            with timed("digest", "compute", self.device):
-                weights = tensor_digests({name: local_shard(p) for name, p in trained.items()})
-            shards = [ShardDigests(gradients, weights, arithmetic(self.device))]
+            shards = [ShardDigests(gradients, self._digests(trained), arithmetic(self.device))]
         return StepReport(grad_norm=norm, skipped=skipped, not_finite=bad[0] if bad else "", shards=shards)
+
+    def _digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        with timed("digest", "compute", self.device), torch.no_grad():  # with gradients, to_local is slow
+            return tensor_digests({name: local_shard(tensor) for name, tensor in tensors.items()})
 
     def _balance_experts(self, routing: Routing, batches: Sequence[Batch]) -> None:
         """Start the counts of a step. The loss that balances the experts needs them before any gradient: with it, they

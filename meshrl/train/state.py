@@ -3,6 +3,7 @@
 model.NAME               parameters in their master dtype; with LoRA only the adapters, since the rest never changes
 buffer.NAME              buffers that belong to a model's files, such as a router's correction bias
 optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq
+gradient.NAME            only in a replay, which saves between a gradient and its optimizer step; not loaded
 lora.base                int64[2], with LoRA: a digest of all frozen parameters, and the bits of the adapters' scale
 reference.base.DTYPE     int64[], with a reference model: a digest of all its parameters, which has this compute dtype
 counters                 int64[2]: optimizer steps, steps skipped in a row
@@ -31,7 +32,7 @@ from meshrl.train.offload import host_zeros
 
 Counters = tuple[int, int]
 NO_TENSORS: Tensors = {}
-_BASE = "lora.base"
+_BASE, GRADIENT = "lora.base", "gradient."
 _DIGEST_ELEMENTS = 1 << 18  # at a time: their bits as int64 stay in a core's cache
 # Frozen parameters never change, so their digest is computed once, before their memory is released.
 _base_digests: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
@@ -45,6 +46,8 @@ def state_tensors(
     a run with a reference model has also its `reference_digest`."""
     tensors = _model_tensors(lm) | base_digest(lm)
     for name, p in trained_weights(lm).items():
+        if p.grad is not None:
+            tensors[f"{GRADIENT}{name}"] = p.grad
         for slot, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             tensors[f"optimizer.{slot}.{name}"] = value
     tensors["counters"] = torch.tensor(counters)

@@ -14,9 +14,12 @@ import pytest
 from tiny_run import train, write_run
 
 from meshrl import cli
+from meshrl.config.run import RunConfig
 from meshrl.loops import train_step
 from meshrl.monitor.digests import read_digests
 from meshrl.monitor.sinks import read_metrics
+from meshrl.run.provenance import model_digest
+from meshrl.tools import replay as module
 from meshrl.tools.replay import replay
 
 RUN = (
@@ -115,15 +118,38 @@ def test_a_run_that_continues_another_one_begins_at_the_state_of_that_run(run: P
     assert lines[-1] == "2 steps: equal to the bit"
 
 
-def test_a_run_of_several_ranks_is_replayed_in_one_process(run: Path):
+def test_a_run_of_more_ranks_than_cores_is_replayed_in_one_process(run: Path):
     def layout(record: dict[str, Any]) -> None:
-        record["config"]["cluster"].update(num_train_ranks=2, executor="processes")
+        record["config"]["cluster"].update(num_train_ranks=1024, executor="processes")
         record["config"]["train"].update(tensor_model_parallel_size=2, mesh={"tp": 2})
 
     of_start(run, layout)
     lines = list[str]()
     assert replay(run, 5, lines.append, inline=True) is None
-    assert lines[-1] == "2 steps: equal within rounding"
+    assert lines[1].startswith("one process fits: ")
+    assert lines[2].startswith("gradients are not compared, because on the recorded layout 1024 ranks (")
+    assert lines[3:] == ["step 4: equal", "step 5: equal", "2 steps: equal within rounding"]
+
+
+def test_gradients_in_one_process_are_compared_with_those_on_the_recorded_layout(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In one process, with other micro-batches, whose sums are rounded otherwise."""
+    one_process = module._in_one_process
+
+    def smaller_batches(cfg: RunConfig) -> RunConfig:
+        cfg = one_process(cfg)
+        return cfg.model_copy(update={"train": cfg.train.model_copy(update={"max_tokens_per_microbatch": 80})})
+
+    monkeypatch.setattr(module, "_in_one_process", smaller_batches)
+    lines = list[str]()
+    assert replay(run, 5, lines.append, inline=True) is None
+    assert lines[2:4] == ["step 4: equal", "step 5: equal"] and lines[-2:] == [lines[3], lines[-1]]
+    differences = [float(line.split()[-4]) for line in lines if line.startswith("the gradient of model.")]
+    assert len(differences) == 2 and all(0 < each < 1e-5 for each in differences)
+    monkeypatch.setitem(module._OF_NORM, "float32", differences[0] / 2)
+    difference = replay(run, 5, lines.append, inline=True)
+    assert difference is not None and difference.text.startswith("the gradient of model.")
 
 
 def test_a_breakpoint_has_samples_and_gradients_and_the_debugger_may_end_the_replay(
@@ -231,6 +257,23 @@ def test_other_code_is_named_and_the_exit_codes_are_0_1_and_2(
     assert "has no step 6; its steps are 1 to 5" in capsys.readouterr().err
 
 
+def test_the_digest_of_a_model_follows_its_config_and_each_of_its_files(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    files = [tmp_path / f"model-{number}-of-2.safetensors" for number in (1, 2)]
+    for file in files:
+        file.write_bytes(bytes(3 << 20))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    digests = [model_digest(tmp_path)]
+    (tmp_path / "tokenizer.json").write_text("[]")
+    assert model_digest(tmp_path) == digests[0]
+    (tmp_path / "config.json").write_text("[]")
+    digests.append(model_digest(tmp_path))
+    for file, content in ((files[0], bytes(2 << 20) + b"1" * (1 << 20)), (files[1], bytes((3 << 20) - 1))):
+        file.write_bytes(content)
+        digests.append(model_digest(tmp_path))
+    assert len(set(digests)) == 4
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no run": (lambda run: (run / "config.yaml").unlink(), "is not the folder of a run"),
     "no digests": (lambda run: (run / "digests.jsonl").unlink(), "an earlier version of meshrl wrote it"),
@@ -260,6 +303,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another run that is gone": (
         lambda run: continues_another_run(run, Path("/nowhere")),
         "continues /nowhere, which is gone, and has no state before step 5",
+    ),
+    "a model that has changed": (
+        lambda run: of_start(run, lambda r: r.update(model="0" * 16)),
+        "model has another model than when it was used for step 4; restore that one",
     ),
     "a model that is gone": (
         lambda run: (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from meshrl.core.types import mix64
-from meshrl.sync.digest import RunningDigest, as_bytes, digest_bytes, values
+from meshrl.sync.digest import RunningDigest, as_bytes, digest_bytes, tensor_digests, values
 
 MASK64 = (1 << 64) - 1
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int8, torch.float8_e4m3fn, torch.int64]
@@ -68,6 +68,15 @@ def test_several_digests_are_read_with_one_call(kind):
         *(digest_bytes(kind, random_bytes(33, seed)) for seed in range(3)),
         RunningDigest(kind).value,
     ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_digests_of_tensors_are_those_of_their_elements_in_order(dtype):
+    """Also of an empty tensor, of one with an offset in its memory, and of a transpose."""
+    own = random_bytes(48 * dtype.itemsize).view(dtype).view(6, 8).requires_grad_(dtype.is_floating_point)
+    tensors = {"own": own, "rows": own[2:5], "turned": own.T, "one": own[5, 7], "none": own[:0]}
+    expected = {name: digest_bytes("xxh3", as_bytes(tensor.contiguous())) for name, tensor in tensors.items()}
+    assert tensor_digests(tensors) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
