@@ -55,9 +55,9 @@ class ClusterConfig(Slice):
     executor: Literal["inline", "processes", "ray"] = "processes"
     """processes = one process for each rank, on this machine or on the machines where torchrun starts them; ray = one
     actor for each rank, on the machines of a Ray cluster; inline = everything in this process, for debugging"""
-    num_train_ranks: int = Field(1, ge=1)
+    num_train_ranks: int = Field(1, ge=1, le=100_000)
     """FSDP2 ranks, one for each device (or share of the CPU)"""
-    num_rollout_ranks: Annotated[int, OF_SAMPLING] = Field(0, ge=0)
+    num_rollout_ranks: Annotated[int, OF_SAMPLING] = Field(0, ge=0, le=100_000)
     """ranks that only sample; 0 = the train ranks sample too"""
     nodes: int = Field(1, ge=1)
     """machines that executor ray uses, each with the same number of ranks; under torchrun leave it at 1"""

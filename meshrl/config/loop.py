@@ -26,7 +26,7 @@ class LoopConfig(Slice):
     others are sampled (docs/schedules.md)"""
     num_steps: int = Field(ge=1)
     """number of steps; each step samples and trains"""
-    num_epochs: float | None = Field(None, gt=0)
+    num_epochs: float | None = Field(None, gt=0, le=1e6)
     """in place of num_steps: passes over the rows of data.path, rounded to steps; rows that are left out count, too"""
     prompts_per_step: int = Field(32, ge=1)
     """prompts drawn for each step"""
@@ -120,7 +120,7 @@ class SftConfig(Slice):
     """rows in one optimizer step"""
     num_steps: int = Field(ge=1)
     """optimizer steps"""
-    num_epochs: float | None = Field(None, gt=0)
+    num_epochs: float | None = Field(None, gt=0, le=1e6)
     """in place of num_steps: passes over the rows, rounded to steps; rows that are left out count, too"""
     save_every_steps: int | None = Field(None, ge=0)
     """null = the training state is saved at least every ten minutes; a number = steps between checkpoints; 0 = only at

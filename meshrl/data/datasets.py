@@ -390,7 +390,7 @@ def require_rows(table: Table, num_rows: int) -> None:
 def _require_left(table: Table, rows: list[T], num_rows: int, fraction: str) -> None:
     if not rows:
         text = "give another share, or more rows with different questions"
-        raise DataError(f"{table.name}: {fraction} leaves none of {num_rows} rows here; {text}")
+        raise ConfigError(f"{table.name}: {fraction} leaves none of {num_rows} rows here; {text}")
 
 
 def answer_text(answer: Any, column: str) -> str:

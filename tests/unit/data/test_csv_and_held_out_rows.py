@@ -135,7 +135,7 @@ def test_equal_questions_are_on_one_side_for_training_evaluation_and_sft(tmp_pat
     rows, _ = load_sft_rows(path, sft, tokenizer, stop_token_ids(tokenizer))
     assert {row.id for row in rows} == {p.id for p in trained}
     assert tokenizer.decode(rows[0].ids[rows[0].mask].tolist()) == f"{trained_answer(trained, rows[0].id)}<|im_end|>"
-    with pytest.raises(DataError, match=r"data\.eval_fraction = 1e-09 leaves none of 81 rows"):
+    with pytest.raises(ConfigError, match=r"data\.eval_fraction = 1e-09 leaves none of 81 rows"):
         load_eval_prompts(maker(path, eval_fraction=1e-9))
 
 
