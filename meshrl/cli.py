@@ -61,8 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MeshrlError as e:
         if os.environ.get("MESHRL_TRACEBACK") == "1":
             raise
-        name = "" if isinstance(e, ConfigError) or type(e) is MeshrlError else f"{type(e).__name__}: "
-        print_message("\n".join([f"meshrl: {name}{e}", *getattr(e, "__notes__", ())]))
+        family = next((each for each in type(e).__mro__ if each.__base__ is MeshrlError), ConfigError)
+        name, further = "", getattr(e, "__notes__", [])
+        if family is not ConfigError:  # the text of which has all that its section has
+            name, further = f"{type(e).__name__}: ", [*further, f"See docs/faq.md, section {family.__name__}"]
+        print_message("\n".join([f"meshrl: {name}{e}", *further]))
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
         print_message("meshrl: interrupted")

@@ -1,5 +1,6 @@
 """The command line, mostly in this process; and in an interpreter in which the import of torch fails."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,9 +14,10 @@ import pytest
 from tiny_tokenizers import tiny_tokenizer
 
 import meshrl as meshrl_package
-from meshrl.cli import main
+from meshrl.cli import COMMANDS, main
 from meshrl.config.load import load_run_config
-from meshrl.core.errors import ConfigError
+from meshrl.core.errors import ConfigError, DataError, EngineEnded
+from meshrl.data.datasets import MissingAnswerError
 
 REPOSITORY = Path(__file__).parents[3]
 ALL_OF = """
@@ -219,6 +221,22 @@ def test_a_failed_run_prints_its_error_and_ends_with_1(meshrl: Meshrl, good: Pat
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("kind", "section"),
+    [(DataError, "DataError"), (MissingAnswerError, "DataError"), (EngineEnded, "EngineFailure"), (ConfigError, None)],
+)
+def test_an_error_ends_with_its_section_of_the_faq(kind, section, monkeypatch, capsys):
+    def fails(_: argparse.Namespace) -> None:
+        raise kind("no\nluck")
+
+    monkeypatch.setitem(COMMANDS, "config", (fails, "", []))
+    assert main(["config"]) == (1 if section else 2)
+    end = [f"See docs/faq.md, section {section}"] if section else []
+    assert capsys.readouterr().err.splitlines()[1:] == ["luck", *end]
+    headings = (REPOSITORY / "docs" / "faq.md").read_text(encoding="utf-8").splitlines()
+    assert section is None or any(line.startswith(f"## {section}") for line in headings)
+
+
 def test_an_interrupted_run_ends_with_130(meshrl: Meshrl, good: Path):
     """The agent's module presses Ctrl-C while the run loads it."""
     tiny_tokenizer().save_pretrained(good.parent / "tiny")
@@ -241,8 +259,9 @@ def test_full_and_closed_outputs_change_the_exit_code_only_if_a_result_is_lost()
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.stdout.split() == ["1", "0", "2", "2"]
-    error, code = done.stderr.splitlines()
+    error, section, code = done.stderr.splitlines()
     assert error.startswith("meshrl: OutputError: stdout can't be written: No space left") and code == "0"
+    assert section == "See docs/faq.md, section OutputError"
 
 
 def test_control_characters_of_the_command_line_and_of_config_values_are_escaped(meshrl: Meshrl, good: Path):
