@@ -46,13 +46,15 @@ class ParsedAnswer:
     tool_calls: tuple[ToolCall, ...]
 
     def as_message(self, prefix: str = "") -> dict[str, Any]:
-        """As a chat API returns it. A call without a name stays text. prefix: of the ids of calls."""
+        """As a chat API returns it. A call without a name stays text. prefix: of the ids of calls, whose length stays:
+        Mistral's template refuses other ones."""
         unnamed = [call.arguments for call in self.tool_calls if not call.name]
         message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, [self.content, *unnamed]))}
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
         if calls := [call for call in self.tool_calls if call.name]:
-            message["tool_calls"] = [function_call(prefix + call.id, call.name, call.arguments) for call in calls]
+            ids = [(prefix + call.id)[:_ID_CHARS] for call in calls]
+            message["tool_calls"] = [function_call(i, call.name, call.arguments) for i, call in zip(ids, calls)]
         return message
 
 

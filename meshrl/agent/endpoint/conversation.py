@@ -241,7 +241,7 @@ class Conversation:
         number, tokenizer = next(i for i, each in enumerate(self.trajectory.turns) if each is turn), self.ctx.tokenizer
         stops = self.ctx.sampling.stop_token_ids
         parsed = parse(tokenizer, turn.output_ids, context=turn.context_ids, tools=ask.tools, stop_ids=stops)
-        message = parsed.as_message(f"call_{number}_")
+        message = parsed.as_message(f"{number:03x}")
         finish = _FINISH[turn.stop_reason]
         if message.get("tool_calls") and finish == "stop":
             finish = "tool_calls"

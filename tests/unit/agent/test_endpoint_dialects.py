@@ -34,6 +34,7 @@ def of_endpoint(dialect, stream, *texts):
                 conversation.append(message)
                 for call in message.get("tool_calls", ()):
                     assert json.loads(call["function"]["arguments"]) == {"expression": "3*4"}
+                    assert re.fullmatch("[0-9a-z]{9}", call["id"])  # Mistral's template refuses other ones
                     conversation.append({"role": "tool", "tool_call_id": call["id"], "content": "12"})
                 if not message.get("tool_calls"):
                     return at.conversation.trajectory, at.policy, message
