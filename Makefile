@@ -1,4 +1,4 @@
-# make setup | fix | check | test | test-all | mutants | incidents | wheel | quickstart | smollm | vlm | multi-turn [SEED=0]
+# make setup | fix | check | test | test-all | mutants | incidents | clinic | wheel | quickstart | smollm | vlm | multi-turn [SEED=0]
 # WORKERS=N: processes that run tests
 # Everything is installed once, into .venv; nothing is compiled. vLLM and SGLang have separate environments, .venv-vllm
 # and .venv-sglang, llama.cpp, which is compiled, .venv-llama: make setup-vllm | test-vllm | setup-sglang | test-sglang |
@@ -24,11 +24,11 @@ SGLANG_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weigh
   tests/unit/rollout/test_sglang_engine.py tests/unit/rollout/test_endpoint_engine.py tests/e2e/test_sglang_run.py
 
 # The tests' tensors are tiny and their ranks share the cores, so one thread each is fastest. Ranks set their own number.
-test test-all mutants incidents test-vllm test-sglang test-llama: export OMP_NUM_THREADS ?= 1
+test test-all mutants incidents clinic test-vllm test-sglang test-llama: export OMP_NUM_THREADS ?= 1
 test: export MESHRL_FUZZ_ROUNDS ?= 0.35  # the random part of the damaged files; test-all makes all of it
 unexport PYTHONDONTWRITEBYTECODE  # otherwise every process that a test starts compiles meshrl again
 
-.PHONY: help setup fix check test test-all mutants incidents quickstart smollm vlm multi-turn docs-site docs-serve setup-vllm test-vllm setup-sglang test-sglang setup-llama test-llama wheel
+.PHONY: help setup fix check test test-all mutants incidents clinic quickstart smollm vlm multi-turn docs-site docs-serve setup-vllm test-vllm setup-sglang test-sglang setup-llama test-llama wheel
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -75,6 +75,10 @@ mutants: setup  ## mutation testing: insert one fault at a time; a test must fai
 
 incidents: setup  ## plant public bugs of RL frameworks in tiny runs, record what notices each, write docs/incidents.md
 	$(PY) tests/incidents/run_incidents.py
+	$(PY) scripts/make_docs.py
+
+clinic: setup  ## make sick and healthy tiny runs, record what the rules of health find, write docs/health.md
+	$(PY) tests/clinic/run_clinic.py
 	$(PY) scripts/make_docs.py
 
 quickstart: setup  ## train a tiny model with GRPO on two FSDP2 ranks, from random weights, in about a minute

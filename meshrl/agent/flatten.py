@@ -6,7 +6,7 @@ T tokens of a row, C new context tokens of a turn, R sampled tokens of a turn, L
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from numbers import Real
@@ -310,8 +310,18 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
         fraction("rollout/crashed_fraction", (t.failure is not None and t.failure.kind == "crash" for t in train)),
         fraction("rollout/unscored_fraction", unscored),
         fraction("rollout/duplicate_fraction", _duplicates(train)),
+        *_most_frequent(train),
         *([Metric(name="rollout/tool_errors", sum=errors, weight=len(messages), unit="fraction")] if messages else []),
     ]
+
+
+def _most_frequent(train: list[Trajectory]) -> list[Metric]:
+    """Of the answers to different prompts; none with one prompt."""
+    if len({t.prompt.id for t in train}) == 1:
+        return []
+    answers = Counter(tuple(turn.output_ids.tobytes() for turn in t.turns) for t in train if t.turns)
+    most = float(max(answers.values(), default=0))
+    return [Metric(name="rollout/most_frequent_fraction", sum=most, weight=answers.total(), unit="fraction")]
 
 
 def _duplicates(train: list[Trajectory]) -> list[bool]:

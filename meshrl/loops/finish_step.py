@@ -1,5 +1,4 @@
-"""The end of a step: its metrics, its record of rollouts, its report; and notes about a step from which the model can
-learn little, each once in a run."""
+"""The end of a step: its metrics, its record of rollouts, its report; and the reason if a run has learned nothing."""
 
 from __future__ import annotations
 
@@ -99,15 +98,18 @@ async def finish_step(
         metrics += [*job.run.writes.take(), *job.run.spans.take()]
         if job.proof.threshold is not None:
             metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
-        rollouts, error = None, None
+        error = None
         try:
-            rollouts = job.rollout_log.write(job.step + 1, trajectories, trainer=job.token_values)
+            job.rollout_log.write(job.step + 1, trajectories, trainer=job.token_values)
         except (TypeError, ValueError) as e:  # an agent wrote messages that are not plain JSON: count the step first
             error = e
         job.token_values = None  # frees the samples
         job.run.record_step(job.step + 1, job.record)
         values = job.run.report(job.step + 1, metrics)
-        note_what_is_wrong(job, trajectories, values, rollouts)
+        if "crashes" not in job.noted and (note := crash_note(trajectories, job.cfg.agent.kind)) is not None:
+            job.noted.add("crashes")
+            for line in f"step {job.step + 1}: {note}".splitlines():
+                job.run.note(line)
         job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward
         job.step += 1
         job.cursor = cursor
@@ -133,32 +135,6 @@ def unknown_device(step: int, metrics: Sequence[Metric]) -> str | None:
 
 
 NO_SIGNAL = "no group has answers with different rewards, so the rewards change no weight"
-
-
-def note_what_is_wrong(
-    job: Job, trajectories: Sequence[Trajectory], values: Mapping[str, float], rollouts: object
-) -> None:
-    """values: the metrics of the step. rollouts: the file of its answers, None if there is none."""
-    step, cut = f"step {job.step + 1}", values.get("rollout/truncated_fraction", 0.0)
-    notes: dict[str, str] = {}
-    crashes = crash_note(trajectories, job.cfg.agent.kind)
-    if crashes is not None:
-        notes["crashes"] = crashes
-    if _has_no_signal(job, values):
-        place = f"are in {rollouts}" if rollouts else "have no file (monitor.rollout_log_every_steps)"
-        notes["no signal"] = f"{NO_SIGNAL}. The answers and their rewards {place}"
-    if cut > 0.5:  # of the answers
-        notes["cut"] = (
-            f"{cut:.0%} of the answers were cut off, at rollout.sampling.max_new_tokens = "
-            f"{job.cfg.rollout.sampling.max_new_tokens} or at the end of the model's context, so the graders read "
-            "incomplete answers. Raise this key, ask for shorter answers (data.system), or add a reward term for "
-            "answers whose stop_reason is stop; see also algo.truncated"
-        )
-    for name, text in notes.items():
-        if name not in job.noted:
-            job.noted.add(name)
-            for line in f"{step}: {text}".splitlines():
-                job.run.note(line)
 
 
 def run_without_signal(job: Job) -> str | None:

@@ -34,7 +34,8 @@ class RankProcess:
 class Status:
     """The state of a run. step: finished steps. phase: the current one; "" between two. since: start of the phase,
     seconds since 1970. values: main metrics of the last finished step. started: when this part of the run was started,
-    seconds since 1970. ranks: the processes of all machines, as each rank has reported them after its start."""
+    seconds since 1970. ranks: the processes of all machines, as each rank has reported them after its start.
+    health: the rules of health.json that hold."""
 
     host: str
     pid: int
@@ -45,6 +46,7 @@ class Status:
     since: float = 0.0
     values: dict[str, float | None] = field(default_factory=dict)
     ranks: Sequence[RankProcess] = ()
+    health: Sequence[str] = ()
 
 
 _TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may have written the file
@@ -60,7 +62,9 @@ def read_status(folder: Path) -> Status:
     record = read_object(path)
     with data_errors(str(path), "the status of a run"):
         values = {str(name): float(value) for name, value in record["values"].items() if value is not None}
-        status = Status(**record | {"values": values, "ranks": [RankProcess(**r) for r in record.get("ranks", ())]})
+        health = [str(name) for name in record.get("health", ())]
+        ranks = [RankProcess(**r) for r in record.get("ranks", ())]
+        status = Status(**record | {"values": values, "ranks": ranks, "health": health})
         holders: list[Status | RankProcess] = [status, *status.ranks]
         for holder in holders:
             for name, types in _TYPES.items():
@@ -100,6 +104,11 @@ class StatusFile:
     def entered(self, phase: str) -> None:
         """Record that the run has entered this phase."""
         self.status = replace(self.status, phase=phase, since=time.time())
+        self._changed.set()
+
+    def show_health(self, rules: Sequence[str]) -> None:
+        """Record which rules hold."""
+        self.status = replace(self.status, health=rules)
         self._changed.set()
 
     def go_back_to(self, step: int) -> None:

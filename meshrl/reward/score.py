@@ -159,7 +159,7 @@ class Scorer:
         )
 
     def _metrics(self, scored: list[Trajectory], failed: Counter[str]) -> list[Metric]:
-        metrics = []
+        metrics, weights = [], {name: term.weight for name, term in self._cfg.terms.items() if term.weight}
         for name in self._cfg.terms:
             results = [t.rewards[name] for t in scored]
             values = [result for result in results if isinstance(result, float)]
@@ -169,6 +169,9 @@ class Scorer:
                 Metric(name=f"reward/failed/{name}", sum=num_failed, weight=len(results), unit="fraction"),
                 Metric(name=f"reward/abstained/{name}", sum=num_abstained, weight=len(results), unit="fraction"),
             ]
+            if len(weights) > 1 and name in weights:
+                part = weights[name] * sum(values)
+                metrics.append(Metric(name=f"reward/part/{name}", sum=part, weight=len(values) + num_abstained))
         abstained = sum(t.has_abstained for t in scored)
         metrics.append(Metric(name="reward/abstained", sum=abstained, weight=len(scored), unit="fraction"))
         turn_rewards = [_turn_rewards(t) for t in scored]

@@ -27,6 +27,7 @@ from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric
 from meshrl.monitor.digests import DigestLog
 from meshrl.monitor.failed_writes import FailedWrites
+from meshrl.monitor.health import HealthSink
 from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.notes import REWARDS_BYTES, REWARDS_FILE, NotesFile
 from meshrl.monitor.recorder import (
@@ -39,7 +40,7 @@ from meshrl.monitor.recorder import (
     Step,
     write_controller,
 )
-from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
+from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, read_metrics, report
 from meshrl.monitor.status import STOP_FILE, StatusFile
 from meshrl.monitor.trackers import open_trackers
 from meshrl.plan.run_plan import RunPlan
@@ -74,7 +75,8 @@ class RunOutputs:
         self.reward_log = NotesFile(folder, self.writes, name=REWARDS_FILE, max_bytes=REWARDS_BYTES)
         for notice in loaded.notices:  # printed before the folder was known
             self._notes.write(f"note: {notice}")
-        self._sinks: list[Sink] = [terminal, self.status]
+        self._health = HealthSink(self.note, lambda: self._evaluation, self.status.show_health)
+        self._sinks: list[Sink] = [terminal, self.status, *([] if is_eval else [self._health])]
         self._is_open = False  # then metrics.jsonl is the first sink
 
         def entered(phase: str) -> None:
@@ -190,6 +192,7 @@ class RunOutputs:
         first_repeated = start.first_repeated_step if start is not None else 0
         metrics = JsonlSink(self.folder / "metrics.jsonl", first_repeated, evaluation=lambda: self._evaluation)
         self._sinks.insert(0, metrics)
+        self._health.restart(read_metrics(self.folder / "metrics.jsonl")[0])
         self._digests = DigestLog(self.folder, first_step + 1, self.writes)
         if self._start:
             self._digests.write(first_step + 1, self._start)

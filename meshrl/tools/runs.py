@@ -33,7 +33,7 @@ _TRAINED = ("reward/mean", "loss/nll")  # the first that a run has
 class RunFacts:
     """One run. counted: what step and num_steps count: step, or answer of an evaluation. started: seconds since 1970.
     evals: the lines of evaluations by its loop.eval_term. trained: name and last value of a metric, None before the
-    first step."""
+    first step. health: the rules of health.json that hold, or held at the end."""
 
     folder: Path
     state: State
@@ -45,6 +45,7 @@ class RunFacts:
     model: str
     evals: list[MetricsLine]
     trained: tuple[str, float] | None
+    health: Sequence[str] = ()
 
     @property
     def held_out(self) -> list[tuple[int, float]]:
@@ -96,6 +97,7 @@ def read_facts(folder: Path) -> RunFacts:
         model="/".join(Path(model).parts[-2:]),  # enough to recognize it
         evals=evaluations(evals),
         trained=None if is_eval else next(((n, v) for n in _TRAINED if (v := values.get(n)) is not None), None),
+        health=status.health if status else (),
     )
 
 
@@ -107,7 +109,20 @@ def list_runs(folder: Path) -> str:
     if not rows:
         raise MeshrlError(f"{folder} has no runs; give a folder such as runs, in which `meshrl train` writes")
     rows.sort(key=lambda row: row.started)
-    head = ("run", "state", "progress", "started", "took", "model", "score", "held-out", "best", "last", "training")
+    head = (
+        "run",
+        "state",
+        "progress",
+        "started",
+        "took",
+        "model",
+        "score",
+        "held-out",
+        "best",
+        "last",
+        "training",
+        "health",
+    )
     lines = list(table([head, *map(_cells, rows)]))
     lines += [f"{row.folder.name}: damaged: {problem}" for row in rows for problem in row.state.problems]
     if others := len(inside) - len(rows):
@@ -122,7 +137,7 @@ def _cells(run: RunFacts) -> tuple[str, ...]:
     trained = f"{run.trained[1]:.3f}{' nll' * (run.trained[0] == 'loss/nll')}" if run.trained else ""
     started = time.strftime("%F %H:%M", time.localtime(run.started))
     about = run.folder.name, run.state.text, run.progress, started, duration(run.seconds), run.model
-    return *about, name_of(run.evals).removeprefix("held-out").strip(), *scores, trained
+    return *about, name_of(run.evals).removeprefix("held-out").strip(), *scores, trained, ", ".join(run.health)
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -147,6 +162,7 @@ def describe(folder: Path) -> str:
         if run.state.word == "running" and status.phase:
             lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
         lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
+        lines += [f"health: {', '.join(run.health)} (docs/health.md)"] if run.health else []
     best = read_part(problems, read_best, folder)
     verdict = verdict_of(run.evals, best)
     lines += verdict.lines if verdict is not None else []

@@ -58,15 +58,15 @@ def test_a_reward_with_a_loophole_is_found_by_the_report(place: Path) -> None:
         r"best: 0\.\d+ at step 0 best model: \S+",
         above,
     )
-    assert re.search(r"reward/mean : rises from 0\.\d+ to 1\.\d+ while the held-out score falls", above)
-    assert "rollout/truncated_fraction : the newest values above 0.2" in above
+    assert re.search(r"held-out score falls step \d+: eval/mean_at_k : the newest score lower than the best one", above)
+    assert re.search(r"truncation step \d+: rollout/truncated_fraction : the newest values above 0.2", above)
 
 
 def test_a_collapsed_entropy_is_found_by_the_report(place: Path) -> None:
     text = text_of(place / SEED / "collapsed" / "report.html")
     above = text[: text.index("Answers")]
-    assert "(unchanged" in above and "loss/entropy : the newest values below 0.05 times the first ones" in above
-    assert "no group has answers with different rewards" in above
+    assert "(unchanged" in above and "loss/entropy : the newest values below 0.1 times" in above
+    assert re.search(r"groups without signal step \d+:", above)
 
 
 def test_the_best_answers_of_a_reward_with_a_loophole_show_it(place: Path, chromium: Chromium) -> None:  # noqa: F811

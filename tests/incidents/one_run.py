@@ -6,7 +6,6 @@ python one_run.py FOLDER SPEC, where SPEC is JSON: {"parts": [overrides, ...], "
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ def one_run(config: Path, name: str, parts: list[list[str]]) -> dict[str, Any]:
         "starts": sum(line.startswith("ready after") for line in lines),
         "weights": weights,
         "notes": lines,
-        "limits": limits(steps),
+        "limits": limits(run / "metrics.jsonl"),
         "status": json.loads(result.read_text())["status"] if result.is_file() else None,
         "reward": [step["reward/mean"] for step in steps if "reward/mean" in step],
         "loss": [step["loss/policy"] for step in steps if "loss/policy" in step],
@@ -69,17 +68,13 @@ def metrics(path: Path) -> list[dict[str, float]]:
     return [record["metrics"] for record in records if "metrics" in record]
 
 
-def limits(steps: list[dict[str, float]]) -> dict[str, str]:
-    """Metrics outside of the limit that docs/metrics.md states, and the text of the limit."""
-    from meshrl.monitor.glossary import judge, meaning_of
+def limits(path: Path) -> dict[str, str]:
+    """Metrics of which a rule of health.json finds something, and what."""
+    from meshrl.monitor.health import Health
+    from meshrl.monitor.sinks import read_metrics
 
-    found = {}
-    for name in sorted({name for step in steps for name in step} - {"reward/mean"}):
-        meaning = meaning_of(name)
-        values = [step[name] for step in steps if name in step and math.isfinite(step[name] or 0.0)]
-        if meaning is not None and meaning.entry.rule and (reason := judge(meaning.entry.rule, values)):
-            found[name] = reason
-    return found
+    lines = read_metrics(path)[0] if path.is_file() else []
+    return {finding.metric: finding.reason for finding in Health(lines).findings}
 
 
 if __name__ == "__main__":

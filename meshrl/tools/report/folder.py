@@ -16,6 +16,7 @@ from meshrl.core.best_models import read_best
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
 from meshrl.core.types import Media, Trajectory
+from meshrl.monitor.health import Finding, Health
 from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import answer_files, read_rollouts
@@ -79,7 +80,8 @@ class LoggedPrompt:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
     """is_evaluation: `meshrl eval` wrote the folder. num_steps: finished steps; of an evaluation, scored answers.
-    evals: the lines of evaluations with the identity of the last one. phases: seconds by phase and finished steps;
+    evals: the lines of evaluations with the identity of the last one. health: what the rules of health.json find, in
+    the order of the steps. phases: seconds by phase and finished steps;
     "other" is the time between the phases. notes: the text of run_notes.txt. first_eval, last_eval: of evals, (finished
     steps, prompts by id), None if missing; without any evaluation, first_eval has the last logged step."""
 
@@ -91,6 +93,7 @@ class RunFolder:
     lines: list[MetricsLine]
     evals: list[MetricsLine]
     series: dict[str, Series]
+    health: list[Finding]
     phases: dict[str, dict[int, float]]
     wall_s: float
     settings: list[SavedSetting]
@@ -158,6 +161,7 @@ def read_run(folder: Path) -> RunFolder:
         lines=lines,
         evals=comparable,
         series=series,
+        health=[] if is_evaluation else Health(lines).findings,
         phases=phases,
         wall_s=state.result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
         settings=settings,

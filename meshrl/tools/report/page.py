@@ -17,7 +17,8 @@ from urllib.parse import quote
 
 from meshrl.core.terminal import command, counted
 from meshrl.core.types import Media
-from meshrl.monitor.glossary import Entry, judge, meaning_of, unhealthy
+from meshrl.monitor.glossary import meaning_of
+from meshrl.monitor.health import Finding
 from meshrl.monitor.notes import REWARDS_FILE, important
 from meshrl.monitor.rollout_log import answer_files
 from meshrl.monitor.sinks import duration
@@ -30,7 +31,7 @@ from meshrl.tools.report.folder import LoggedPrompt, RunFolder, read_run
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write `folder`/report.html, or `out`, from the run's files so far."""
     run, path = read_run(folder), out or folder / "report.html"
-    look = "".join(_look_at(run, path.parent)) or "<p>No suspicious curve, and no note that needs attention.</p>"
+    look = "".join(_look_at(run, path.parent)) or "<p>No rule finds anything, and no note needs attention.</p>"
     undrawn = without_curve(run)
     parts = [
         header(run),
@@ -73,13 +74,26 @@ def header(run: RunFolder) -> str:
     values = {name: run.setting(key) for name, key in about.items()}
     shown = " · ".join([*(f"{name} {escape(value)}" for name, value in values.items() if value), *_progress(run)])
     is_bad = run.verdict is not None and (run.verdict.outcome == "worse" or not math.isfinite(run.verdict.last[1]))
-    is_good = run.lines and not (run.state.problems or suspicious(run) or is_bad)
+    is_sick = any(finding.until is None for finding in run.health)
+    is_good = run.lines and not (run.state.problems or is_sick or is_bad)
     css = "unsure" if run.state.text != word else word if is_good or word != "done" else ""
     at = "" if word == "done" else f" at {'answer' if run.is_evaluation else 'step'} {run.num_steps}"
-    badge = f'<span class="badge {escape(css)}">{escape(run.state.text)}{at}</span>'
+    learned = f": {learned}" if (learned := _learned(run)) else ""
+    badge = f'<span class="badge {escape(css)}">{escape(run.state.text + at + learned)}</span>'
     return f"<header><h1>{escape(title(run))}</h1>{badge}<p>{shown}</p></header>" + (
         f'<div class="error">{escape(error)}</div>' if error else ""
     )
+
+
+def _learned(run: RunFolder) -> str:
+    """Such as `held-out reward 0.22 → 0.98`; without evaluations, of the training reward or loss."""
+    if run.verdict is not None:
+        ends = run.verdict.first[1], run.verdict.last[1]
+        return f"{run.verdict.name} {' → '.join(f'{score:.3g}' for score in ends[run.is_evaluation :])}"
+    for name in ("eval/loss", "reward/mean", "loss/nll"):
+        if found := run.ends(name):
+            return f"{name} {found[0]:.3g} → {found[1]:.3g}"
+    return ""
 
 
 def _progress(run: RunFolder) -> Iterator[str]:
@@ -128,19 +142,15 @@ def _verdict(run: RunFolder) -> Iterator[str]:
 
 def _look_at(run: RunFolder, place: Path) -> Iterator[str]:
     """All that needs attention. place: the folder of the page."""
-    rows = [
-        f"<li><code>{escape(name)}</code>: {sparkline(run.series[name].values)} "
-        f"{prose(unhealthy(reason, entry.otherwise))}</li>"
-        for name, (reason, entry) in suspicious(run).items()
-    ]
     if names := fnmatch.filter(run.series, "eval/by/*/mean_at_k"):
         by = next((by for by in [run.setting("data.eval_by")] if by not in (None, "null")), "set")
         values = [(name.split("/")[2], run.series[name].values) for name in names]
         cells = (f'<tr><td>{escape(of)}</td><td class="num">{v[0]:.3f} → {v[-1]:.3f}</td></tr>' for of, v in values)
         yield f"<p>Held-out score by {escape(by)}, first → last</p>"
         yield f"<table>{''.join(cells)}</table>"
-    if rows := _exploited(run) + rows:
-        yield f'<p class="unsure">Suspicious</p><ul>{"".join(rows)}</ul>'
+    for title, has_ended in (("Health", False), ("Health, until it ended", True)):
+        if rows := [_finding(run, each) for each in run.health if (each.until is not None) == has_ended]:
+            yield f'<p class="{"" if has_ended else "unsure"}">{title}</p><ul>{"".join(rows)}</ul>'
     if lines := important(run.notes):
         text = escape("\n".join(lines))
         yield f'<p>Notes of the run</p><pre class="notes">{text}</pre>'
@@ -148,18 +158,6 @@ def _look_at(run: RunFolder, place: Path) -> Iterator[str]:
     if rewards.is_file() and rewards.stat().st_size:
         link = escape(quote(os.path.relpath(rewards, place)))
         yield f'<p>Output of the reward functions: <a href="{link}">{REWARDS_FILE}</a></p>'
-
-
-def _exploited(run: RunFolder) -> list[str]:
-    """A line if the training reward rose while the held-out score fell by more than chance explains."""
-    ends = run.ends("reward/mean")
-    if run.verdict is None or run.verdict.outcome != "worse" or ends is None or ends[1] <= ends[0]:
-        return []
-    return [
-        f"<li><code>reward/mean</code>: rises from {ends[0]:.3g} to {ends[1]:.3g} while the held-out score falls. The "
-        "reward may accept wrong answers, or the model overfits: read the answers with the highest reward "
-        f"(<code>{escape(command('view', run.folder))}</code>)</li>"
-    ]
 
 
 ABOUT = {
@@ -235,14 +233,16 @@ def interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
     return [max(v - margin, low) for v, margin in ends], [min(v + margin, high) for v, margin in ends]
 
 
-def suspicious(run: RunFolder) -> dict[str, tuple[str, Entry]]:
-    """What makes the curves of metrics suspicious, and their entries in the glossary."""
-    marked = {}
-    for name, series in sorted(run.series.items()):
-        meaning = meaning_of(name)
-        if meaning is not None and meaning.entry.rule and (reason := judge(meaning.entry.rule, series.values)):
-            marked[name] = reason, meaning.entry
-    return marked
+def _finding(run: RunFolder, finding: Finding) -> str:
+    series = run.series.get(finding.metric)
+    until = f" to {finding.until}" if finding.until is not None else ""
+    at = f"step {finding.since}{until}: <code>{escape(finding.metric)}</code>: {escape(finding.reason)}"
+    tried = finding.rule.advice.replace("meshrl view", command("view", run.folder))
+    advice = f"<p>Try: {prose(tried)}</p>" if tried else ""
+    return (
+        f"<li><b>{escape(finding.rule.name)}</b> {at} {sparkline(series.values) if series else ''}"
+        f"<p>{prose(finding.means)}</p>{advice}</li>"
+    )
 
 
 def prose(text: str) -> str:
@@ -401,7 +401,7 @@ def settings(run: RunFolder) -> str:
 
 def every_number(run: RunFolder) -> str:
     """All metrics with their first, last and extreme values."""
-    rows, marked = [], suspicious(run)
+    rows, marked = [], {each.metric: each for each in run.health if each.until is None}
     for name, series in sorted(run.series.items()):
         finite = run.finite_values(name) or [math.nan]
         cells = "".join(
@@ -411,7 +411,7 @@ def every_number(run: RunFolder) -> str:
         meaning = meaning_of(name)
         healthy = prose(meaning.entry.healthy) if meaning else ""
         if name in marked:
-            healthy += f' <span class="unsure">Suspicious: {escape(marked[name][0])}.</span>'
+            healthy += f' <span class="unsure">{escape(marked[name].rule.name)}: {escape(marked[name].reason)}.</span>'
         unit = escape(series.unit if series.unit not in ("bytes", "s") else "")
         rows.append(
             f"<tr><td><code>{escape(name)}</code></td>{cells}<td>{unit}</td><td>{sparkline(series.values)}</td>"

@@ -112,11 +112,11 @@ def test_the_rewards_of_a_users_agent_are_not_tried_on_bare_answers(config: Path
 
 
 @pytest.mark.parametrize("every_steps", [2, 0])
-def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step_and_at_its_end(
+def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_three_such_steps_and_at_its_end(
     every_steps: int, config: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Every advantage is 0 and no weight changes, although the run looks healthy. The notes refer to the answers, if
-    the run writes them."""
+    """Every advantage is 0 and no weight changes, although the run looks healthy. The note at the end refers to the
+    answers, if the run writes them."""
     overrides = ["train", str(config), *INLINE, *SHORT, "loop.num_steps=3", "loop.save_every_steps=1"]
     overrides += ["data.eval_path=rows.jsonl", "data.eval_limit=1", "loop.save_best=false"]
     overrides += [f"monitor.rollout_log_every_steps={every_steps}"]
@@ -124,22 +124,24 @@ def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step
     assert main([*overrides, constant]) == 0
     folder = config.parent / "runs" / "short"
     output = capsys.readouterr().out.splitlines()
+    health = [line for line in output if line.startswith("health: groups without signal since step 1: ")]
     lines = [line for line in output if WITHOUT_SIGNAL in line]
-    assert [line.partition(": ")[0] for line in lines] == ["step 1", "all 3 steps"]
+    assert len(health) == 1 and [line.partition(": ")[0] for line in lines] == ["all 3 steps"]
     assert output[-1].startswith("done: 3 steps without a training signal in ")
-    assert json.loads((folder / "result.json").read_text())["no_signal"] == lines[1]
+    assert json.loads((folder / "result.json").read_text())["no_signal"] == lines[0]
     assert "  done, no signal  3 of 3 steps  " in list_runs(folder.parent)
-    assert '<span class="badge unsure">done, no signal</span>' in (folder / "report.html").read_text()
+    assert '<span class="badge unsure">done, no signal: held-out reward ' in (folder / "report.html").read_text()
     names = sorted(path.stem for path in (folder / "rollouts").glob("*.jsonl"))
     if every_steps:
         assert names == ["eval_000000", "eval_000003", "step_000001", "step_000003"]
-        assert f"are in {folder}/rollouts/step_000001.jsonl" in lines[0] and f"rewards in {folder}/roll" in lines[1]
+        assert f"rewards in {folder}/roll" in lines[0]
     else:
         assert not names and all("monitor.rollout_log_every_steps" in line for line in lines)
 
     assert main([*overrides, constant, "loop.num_steps=4", "run.resume=auto"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if WITHOUT_SIGNAL in line]
-    assert [line.partition(": ")[0] for line in lines] == ["step 4", "all 4 steps"]
+    output = capsys.readouterr().out
+    assert "health: " not in output  # the earlier part has noted it
+    assert f"all 4 steps: {WITHOUT_SIGNAL}" in output
 
     assert main([*overrides, "loop.num_steps=5", "run.resume=auto"]) == 0  # with the config's own reward
     assert WITHOUT_SIGNAL not in capsys.readouterr().out and "done  " in list_runs(folder.parent)

@@ -81,7 +81,7 @@ def test_the_best_model_is_retained_and_result_json_names_it(
     assert notes.count(measured) == 1 and measured not in capsys.readouterr().out
     assert "  # default, here 0: loop.kind is colocated\n" in (folder / "config.yaml").read_text()
     (cut,) = important((folder / "run_notes.txt").read_text())
-    assert "step 1: 75% of the answers were cut off" in cut
+    assert "health: truncation since step 1: rollout/truncated_fraction: the last value above 0.5 (here 0.75)" in cut
     assert notes[-1].startswith("done: 4 steps") and not any("grad " in note for note in notes)  # no lines of steps
     assert "All notes</summary>" in page and f"wrote {model}" in page
 

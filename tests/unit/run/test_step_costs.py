@@ -52,7 +52,7 @@ def test_flops_are_those_of_the_rows_whatever_the_ranks_and_micro_batches(tmp_pa
     assert (units["train/model_flops"], units["perf/mfu"]) == ("FLOP", "fraction")
     notes = (run / "run_notes.txt").read_text()
     assert "perf/mfu" not in notes
-    assert notes.count("of the answers were cut off, at rollout.sampling.max_new_tokens = 8") == 1  # in both steps
+    assert notes.count("health: truncation since step 1") == 1  # in both steps
 
 
 def test_sft_reports_them_too(tmp_path, monkeypatch):

@@ -33,16 +33,19 @@ def test_the_list_has_a_line_for_each_run_the_oldest_first(tmp_path, capsys):
     made_run(tmp_path / "a", {}, [1.25], "interrupted", metric="loss/nll", config=settings(model__path="/models/qwen"))
     for at, name in ((10.0, "failed"), (11.0, "a"), (1e9, "b")):  # b was resumed then; its first step ended at 1000
         started(tmp_path / name, at)
+    status = json.loads((tmp_path / "failed" / "status.json").read_text()) | {"health": ["truncation", "failures"]}
+    (tmp_path / "failed" / "status.json").write_text(json.dumps(status))
     assert main(["runs", str(tmp_path)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     cells = [re.split(r"  +", line.strip()) for line in lines]
-    assert re.split(r"  +", head.strip())[-3:] == ["best", "last", "training"]
+    assert re.split(r"  +", head.strip())[-3:] == ["last", "training", "health"]
     when, later = (time.strftime("%F %H:%M", time.localtime(at)) for at in (10, 1000))
     assert cells == [
-        ["failed", "failed", "1 of 7 steps", when, "1m01s", "step_3/model", "0.500"],
+        ["failed", "failed", "1 of 7 steps", when, "1m01s", "step_3/model", "0.500", "truncation, failures"],
         ["a", "interrupted", "1 of 1 steps", when, "1m01s", "models/qwen", "1.250 nll"],
         ["b", "done", "2 of 2 steps", later, "1m01s", "tiny", "reward", "0.500", "1.000", "0.500", "0.200"],
     ]
+    assert "health: truncation, failures (docs/health.md)" in describe(tmp_path / "failed")
 
 
 def test_running_and_killed_runs_are_distinguished_also_after_an_earlier_result(tmp_path):
