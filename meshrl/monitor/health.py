@@ -160,7 +160,7 @@ MEASURES: dict[str, tuple[Callable[[Curves, str], float], int, str]] = {
     "growing": (_of_values(_growing), 25, "the newest values {} times those before them"),
     "reached": (_reached, 1, "the newest values {} of the range of the rewards"),
     "untrained": (_untrained, _AT_LEAST, "the share of the last steps without a finite gradient {}"),
-    "drop": (_drop, 2, "the newest score lower than the best one by {} standard errors"),
+    "drop": (_drop, 2, "the best score minus the newest one {} standard errors"),
     "since_best": (_since_best, _AT_LEAST, "the rise since the best held-out score {} standard errors"),
     "paid": (_paid, 2 * _AT_LEAST, "the fall {} of what the other terms have gained"),
     "slowdown": (_slowdown, 25, "steps and tokens take a time {} times that after the start"),
@@ -226,7 +226,7 @@ RULES = [_rule(**each) for each in json.loads(_FILE.read_text(encoding="utf-8"))
 
 
 @dataclass(slots=True)
-class Finding:
+class HealthFinding:
     """A rule that holds. since: the first step. until: the step at which it ended; None = it holds. reason: with the
     newest measured value."""
 
@@ -254,7 +254,7 @@ class Health:
     """What the rules find in the lines of a run, one after the other. findings: in the order of their beginnings."""
 
     def __init__(self, lines: Sequence[MetricsLine] = ()) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[HealthFinding] = []
         self._curves: dict[str, Curve] = {}
         self._evaluation: Mapping[str, str] = {}
         self._since: dict[str, tuple[int, int]] = {}  # of rules that hold: the first step, and the number of checks
@@ -266,7 +266,7 @@ class Health:
                 self.check(line.step)
 
     @property
-    def open(self) -> list[Finding]:
+    def open(self) -> list[HealthFinding]:
         return [finding for finding in self.findings if finding.until is None]
 
     def record(self, step: int, values: Mapping[str, float], evaluation: Mapping[str, str]) -> None:
@@ -281,7 +281,7 @@ class Health:
                 curve.steps.append(step)
                 curve.values.append(value)
 
-    def check(self, step: int) -> list[Finding]:
+    def check(self, step: int) -> list[HealthFinding]:
         """The findings that begin or end at this step."""
         changed, by_name = [], {finding.rule.name: finding for finding in self.open}
         for rule in RULES:
@@ -298,7 +298,7 @@ class Health:
             if finding is not None:
                 finding.metric, finding.reason = reason
             elif count + 1 >= rule.hold:
-                changed.append(Finding(rule, since, *reason))
+                changed.append(HealthFinding(rule, since, *reason))
                 self.findings.append(changed[-1])
         return changed
 

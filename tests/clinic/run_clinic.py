@@ -169,7 +169,8 @@ def main() -> int:
 
 
 def lines_of(folder: Path, case: Case) -> list[MetricsLine]:
-    return read_metrics(folder / _name(case) / "metrics.jsonl")[0]
+    path = folder / _name(case) / "metrics.jsonl"
+    return read_metrics(path)[0] if path.is_file() else []  # a run that was refused
 
 
 def stream(lines: Sequence[MetricsLine]) -> dict[str, list[float | None]]:

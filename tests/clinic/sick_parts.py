@@ -81,9 +81,10 @@ def no_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return inputs.logprobs * 0.0, {}
 
 
-def nan_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss that divides by a sum of zeros."""
-    return -inputs.advantages * inputs.logprobs / (inputs.logprobs * 0.0), {}
+def filtered_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss that counts only tokens whose ratio is above 1.2, which is 1 with one update a step."""
+    is_used = (inputs.logprobs - inputs.old_logprobs).detach().exp() > 1.2
+    return -inputs.advantages * inputs.logprobs * is_used, {}
 
 
 class TwoTries:
@@ -93,10 +94,10 @@ class TwoTries:
         self.num_left = num_tries
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[None, dict[str, Any]]:
-        self.answer = options["answer"]
+        self.question, self.answer = options["messages"][-1]["content"], options["answer"]
         return None, {}
 
     def step(self, action: str) -> tuple[str | None, float, bool, bool, dict[str, Any]]:
         self.num_left -= 1
         is_over = self.num_left == 0
-        return None if is_over else "again", float(action == self.answer), is_over, False, {}
+        return None if is_over else self.question, float(action == self.answer), is_over, False, {}

@@ -52,19 +52,19 @@ def text_of(page: Path) -> str:
 
 def test_a_reward_with_a_loophole_is_found_by_the_report(place: Path) -> None:
     text = text_of(place / SEED / "hacked" / "report.html")
-    above = text[: text.index("Answers")]
+    above = text[: text.index("Answers Held-out prompts")]
     assert re.search(
         r"Verdict : held-out answer 0\.\d+ -> 0\.000 \(worse: -0\.\d+ \+- 0\.\d+\); "
         r"best: 0\.\d+ at step 0 best model: \S+",
         above,
     )
-    assert re.search(r"held-out score falls step \d+: eval/mean_at_k : the newest score lower than the best one", above)
+    assert re.search(r"held-out score falls step \d+: eval/mean_at_k : the best score minus the newest one", above)
     assert re.search(r"truncation step \d+: rollout/truncated_fraction : the newest values above 0.2", above)
 
 
 def test_a_collapsed_entropy_is_found_by_the_report(place: Path) -> None:
     text = text_of(place / SEED / "collapsed" / "report.html")
-    above = text[: text.index("Answers")]
+    above = text[: text.index("Answers Held-out prompts")]
     assert "(unchanged" in above and "loss/entropy : the newest values below 0.1 times" in above
     assert re.search(r"groups without signal step \d+:", above)
 

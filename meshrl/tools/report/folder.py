@@ -16,7 +16,7 @@ from meshrl.core.best_models import read_best
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
 from meshrl.core.types import Media, Trajectory
-from meshrl.monitor.health import Finding, Health
+from meshrl.monitor.health import Health, HealthFinding
 from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import answer_files, read_rollouts
@@ -93,7 +93,7 @@ class RunFolder:
     lines: list[MetricsLine]
     evals: list[MetricsLine]
     series: dict[str, Series]
-    health: list[Finding]
+    health: list[HealthFinding]
     phases: dict[str, dict[int, float]]
     wall_s: float
     settings: list[SavedSetting]

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from meshrl.core.terminal import command, counted
 from meshrl.core.types import Media
 from meshrl.monitor.glossary import meaning_of
-from meshrl.monitor.health import Finding
+from meshrl.monitor.health import HealthFinding
 from meshrl.monitor.notes import REWARDS_FILE, important
 from meshrl.monitor.rollout_log import answer_files
 from meshrl.monitor.sinks import duration
@@ -233,7 +233,7 @@ def interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
     return [max(v - margin, low) for v, margin in ends], [min(v + margin, high) for v, margin in ends]
 
 
-def _finding(run: RunFolder, finding: Finding) -> str:
+def _finding(run: RunFolder, finding: HealthFinding) -> str:
     series = run.series.get(finding.metric)
     until = f" to {finding.until}" if finding.until is not None else ""
     at = f"step {finding.since}{until}: <code>{escape(finding.metric)}</code>: {escape(finding.reason)}"

@@ -81,7 +81,7 @@ def test_a_healthy_run_has_no_finding(tmp_path: Path):
 def test_a_reward_that_rises_while_the_held_out_score_falls_is_found(tmp_path: Path):
     write_metrics(tmp_path, (0.5, 0.1), truncated=0.0, rise=0.05)
     text = text_of(page_of(tmp_path))
-    assert "Healthheld-out score falls step 10: eval/mean_at_k: the newest score lower than the best one by" in text
+    assert "Healthheld-out score falls step 10: eval/mean_at_k: the best score minus the newest one above 3" in text
     for name, scores, rise in (
         ("fell", (0.5, 0.1), -0.05),
         ("unchanged", (0.5, 0.45), 0.05),
