@@ -16,6 +16,7 @@ from typing import Any
 
 from meshrl.config.run import RunConfig
 from meshrl.data.chat import ChatFiles
+from meshrl.model.facts import local_folder
 from meshrl.run.folder import Start
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -36,7 +37,7 @@ def start_record(config: RunConfig, chat: ChatFiles, start: Start | None, run: P
         "code": _code(),
         "commit": _commit(),
         "modules": _modules(config),
-        "model": model_digest(Path(config.model.path)),
+        "model": model_digest(config.model.path),
     }
 
 
@@ -66,10 +67,10 @@ def with_recorded_modules(record: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def model_digest(folder: Path) -> str:
-    """Of the config and the weights of a model folder: of each file the size, and pieces at equal distances. Training
-    changes almost every value."""
-    running = hashlib.blake2b(digest_size=8)
+def model_digest(path: str | Path) -> str:
+    """Of the config and the weights of a model, a folder or a hub id: of each file the size, and pieces at equal
+    distances. Training changes almost every value."""
+    running, folder = hashlib.blake2b(digest_size=8), local_folder(path, ["config.json"])
     for path in (folder / "config.json", *sorted(folder.glob("*.safetensors*"))):
         size = path.stat().st_size
         running.update(f"{path.name} {size} ".encode())

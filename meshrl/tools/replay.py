@@ -195,7 +195,8 @@ def _parts(starts: dict[int, Record], steps: Sequence[int]) -> list[_Part]:
                 f"{start.get('versions', {}).get('meshrl')}: {' '.join(str(cause).split())}"
             ) from cause
         model = Path(config.model.path)
-        if is_there(model) and start.get("model", now := model_digest(model)) != now:
+        is_known = is_there(model) or not model.is_absolute()  # a hub id is not
+        if is_known and start.get("model") not in (None, model_digest(model)):
             raise ConfigError(f"{model} has another model than when it was used for step {step}; restore that one")
         parts.append(_Part(config=config, start=start, steps=[step]))
     return parts

@@ -321,6 +321,17 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_a_model_of_the_hub_has_the_digest_of_its_files(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = Path(json.loads((run / "digests.jsonl").read_text().splitlines()[0])["config"]["model"]["path"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached = tmp_path / "models--organisation--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(model, cached / "snapshots" / ("a" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert model_digest("organisation/name") == model_digest(model)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_folder_without_what_a_replay_needs_is_refused_in_one_line(
     run: Path, name: str, capsys: pytest.CaptureFixture[str]
