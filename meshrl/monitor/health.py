@@ -62,7 +62,8 @@ def _in_errors(difference: float, values: Sequence[float], size: int) -> float:
 
 def _spikes(values: Sequence[float]) -> float:
     late = values[len(values) // 2 :]
-    return sum(value > 10 * median(late) > 0 for value in late) / len(late)
+    middle = median(late)
+    return sum(value > 10 * middle > 0 for value in late) / len(late)
 
 
 def _settled(values: Sequence[float]) -> float:
