@@ -40,7 +40,8 @@ def train(
     """Reinforcement learning, like `meshrl train`: the same checks, folder, report and resume.
 
     config: the path of a YAML file, a dict of its sections, or a RunConfig; `base` in a dict is the path of a file to
-    start from. overrides: as on the command line, such as "train.optimizer.lr=1e-6".
+    start from.
+    overrides: as on the command line, such as "train.optimizer.lr=1e-6".
     rewards: a function of (completion, answer), a list of them, or a dict by the name of their term, which else is that
     of the function. They run in worker processes, so their changes to variables are not visible here. The weight and
     the args of a term belong in the config.
@@ -75,8 +76,10 @@ def sft(
     on_step: OnStep | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Supervised fine-tuning, like `meshrl sft`. data, eval_data: rows in place of sft.path and sft.eval_path. The rest
-    is as in `train`."""
+    """Supervised fine-tuning, like `meshrl sft`. The other arguments are as in `train`.
+
+    data, eval_data: rows in place of sft.path and sft.eval_path.
+    """
     from meshrl.run.inputs import begin, load_sft, objects_of
 
     objects = objects_of(rows={"sft.path": data, "sft.eval_path": eval_data}, on_step=on_step, quiet=quiet)
@@ -101,9 +104,11 @@ def evaluate(
 ) -> Evaluation:
     """Answer and score held-out rows, like `meshrl eval`, in a new folder.
 
-    config: as in `train`, or the folder of a run, whose config.yaml and model are then used. model: in place of
-    model.path: the folder of a model, of a run, or of a step of a run. out: the folder to write; it must not exist.
-    None = eval_N in the folder of the model's run, or below run.folder. The rest is as in `train`.
+    config: as in `train`, or the folder of a run, whose config.yaml and model are then used.
+    model: in place of model.path: the folder of a model, of a run, or of a step of a run.
+    out: the folder to write; it must not exist. None = eval_N in the folder of the model's run, or below run.folder.
+
+    The other arguments are as in `train`.
     """
     from meshrl.run.inputs import begin, load_run, objects_of
     from meshrl.run.subject import subject_of
@@ -123,8 +128,12 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """metrics: values by name, such as eval/mean_at_k. trajectories: all answers, with their rewards, in the order of
-    the rows. folder: the written files."""
+    """What `evaluate` returns.
+
+    metrics: values by name, such as eval/mean_at_k.
+    trajectories: all answers, with their rewards, in the order of the rows.
+    folder: the written files.
+    """
 
     metrics: dict[str, float]
     trajectories: list[Trajectory]

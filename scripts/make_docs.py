@@ -1,5 +1,7 @@
 """Write the pages that are generated from code: make fix. With --check, only report those that differ: make check."""
 
+import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -18,7 +20,9 @@ from isolation_cases import table as attacks  # noqa: E402
 from model_families import page as models  # noqa: E402
 from published_recipes import shares as recipe_shares  # noqa: E402
 
+import meshrl  # noqa: E402
 from meshrl.agent.parsing import FORMATS  # noqa: E402
+from meshrl.api import Evaluation  # noqa: E402
 from meshrl.cli import COMMANDS  # noqa: E402
 from meshrl.config.docs import every_key, is_listed, now_only  # noqa: E402
 from meshrl.config.other_frameworks import Setting, settings  # noqa: E402
@@ -196,6 +200,24 @@ def tools() -> str:
     return "\n".join(lines)
 
 
+def python() -> str:
+    """The functions, and the classes with their public members, by their signatures and docstrings."""
+    lines = [_beginning("python.md", "meshrl/api.py"), "", "## Reference"]
+    for of in (meshrl.train, meshrl.sft, meshrl.evaluate, meshrl.Run, Evaluation):
+        members = [each for name, each in vars(of).items() if inspect.isclass(of) and not name.startswith("_")]
+        lines += ["", f"### meshrl.{of.__name__}", "", *_described(of)]
+        for member in filter(inspect.getdoc, members):
+            lines += ["", *_described(getattr(member, "fget", None) or getattr(member, "func", member))]
+    return "\n".join([*lines, ""])
+
+
+def _described(of: Any) -> list[str]:
+    """The signature as code, and the docstring, in which an argument at the start of a line becomes an item."""
+    signature = re.split(r':\n +(?:"""|from )', textwrap.dedent(inspect.getsource(of)))[0]
+    text = re.sub(r"^([a-z_]+(, [a-z_]+)*): ", r"\n- `\1`: ", str(inspect.getdoc(of)), flags=re.MULTILINE)
+    return ["```py", signature, "```", "", text.lstrip().replace("\n\n\n", "\n\n")]
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/chat_templates.md": chat_templates,
     "docs/commands.md": commands,
@@ -206,6 +228,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/incidents.md": incidents,
     "docs/metrics.md": metrics,
     "docs/models.md": models,
+    "docs/python.md": python,
     "docs/tools.md": tools,
 }
 
