@@ -36,7 +36,8 @@ from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import text_curve
 
 EXAMPLES = Path(__file__).resolve().parent
-IS_CHECKOUT = (EXAMPLES.parent / "pyproject.toml").is_file()  # else they are files of an installed wheel
+# Else they are files of an installed wheel, or of an image, in which only the folder of the user can be written.
+IS_CHECKOUT = (EXAMPLES.parent / "pyproject.toml").is_file() and os.access(EXAMPLES.parent, os.W_OK)
 ROOT = EXAMPLES.parent if IS_CHECKOUT else Path.cwd()
 STOP_TIMEOUT_S = 10.0  # a running part has this time to end by itself after Ctrl-C
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,24 @@ def test_the_page_about_installation_names_the_pinned_versions():
         assert f"| {version(cuda[name])} |" in row, row
     accepted = pins("requirements.txt")["transformers"].specifier
     assert accepted == Requirement("transformers>=5.16,<5.25").specifier and "| 5.16 to 5.24 |" in page
+
+
+def test_the_image_has_all_files_that_its_installation_reads(tmp_path):
+    text = (ROOT / "Containerfile").read_text(encoding="utf-8")
+    for *sources, place in (line.split()[1:] for line in text.splitlines() if line.startswith("COPY ")):
+        assert all(any(ROOT.glob(source)) for source in sources), sources
+        for path in (path for source in sources for path in ROOT.glob(source)):
+            target = tmp_path / place / ("" if path.is_dir() else path.name)
+            target.parent.mkdir(exist_ok=True)
+            target.symlink_to(path)
+    options = re.search(r"^ARG OPTIONS=(.*)$", text, re.MULTILINE)[1].split()
+    script = [tmp_path / "scripts" / "install.sh", *options, "--dry-run"]
+    done = subprocess.run(script, env=os.environ | {"VENV": str(tmp_path / "venv")}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pyproject = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))
+    dynamic = pyproject["tool"]["setuptools"]["dynamic"]
+    extras = [extra["file"] for extra in dynamic["optional-dependencies"].values()]
+    needed = [name for files in (dynamic["dependencies"]["file"], *extras) for name in files]
+    needed += [pyproject["project"]["readme"], *pyproject["project"]["license-files"]]
+    needed += [*re.findall(r"-[rc] ([\w.-]+)", done.stdout), "meshrl/cli.py", "examples/quickstart/quickstart.py"]
+    assert [name for name in needed if not (tmp_path / name).is_file()] == []
