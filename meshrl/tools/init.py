@@ -24,6 +24,7 @@ from meshrl.data.files import as_data_error
 from meshrl.data.tables import CsvTable, RawRow, Table, column_names, open_table
 from meshrl.model.limits import limits_of, text_config
 from meshrl.run.subject import find_subject
+from meshrl.tools.page.document import package_text
 
 MAX_READ = 5000  # rows of a file that are read
 MAX_LABELS, ROWS_PER_LABEL = 20, 5  # with fewer rows for each different answer, they are no labels
@@ -35,7 +36,6 @@ LEARNING_RATES = (  # hidden size up to, of RL, of SFT
 )
 SMALL_WIDTH = 512  # models of up to this hidden size follow no instruction
 FEW_ROWS, FEW = 50, "these are few rows: what a model learns from them, and its score, are mostly chance"
-EVAL_LIMIT = 200  # held-out rows of an evaluation
 SFT_ROWS_PER_STEP, MIN_SFT_STEPS, MAX_SFT_STEPS = 16, 30, 200
 
 
@@ -47,51 +47,6 @@ class DataFile(NamedTuple):
     answer: str = "answer"
     subset: str | None = None
     split: str | None = None
-
-
-PLAIN_TEMPLATE = (  # the end of an assistant's turn is a token, which a model can learn to write
-    "{% for message in messages %}{{ message['content'] + "
-    "((eos_token or '') if message['role'] == 'assistant' else '') + '\n' }}{% endfor %}"
-)
-REWARD = '''"""The rewards of config.yaml, which names them."""
-
-import re
-
-{score}
-
-def finished(completion: str, answer, stop_reason: str) -> float:
-    """1 if there is an answer and it was not cut off, else 0."""
-    return float(stop_reason == "stop" and bool(completion.strip()))
-'''
-NUMBER = r'''
-def last_number(text: str) -> float | None:
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
-    return float(numbers[-1]) if numbers else None
-
-
-def score(completion: str, answer) -> float:
-    """1 if the last number in the model's answer is that of the row, else 0."""
-    number = last_number(completion)
-    return float(number is not None and number == last_number(str(answer)))
-'''
-LABEL = r'''LABELS = {labels}
-ANY = "|".join(re.escape(label.lower()) for label in sorted(LABELS, key=len, reverse=True))
-
-
-def score(completion: str, answer) -> float:
-    """1 if the last line of the model's answer names the row's label and no other, in any case, else 0."""
-    last = (completion.strip().lower().splitlines() or [""])[-1]
-    return float(set(re.findall(rf"(?<!\w)(?:{{ANY}})(?!\w)", last)) == {{str(answer).strip().lower()}})
-'''
-TEXT = r'''
-def score(completion: str, answer) -> float:
-    """1 for the words of the row's answer, else the share of words that both have in common (F1, as in SQuAD), without
-    regard to case and punctuation. If only equal texts are right: return float(words == wanted). Don't look for the
-    answer anywhere in the completion, since a model learns to mention everything."""
-    words, wanted = (re.findall(r"\w+", text.lower()) for text in (completion, str(answer)))
-    common = sum(min(words.count(word), wanted.count(word)) for word in {*words} & {*wanted})
-    return 2 * common / max(1, len(words) + len(wanted))
-'''
 
 
 class Form(NamedTuple):
@@ -109,45 +64,24 @@ def form_of(answers: Sequence[str]) -> Form:
     """The form of these answers: numbers, mathematics, a few labels, or texts."""
     own = "my_reward:score"
     if all(re.fullmatch(r"[-+$€£\s]*\d[\d,]*(\.\d+)?\s*%?", answer) for answer in answers):
-        return Form("numbers; the last number of an answer counts", own, NUMBER, "End with the number.", 128)
+        return Form(
+            "numbers; the last number of an answer counts", own, template("number.txt"), "End with the number.", 128
+        )
     if 2 * sum("####" in answer or "\\" in answer for answer in answers) > len(answers):
         return Form("mathematics, for the built-in reward math_answer", "math_answer", "", None, 256)
     counts, spelled = Counter(answer.lower() for answer in answers), {answer.lower(): answer for answer in answers}
     if len(counts) > MAX_LABELS or ROWS_PER_LABEL * len(counts) > len(answers):
-        return Form("texts, whose words are compared (F1)", own, TEXT, None, 32)
+        return Form("texts, whose words are compared (F1)", own, template("text.txt"), None, 32)
     labels = [spelled[label] for label, _ in counts.most_common()]
     shares = ", ".join(f"{spelled[label]} {num / len(answers):.0%}" for label, num in counts.most_common())
     system = f"Answer with one of these labels and nothing else: {', '.join(labels)}"
-    return Form(f"{len(labels)} labels: {shares}", own, LABEL.format(labels=_quoted(labels)), system, 16)
+    return Form(f"{len(labels)} labels: {shares}", own, template("label.txt", labels=_quoted(labels)), system, 16)
 
 
-CONFIG = """# `meshrl config WORD` explains the keys about a word; docs/config.md lists all of them.
-# Paths and modules are looked up next to this file.
-model: {{path: {model}, dtype: {dtype}}}
-data:
-{rows}  max_prompt_tokens: {max_prompt_tokens}      # rows with longer prompts are left out
-  eval_limit: {eval_limit}
-  chat_template: chat_template.jinja   # how messages become text; it was {template}
-reward:
-  terms:                       # functions in my_reward.py
-    answer: {{kind: "{kind}"}}
-    finished: {{kind: "my_reward:finished", weight: 0.2}}
-rollout: {{sampling: {{max_new_tokens: {max_new_tokens}}}}}   # longer answers are cut
-loop: {{num_steps: 20, prompts_per_step: 8, samples_per_prompt: 8, eval_every_steps: 10, eval_term: answer}}
-train: {{optimizer: {{lr: {lr}}}}}   # larger models need smaller ones
-cluster: {{num_train_ranks: {ranks}}}
-"""
-SFT_CONFIG = """# A warm-up: the model learns to answer as the rows do. config.yaml then trains the resulting model.
-model: {{path: {model}, dtype: {dtype}}}
-sft:
-{rows}  max_row_tokens: {max_row_tokens}
-  chat_template: chat_template.jinja
-  rows_per_step: {rows_per_step}
-  num_steps: {num_steps}
-train: {{optimizer: {{lr: {sft_lr}}}}}
-cluster: {{num_train_ranks: {ranks}}}
-run: {{name: {name}}}
-"""
+def template(name: str, /, **values: Any) -> str:
+    """A text of init_files, with these values if there are any."""
+    text = package_text("meshrl.tools", f"init_files/{name}")
+    return text.format(**values) if values else text
 
 
 def init(folder: Path, model: str, data: DataFile) -> str:
@@ -160,13 +94,13 @@ def init(folder: Path, model: str, data: DataFile) -> str:
     if subject.state is not None:
         raise ConfigError(f"{subject.text} has no model yet; write it by: meshrl convert {subject.state} OUT")
     path = str(subject.model)
-    template, origin = _template(path)
-    tokenizer = load_tokenizer(path, template)
+    chat, origin = _chat_template(path)
+    tokenizer = load_tokenizer(path, chat)
     tokenizer.model_max_length = 1 << 30  # it would warn of rows that are too long
     values, example, lines = _facts(data, path, tokenizer)
     values |= _facts_of_model(path) | {"template": origin, "name": _quoted(f"{folder.name}-sft")}
-    files = {"config.yaml": CONFIG, "my_reward.py": REWARD, "sft.yaml": SFT_CONFIG}
-    files = {name: text.format(**values) for name, text in files.items()} | {"chat_template.jinja": template}
+    files = {"config.yaml": "config.yaml", "my_reward.py": "my_reward.txt", "sft.yaml": "sft.yaml"}
+    files = {name: template(text, **values) for name, text in files.items()} | {"chat_template.jinja": chat}
     try:
         sft_row(tokenizer, example, stop_token_ids(tokenizer, path))
     except DataError as error:
@@ -194,16 +128,15 @@ def _quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _template(path: str) -> tuple[str, str]:
+def _chat_template(path: str) -> tuple[str, str]:
     """The chat template for a model, and where it comes from."""
     tokenizer = load_tokenizer(path)
-    template = tokenizer.chat_template
-    template = template.get("default") if isinstance(template, dict) else template
-    if template:
-        return template, "the tokenizer's own"
+    own = tokenizer.chat_template
+    if own := own.get("default") if isinstance(own, dict) else own:
+        return own, "the tokenizer's own"
     if set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
         return BUILT_IN["chatml"], "chatml, because the tokenizer has none but its tokens"
-    return PLAIN_TEMPLATE, "the bare text, the tokenizer has none"
+    return template("plain_template.jinja"), "the bare text, the tokenizer has none"
 
 
 def _facts_of_model(path: str) -> dict[str, Any]:
@@ -267,12 +200,10 @@ def _facts(data: DataFile, model: str, tokenizer: Any) -> tuple[dict[str, Any], 
     ]
     values = {
         "rows": "".join(f"  {key}: {_quoted(value)}\n" for key, value in keys.items() if value is not None),
-        "kind": form.kind,
-        "score": form.score,
+        **form._asdict(),
         "max_prompt_tokens": max_prompt_tokens,
         "max_new_tokens": max_new_tokens,
         "max_row_tokens": max_prompt_tokens + max_new_tokens,
-        "eval_limit": EVAL_LIMIT,
         "rows_per_step": SFT_ROWS_PER_STEP,
         "num_steps": min(MAX_SFT_STEPS, max(MIN_SFT_STEPS, num_train // SFT_ROWS_PER_STEP)),
     }

@@ -12,7 +12,7 @@ from meshrl.cli import main
 from meshrl.data.built_in_templates import BUILT_IN
 from meshrl.run.inputs import Objects, load_run, load_sft
 from meshrl.run.task import load_sft_source, load_task
-from meshrl.tools.init import REWARD, form_of
+from meshrl.tools.init import form_of, template
 
 LABELS = ["billing", "not spam", "spam"]
 
@@ -63,7 +63,7 @@ def test_sft_and_train_accept_what_it_writes_and_hold_out_the_same_rows(tmp_path
 def scores(answers: list[str], completions: list[str]) -> list[float]:
     """Of these completions for the first answer, by the reward for rows with these answers."""
     names: dict[str, Any] = {}
-    exec(REWARD.format(score=form_of(answers).score), names)
+    exec(template("my_reward.txt", score=form_of(answers).score), names)
     return [names["score"](text, answers[0]) for text in completions]
 
 
