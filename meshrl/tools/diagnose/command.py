@@ -17,7 +17,7 @@ from meshrl.core.files import is_there, output_errors, write_text
 from meshrl.core.terminal import print_message
 from meshrl.monitor.recorder import FOLDER
 from meshrl.tools.diagnose.diagnosis import SYNC_STAGES, Diagnosis, as_record, diagnose, perfetto
-from meshrl.tools.diagnose.read import CONFIG, Trace, read_trace
+from meshrl.tools.diagnose.read import CONFIG, read_trace
 from meshrl.tools.page.charts import COLOURS, Line, figure, number
 from meshrl.tools.page.document import data_block, document, package_text, write_page
 from meshrl.tools.runs import table
@@ -141,10 +141,18 @@ def page(diagnosis: Diagnosis) -> str:
     trace, source = diagnosis.trace, diagnosis.trace.source.resolve()
     start = min(step.start_ns for step in trace.steps)
     name = source.parent.name if source.name == FOLDER else source.name
+    lines = []
+    for index, rank in trace.ranks.items():
+        for kind in ("allocated_bytes", "resident_bytes"):
+            samples = [m for m in rank.memory if kind in m.parts]
+            times = [round((m.at_ns - start) / 1e9, 3) for m in samples]
+            lines.append(Line(f"rank {index} {kind[:-6]}", times, [m.parts[kind] for m in samples]))
+    lines = [line for line in lines if line.values][:12]
+    drawing = figure("Memory at the end of each phase", "bytes", lines, across="s") if lines else ""
     parts = [
         f"<header><h1>{escape(name)}</h1><p>{escape(trace.clock)}</p></header>",
         '<main id="diagnose"><noscript>This page needs JavaScript; see diagnose.json.</noscript></main>',
-        _memory(trace, start),
+        f'<section><h2>Memory over time</h2><div class="grid2">{drawing}</div></section>' if drawing else "",
     ]
     package = "meshrl.tools.diagnose"
     return document(
@@ -154,16 +162,3 @@ def page(diagnosis: Diagnosis) -> str:
         scripts=[package_text(package, "diagnose.js")],
         data=data_block("diagnosis", as_record(diagnosis)) + data_block("colours", COLOURS),
     )
-
-
-def _memory(trace: Trace, start: int) -> str:
-    """Memory at the ends of phases, of each rank."""
-    lines = []
-    for index, rank in trace.ranks.items():
-        for kind in ("allocated_bytes", "resident_bytes"):
-            samples = [m for m in rank.memory if kind in m.parts]
-            times = [round((m.at_ns - start) / 1e9, 3) for m in samples]
-            lines.append(Line(f"rank {index} {kind[:-6]}", times, [m.parts[kind] for m in samples]))
-    lines = [line for line in lines if line.values]
-    drawing = figure("Memory at the end of each phase", "bytes", lines[:12], across="s") if lines else ""
-    return f'<section><h2>Memory over time</h2><div class="grid2">{drawing}</div></section>' if drawing else ""

@@ -47,7 +47,7 @@ def costs(
     """
     scale = 1e9 * len(trace.steps) * len(trace.ranks)
     wall = total(trace.windows()) / 1e9 / len(trace.steps)
-    program = str(trace.facts.get("kind"))
+    program = str(trace.control.facts.get("kind"))
 
     def cost(cause: str, took: float, detail: str, rank: int | None = None) -> Cost:
         texts = CAUSES[cause]
@@ -153,7 +153,7 @@ class MemoryPeak:
 class Diagnosis:
     """slow_down: time of a step with the profiler / time of a step without, of the same run. sync: the means of the
     weight sync's metrics, without the prefix sync/. ratio: computation / communication in the phase train, the mean
-    over ranks. by_cause: the times of each rank; they are not in diagnose.json."""
+    over ranks."""
 
     trace: Trace
     step_s: float
@@ -165,7 +165,6 @@ class Diagnosis:
     stragglers: list[measure.Straggler]
     gaps: list[measure.Gap]
     memory: list[MemoryPeak]
-    by_cause: dict[int, dict[str, Intervals]]
     sync: dict[str, float]
 
 
@@ -184,9 +183,8 @@ def diagnose(trace: Trace) -> Diagnosis:
         for number in trace.ranks
     ]
     ratios = [t.ratio for t in times if t.phase == "train" and t.ratio is not None]
-    divided = measure.by_cause(trace, of, met)
     # Steps without the profiler are compared, except the first one of a run, which is slower.
-    slow_down, before = None, [step for step in trace.all_steps if not step.traced and step.step > 1]
+    slow_down, before = None, [step for step in trace.control.steps if not step.traced and step.step > 1]
     if before and all(step.traced for step in trace.steps):
         traced, untraced = (median(total(trace.windows("", [s])) for s in steps) for steps in (trace.steps, before))
         slow_down = traced / untraced if untraced else None
@@ -197,13 +195,12 @@ def diagnose(trace: Trace) -> Diagnosis:
         step_s=step_s,
         slow_down=slow_down,
         ratio=mean(ratios) if ratios else None,
-        costs=costs(trace, divided, late, details(trace, pauses, sync)),
+        costs=costs(trace, measure.by_cause(trace, of, met), late, details(trace, pauses, sync)),
         phases=times,
         collectives=measure.collectives(trace, met),
         stragglers=late,
         gaps=pauses,
         memory=list(_memory(trace)),
-        by_cause=divided,
         sync=sync,
     )
 
@@ -248,8 +245,8 @@ def perfetto(trace: Trace) -> bytes:
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     """ts in nanoseconds here."""
-    steps = [(f"step {s.step}", s.start_ns, s.end_ns, {"traced": s.traced}) for s in trace.all_steps]
-    phases: list[Any] = [(p.name, p.start_ns, p.end_ns, {}) for p in trace.phases]
+    steps = [(f"step {s.step}", s.start_ns, s.end_ns, {"traced": s.traced}) for s in trace.control.steps]
+    phases: list[Any] = [(p.name, p.start_ns, p.end_ns, {}) for p in trace.control.phases]
     yield from _process(0, "controller", {"steps": steps, "phases": phases})
     for index, rank in trace.ranks.items():
         lanes: dict[str, list[Any]] = {}

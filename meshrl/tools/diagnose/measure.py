@@ -102,7 +102,10 @@ def meetings(trace: Trace) -> list[Meeting]:
             for span in rank.spans:
                 if span.category == "collective" and step.start_ns <= span.start_ns < step.end_ns:
                     size = int(span.args.get("group") or len(trace.ranks))
-                    groups[span.name, size, _group(number, size, span.name, len(trace.ranks))][number].append(span)
+                    # Shards are in adjacent ranks, copies of the model in ranks with equal distances.
+                    is_of_copies = "all_reduce" in span.name and size < len(trace.ranks)
+                    group = number % (len(trace.ranks) // size) if is_of_copies else number // max(1, size)
+                    groups[span.name, size, group][number].append(span)
         for (name, _, _), by_rank in groups.items():
             if len({len(spans) for spans in by_rank.values()}) == 1:
                 for column in zip(*(sorted(spans, key=lambda s: s.start_ns) for spans in by_rank.values())):
@@ -112,18 +115,13 @@ def meetings(trace: Trace) -> list[Meeting]:
                         phase = "train"  # the next rollout may overlap with it
                     if phase:
                         met.append(Meeting(name, phase, step.step, dict(zip(by_rank, column))))
-        if trace.facts.get("schedule") == "colocated" and len(trace.ranks) > 1:
+        if trace.control.facts.get("schedule") == "colocated" and len(trace.ranks) > 1:
             inside = overlap(windows.get("rollout", []), [(step.start_ns, step.end_ns)])
             ends = {n: overlap(inside, rank.of("phase", SAMPLING)) for n, rank in trace.ranks.items()}
             if inside and all(ends.values()):
                 spans = {n: Span("end of the answers", "host", e[-1][1], inside[-1][1]) for n, e in ends.items()}
                 met.append(Meeting("end of the answers", "rollout", step.step, spans))
     return met
-
-
-def _group(rank: int, size: int, name: str, num_ranks: int) -> int:
-    """The number of a rank's group: shards are in adjacent ranks, copies of the model in ranks with equal distances."""
-    return rank % max(1, num_ranks // size) if "all_reduce" in name and size < num_ranks else rank // max(1, size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

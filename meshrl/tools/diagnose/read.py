@@ -23,8 +23,8 @@ from meshrl.monitor.recorder import (
     PROFILE_FILE,
     SPANS_FILE,
     Category,
+    ControllerTrace,
     MemorySample,
-    Phase,
     RankFacts,
     Span,
     Step,
@@ -182,39 +182,37 @@ class Rank:
 
 @dataclass(kw_only=True, slots=True)
 class Trace:
-    """steps: those to be examined. all_steps: also those without a profile. clock: how the clocks of the ranks were
-    aligned. clock_error_ns: of a difference between two ranks' times; infinite for machines whose clocks were not
-    compared. config: values by key, {} = unknown. notes: what is missing, and why."""
+    """steps: those of control.steps that are examined. clock: how the clocks of the ranks were aligned. clock_error_ns:
+    of a difference between two ranks' times; infinite for machines whose clocks were not compared. config: values by
+    key, {} = unknown. notes: what is missing, and why."""
 
     source: Path
-    steps: list[Step]
-    all_steps: list[Step]
-    phases: list[Phase]
+    control: ControllerTrace
+    steps: Sequence[Step]
     ranks: dict[int, Rank]
     clock: str
     clock_error_ns: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def windows(self, name: str = "", steps: Sequence[Step] | None = None) -> Intervals:
         """The time of a phase in these steps, or all time of the steps without what is between them."""
         inside = union((s.start_ns, s.end_ns) for s in (self.steps if steps is None else steps))
-        between = union((p.start_ns, p.end_ns) for p in self.phases if p.name in BETWEEN_STEPS)
+        between = union((p.start_ns, p.end_ns) for p in self.control.phases if p.name in BETWEEN_STEPS)
         if not name:
             return without(inside, between)
-        return overlap(inside, union((p.start_ns, p.end_ns) for p in self.phases if p.name == name))
+        return overlap(inside, union((p.start_ns, p.end_ns) for p in self.control.phases if p.name == name))
 
     @property
     def named_share(self) -> float:
         """The share of the steps' time, from the oldest phase in the trace on, in which at least one phase runs."""
-        phases = union((p.start_ns, p.end_ns) for p in self.phases)
+        phases = union((p.start_ns, p.end_ns) for p in self.control.phases)
         inside = without(self.windows(), [(0, phases[0][0])] if phases else [])
         return total(overlap(inside, phases)) / max(1, total(inside))
 
     def work(self) -> dict[str, Intervals]:
         """The time of each phase in the steps, without what is between them."""
-        names = dict.fromkeys(p.name for p in self.phases if p.name not in BETWEEN_STEPS)
+        names = dict.fromkeys(p.name for p in self.control.phases if p.name not in BETWEEN_STEPS)
         return {name: self.windows(name) for name in names}
 
 
@@ -285,13 +283,11 @@ def _run_trace(folder: Path) -> Trace:
         clock = f"clocks of ranks aligned by messages between controller and ranks, {error}"
     return Trace(
         source=folder,
-        steps=traced or list(control.steps),
-        all_steps=list(control.steps),
-        phases=list(control.phases),
+        control=control,
+        steps=traced or control.steps,
         ranks=ranks,
         clock=clock,
         clock_error_ns=clock_error_ns,
-        facts=dict(control.facts),
         config=config,
         notes=notes,
     )

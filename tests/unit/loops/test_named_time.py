@@ -38,10 +38,10 @@ def counted_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def names_by_step(trace: Trace) -> list[list[str]]:
     """The phases of each step, in the order of their starts; one that two steps share is listed in both."""
-    phases = sorted(trace.phases, key=lambda phase: phase.start_ns)
+    phases = sorted(trace.control.phases, key=lambda phase: phase.start_ns)
     return [
         [p.name for p in phases if overlap([(p.start_ns, p.end_ns)], [(step.start_ns, step.end_ns)])]
-        for step in trace.all_steps
+        for step in trace.control.steps
     ]
 
 

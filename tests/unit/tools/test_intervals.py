@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from meshrl.monitor.recorder import Phase, RankFacts, Span, Step
+from meshrl.monitor.recorder import ControllerTrace, Phase, RankFacts, Span, Step
 from meshrl.tools.diagnose.diagnosis import diagnose
-from meshrl.tools.diagnose.measure import Lanes, phase_time
+from meshrl.tools.diagnose.measure import Lanes, by_cause, lanes, meetings, phase_time
 from meshrl.tools.diagnose.read import Rank, Trace, overlap, total, union, without
 
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a loaded machine
@@ -76,18 +76,21 @@ def test_the_time_of_each_rank_adds_up_on_any_trace(of_ranks, phases, steps, ope
     listed = [Step(i, a, a + length) for i, (a, length) in enumerate(steps, 1)]
     trace = Trace(
         source=Path("t"),
+        control=ControllerTrace(
+            phases=[Phase(name, a, a + length) for name, _, a, length in phases],
+            steps=listed,
+            ranks={},
+            facts={"schedule": "colocated" if colocated else "fully_async"},
+        ),
         steps=listed,
-        all_steps=listed,
-        phases=[Phase(name, a, a + length) for name, _, a, length in phases],
         ranks=ranks,
         clock="",
-        facts={"schedule": "colocated" if colocated else "fully_async"},
     )
     wall = total(trace.windows())
     assume(wall > 0)
     found = diagnose(trace)
-    for by_cause in found.by_cause.values():
-        assert sum(total(times) for times in by_cause.values()) == wall
+    for divided in by_cause(trace, {n: lanes(r) for n, r in ranks.items()}, meetings(trace)).values():
+        assert sum(map(total, divided.values())) == wall
     for t in found.phases:
         assert t.compute + t.exposed + t.copy + t.host + t.idle == pytest.approx(t.wall, abs=1e-12)
         assert 0 <= t.overlapped <= t.compute + 1e-12
