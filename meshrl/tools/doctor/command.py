@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -30,10 +29,8 @@ def doctor(source: str | None, overrides: Sequence[str], as_json: bool, with_sel
 
     config = None if source is None else config_facts(source, overrides)
     facts = machine_facts(Path((config or {}).get("folder", "runs")))
-    facts |= {
-        "config": config,
-        "self_test": self_test(facts["device"], len(facts["devices"])) if with_self_test else None,
-    }
+    tested = self_test(facts["device"], len(facts["devices"])) if with_self_test else None
+    facts |= {"config": config, "self_test": tested}
     lines = judge(facts)
     code = int(any(line.status == FAIL for line in lines))
     if as_json:
@@ -49,14 +46,16 @@ def view(lines: Sequence[DoctorLine], has_self_test: bool) -> str:
         if line.status != OK:
             text.append(f"\n→ {printable(line.remedy)}", STYLES[line.status].split()[-1])
         table.add_row(Text(line.status, STYLES[line.status]), printable(line.name), text)
-    counts, file, is_terminal = Counter(line.status for line in lines), io.StringIO(), sys.stdout.isatty()
+    counts, is_terminal = Counter(line.status for line in lines), sys.stdout.isatty()
     summary = f"{counts[OK]} OK, {counts[WARN]} WARN, {counts[FAIL]} FAIL: "
     if counts[FAIL]:
         summary += f"a run will fail here until {'this is' if counts[FAIL] == 1 else 'these are'} repaired"
     else:
         summary += "meshrl runs here" + ("" if has_self_test else "; --self-test makes a step with two ranks")
-    Console(file=file, force_terminal=is_terminal, width=None if is_terminal else 120).print(table)
-    return "\n".join([*(line.rstrip() for line in file.getvalue().splitlines()), "", summary])
+    console = Console(force_terminal=is_terminal, width=None if is_terminal else 120)
+    with console.capture() as printed:
+        console.print(table)
+    return "\n".join([*(line.rstrip() for line in printed.get().splitlines()), "", summary])
 
 
 def self_test(device: str, num_devices: int) -> tuple[str, str]:

@@ -42,6 +42,8 @@ def machine_facts(folder: Path) -> dict[str, Any]:
     limits = {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}")) for name in LIMITS}
     shared, is_linux = Path("/dev/shm"), sys.platform == "linux"
     ports = [int(text) for text in _text("/proc/sys/net/ipv4/ip_local_port_range").split()]
+    speeds = device.peer_speeds()  # (two devices, whether the access is direct, speed)
+    links = link_names(_output(["nvidia-smi", "topo", "-m"]) or "") if speeds else {}
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
         "environment": environment(),
@@ -51,7 +53,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
         "notice": device.device_notice(),
         "devices": device.named_devices(),  # (name, bytes)
         "device_files": processor.accelerator_files(),
-        "peers": _peers(device.peer_speeds()),  # (devices, link, whether the access is direct, speed)
+        "peers": [(f"{a}-{b}", links.get((a, b), ""), direct, speed) for a, b, direct, speed in speeds],
         "variables": nccl_variables(),
         "interfaces": [name for _, name in socket.if_nameindex()],
         "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
@@ -98,11 +100,6 @@ def pinned(folder: Path) -> dict[str, str]:
     """The versions that the tests run on; a wheel does not have these files."""
     text = "\n".join(_text(folder / name) for name in PIN_FILES)
     return {name: pin for name, pin in re.findall(r"^([\w-]+)==(\S+)$", text, re.M) if name in SHOWN}
-
-
-def _peers(speeds: Sequence[tuple[int, int, bool, float]]) -> list[tuple[str, str, bool, float]]:
-    links = link_names(_output(["nvidia-smi", "topo", "-m"]) or "") if speeds else {}
-    return [(f"{a}-{b}", links.get((a, b), ""), direct, speed) for a, b, direct, speed in speeds]
 
 
 def link_names(matrix: str) -> dict[tuple[int, int], str]:
@@ -158,11 +155,18 @@ def tokens(variables: Mapping[str, str], home: Path) -> dict[str, str]:
 
 def config_facts(source: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Of a config that starts on this machine. Nothing is fetched. problem: why it can't; then there is no other fact.
-    environment: of the Python in which the sampler runs, if it is another one. needs: engines and services."""
+    environment: of the Python in which the sampler runs, if it is another one. needs: engines and services. memory: (of
+    what, bytes needed, bytes there). unplanned: why there is none. disk: a text, with a warning if it may become full.
+    """
     from meshrl.cluster.launch import check_devices, plan_of
     from meshrl.config.load import is_sft
+    from meshrl.core.device import device_type, named_devices
     from meshrl.core.errors import MeshrlError
+    from meshrl.model.costs import run_memory
     from meshrl.plan.decisions import DEVICE_BUCKET_BYTES
+    from meshrl.plan.disk_use import disk_use
+    from meshrl.plan.memory import PHASES
+    from meshrl.process.diagnosis import memory_limit
     from meshrl.run.inputs import load_run, load_sft
 
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -181,7 +185,7 @@ def config_facts(source: str, overrides: Sequence[str]) -> dict[str, Any]:
     is_needed = {engine: servers, "ray": cluster.executor == "ray", "wandb": "wandb" in config.monitor.sinks}
     is_needed["hub"] = not Path(config.model.path).exists()
     listed = _output([python, "-c", _LIST]) if python else None
-    return {
+    facts = {
         "problem": "",
         "text": f"{ranks[0]} train + {ranks[1]} rollout ranks, executor {cluster.executor}, {engine or 'no sampler'}",
         "folder": config.run.folder,
@@ -189,34 +193,21 @@ def config_facts(source: str, overrides: Sequence[str]) -> dict[str, Any]:
         "nodes": cluster.nodes,
         "environment": json.loads(listed or '{"versions": {}, "unmet": []}') if python else None,
         "needs": [name for name, needed in is_needed.items() if needed],
-        **_planned(config, ranks),
     }
-
-
-def _planned(config: Any, counts: Sequence[int]) -> dict[str, Any]:
-    """memory: (of what, bytes needed, bytes there). unplanned: why there is none. disk: a text, with a warning if it
-    may become full."""
-    from meshrl.core.device import device_type, named_devices
-    from meshrl.core.errors import MeshrlError
-    from meshrl.model.costs import run_memory
-    from meshrl.plan.disk_use import disk_use
-    from meshrl.plan.memory import PHASES
-    from meshrl.process.diagnosis import memory_limit
-
-    is_on_cpu, devices = config.cluster.executor != "ray" and device_type() == "cpu", named_devices()
+    is_on_cpu, devices = cluster.executor != "ray" and device_type() == "cpu", named_devices()
     try:
-        job, ranks = run_memory(config, "cpu" if is_on_cpu else None)
+        job, planned = run_memory(config, "cpu" if is_on_cpu else None)
     except (MeshrlError, ImportError) as error:
-        return {"memory": (), "unplanned": str(error), "disk": ""}
-    memory = [(rank.what, rank.total(rank.peak), devices[0][1]) for rank in ranks if devices]
+        return facts | {"memory": (), "unplanned": str(error), "disk": ""}
+    memory = [(rank.what, rank.total(rank.peak), devices[0][1]) for rank in planned if devices]
     if is_on_cpu:
-        most = max(sum(n * rank.total(phase) for n, rank in zip(counts, ranks)) for phase in PHASES)
+        most = max(sum(n * rank.total(phase) for n, rank in zip(ranks, planned)) for phase in PHASES)
         memory = [("all ranks", most, memory_limit())]
     is_evaluated = hasattr(config, "data") and config.data.is_evaluated
     there = next(path for path in Path(config.run.folder, "x").parents if path.exists())
     sizes = 3 * job.memory.trained, job.memory.weights
     disk = disk_use(config, *sizes, is_evaluated, 0, shutil.disk_usage(there).free)
-    return {"memory": memory, "unplanned": "" if memory else "its devices are on other machines", "disk": disk}
+    return facts | {"memory": memory, "unplanned": "" if memory else "its devices are on other machines", "disk": disk}
 
 
 def _text(path: str | Path) -> str:

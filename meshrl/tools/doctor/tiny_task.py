@@ -22,14 +22,10 @@ def write_task(folder: Path, num_ranks: int) -> Path:
     tokenizer = Qwen2Tokenizer(vocab=words, merges=[], pad_token=ends[0], eos_token=ends[2])
     tokenizer.chat_template = BUILT_IN["chatml"]
     tokenizer.save_pretrained(folder / "model")
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 256,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"max_position_embeddings": 256, "bos_token_id": None}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 2, "pad_token_id": 0}
-    config = Qwen2Config(vocab_size=len(words), bos_token_id=None, **sizes, **heads)
+    config = Qwen2Config(vocab_size=len(words), **sizes, **heads)
     write_random_model(config, folder / "model")
     rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -192,17 +192,11 @@ def gradient_distance(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.
 # ---- the checks
 
 
-def two_ranks(checked: CheckedModel) -> float:
-    """The train engine on two FSDP2 ranks, with activation checkpointing; each rank has half of the rows."""
-    return max(checked.on_two_ranks(difference_on_rank, 2, str(checked.path)))
-
-
 def difference_on_rank(rank: int, world: int, path: str) -> float:
-    """Of this rank's logprobs and, on rank 0, of the full gradients."""
-    cfg = TrainConfig(activation_checkpointing=True)
-    engine = TrainEngine.build(
-        ModelConfig(path=path, dtype="float32"), cfg, build_mesh((1, world, 1, 1), "cpu"), POLICY
-    )
+    """Of this rank's logprobs and, on rank 0, of the full gradients: the train engine on two FSDP2 ranks, with
+    activation checkpointing; each rank has half of the rows."""
+    model, cfg = ModelConfig(path=path, dtype="float32"), TrainConfig(activation_checkpointing=True)
+    engine = TrainEngine.build(model, cfg, build_mesh((1, world, 1, 1), "cpu"), POLICY)
     rows = rows_for(engine.model.vocab_size, engine.model.inputs)
     mine = range(rank * 3, min(len(rows), 3 + rank))  # the second rank has the row without an image
     batch = engine.pack([rows[i] for i in mine], mine, has_images=engine.model.inputs.family is not None)
@@ -221,27 +215,17 @@ def _weighted_sum(out: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Any]]:
 
 def embedded_sampling(checked: CheckedModel) -> float:
     """Greedy tokens are those of `generate`, and so are their logprobs, which are returned."""
-    engine = build_embedded_engine(
-        ModelConfig(path=str(checked.path), dtype="float32"), RolloutConfig(), CPU, "model-check", ()
-    )
+    model = ModelConfig(path=str(checked.path), dtype="float32")
+    engine = build_embedded_engine(model, RolloutConfig(), CPU, "model-check", ())
     engine.trust_loaded_weights()
-    greedy = SamplingParams(temperature=0.0)
+    limits: dict[str, Any] = {"sampling": SamplingParams(temperature=0.0), "max_new_tokens": NEW_TOKENS}
     for i, row in enumerate(checked.rows):
-        engine.submit(
-            Request(
-                id=str(i),
-                context_ids=row.tokens[: row.prefix_len + i],
-                media=row.media,
-                media_spans=row.media_spans,
-                sampling=greedy,
-                max_new_tokens=NEW_TOKENS,
-            )
-        )
+        images: dict[str, Any] = {"media": row.media, "media_spans": row.media_spans}
+        engine.submit(Request(id=str(i), context_ids=row.tokens[: row.prefix_len + i], **images, **limits))
     turns: dict[str, Turn] = {}
     while engine.has_work:
         turns.update(engine.step())
-    largest, compared = 0.0, 0
-    inputs = checked.model.inputs
+    largest, compared, inputs = 0.0, 0, checked.model.inputs
     for name, turn in turns.items():
         row = replace(checked.rows[int(name)], tokens=turn.context_ids)
         out = checked.theirs.generate(
@@ -307,7 +291,7 @@ CHECKS: dict[str, Callable[[CheckedModel], float]] = {
     "gradients": lambda checked: checked.alone[1],
     "packed": lambda checked: max(checked.differences([range(len(checked.rows))])),  # all rows in one pack
     "shared prompts": lambda checked: max(checked.differences([range(len(checked.rows))], share_prefix=True)),
-    "two FSDP2 ranks": two_ranks,
+    "two FSDP2 ranks": lambda checked: max(checked.on_two_ranks(difference_on_rank, 2, str(checked.path))),
     "embedded sampling": embedded_sampling,
     "export": lambda checked: _exported_distance(checked.model, checked.rows, checked.reference),
     "LoRA": lora,

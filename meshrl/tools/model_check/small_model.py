@@ -34,7 +34,7 @@ def write_first_layers(model: str, folder: Path) -> str:
         num_layers, first = _first_layers(config, config.get_text_config().vocab_size if has_weights else None)
         if has_weights:
             values = model_facts(model).weights
-            lm = _eager(first)
+            lm = unfilled(first, "eager")
             values.fill(lm)
             lm.save_pretrained(folder)
         else:
@@ -74,7 +74,7 @@ def write_random_model(config: Any, folder: Path, seed: int = 0) -> None:
     so small that layers hardly matter."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for the initial values of parameters such as decays, to which noise is added
-        lm = _eager(config)
+        lm = unfilled(config, "eager")
     draw = torch.Generator().manual_seed(seed)
     for p in lm.parameters():
         if p.ndim > 1:
@@ -85,7 +85,3 @@ def write_random_model(config: Any, folder: Path, seed: int = 0) -> None:
         if buffer.is_floating_point() and buffer.ndim == 1:  # a router's correction; others are tables, such as decays
             buffer.uniform_(0.5, 0.8, generator=draw)
     lm.save_pretrained(folder)
-
-
-def _eager(config: Any) -> Any:
-    return unfilled(config, "eager")
