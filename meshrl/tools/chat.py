@@ -37,11 +37,7 @@ HELP = "/reset forgets the conversation; Ctrl-C stops an answer; /exit or Ctrl-D
 
 
 def chat(
-    models: Sequence[str],
-    words: Sequence[str],
-    system: str | None,
-    images: Sequence[str] = (),
-    url: str | None = None,
+    models: Sequence[str], words: Sequence[str], system: str | None, images: Sequence[str] = (), url: str | None = None
 ) -> None:
     """Answer one question, or those that are typed until the end of the input, with each of these models.
 
@@ -88,8 +84,7 @@ class LoadedModel:
     def engine(self) -> EmbeddedEngine:
         cfg = ModelConfig(path=self.path, dtype=self.settings.dtype)
         rollout = RolloutConfig(embedded=EmbeddedConfig(prefix_cache=True))
-        stops = self.sampling.stop_token_ids
-        engine = build_embedded_engine(cfg, rollout, local_device(0), "chat", stops)
+        engine = build_embedded_engine(cfg, rollout, local_device(0), "chat", self.sampling.stop_token_ids)
         engine.trust_loaded_weights()
         return engine
 

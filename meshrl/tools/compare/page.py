@@ -75,9 +75,7 @@ def _read(folder: Path, label: str) -> Compared:
             if step in files and step not in answers:
                 evaluation = read_part(run.state.problems, read_evaluation, files[step], *criterion_of(run.settings))
                 answers[step] = evaluation[1] if evaluation else {}
-            asked = {
-                (name, f"{prompt.question} {prompt.truth}"): prompt for name, prompt in answers.get(step, {}).items()
-            }
+            asked = {(name, f"{p.question} {p.truth}"): p for name, p in answers.get(step, {}).items()}
             evaluations[kind] = step, scores.values[at], f"[{low[at]:.3f}, {high[at]:.3f}]" if low else "", asked
     return Compared(label, run, evaluations)
 
@@ -132,11 +130,8 @@ def held_out(runs: Sequence[Compared]) -> ComparisonTable:
             parts = [about] if about else []
             if measured is not None:
                 change, low, high, num = measured
-                parts = [
-                    f"{change:+.3f} [{low:.3f}, {high:.3f}] {outcome_of(low, high)}",
-                    counted(num, "prompt"),
-                    *parts,
-                ]
+                differs = f"{change:+.3f} [{low:.3f}, {high:.3f}] {outcome_of(low, high)}"
+                parts = [differs, counted(num, "prompt"), *parts]
             rows.append([kind if several else "", run.label, str(step), f"{score:.3f}", between, ", ".join(parts)])
     notes = [
         "Intervals are 95 % intervals over held-out prompts, not over seeds. A difference is the mean over the prompts "
@@ -265,14 +260,10 @@ def _samples_note(runs: Sequence[Compared]) -> str:
 def page(runs: Sequence[Compared], tables: Sequence[ComparisonTable], place: Path) -> str:
     """The complete page. place: its folder."""
     names = [run.label for run in runs]
-    reports = [(run.label, run.run.folder / "report.html") for run in runs]
-    links = [
-        f'<a href="{escape(quote(os.path.relpath(report, place)))}">{escape(label)}</a>'
-        for label, report in reports
-        if report.is_file()
-    ]
-    reports_line = f"<p>Reports: {' · '.join(links)}</p>" if links else ""
-    header = f"<header><h1>{escape(' · '.join(names))}</h1>{reports_line}</header>"
+    reports = [(run.label, path) for run in runs if (path := run.run.folder / "report.html").is_file()]
+    links = [f'<a href="{escape(quote(os.path.relpath(at, place)))}">{escape(label)}</a>' for label, at in reports]
+    shown = f"<p>Reports: {' · '.join(links)}</p>" if links else ""
+    header = f"<header><h1>{escape(' · '.join(names))}</h1>{shown}</header>"
     drawn = set[str]()
     curves, folded = _figures(runs, [HEADLINE], drawn), _figures(runs, _FOLDED, drawn)
     note = f'<p class="note">{escape(_samples_note(runs))}</p>'

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.case import Value
-from meshrl.config.docs import every_key
 from meshrl.config.explain import section_lines
 from meshrl.config.load import PATH_KEYS, WrongConfig, load_run_config
 from meshrl.config.other_frameworks import setting_of, settings
@@ -23,10 +22,8 @@ from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.files import output_errors
 from meshrl.data.tables import open_table
 from meshrl.tools.translate.read import Settings, read_settings
-from meshrl.tools.translate.values import translated
+from meshrl.tools.translate.values import KEYS, translated
 
-KEYS = every_key()
-ORDER = [*KEYS]
 UNKNOWN = "not in the table of names; what it does has to be looked up"
 KNOWN = {  # framework -> what its files need not state: key -> (value, comment)
     "verl": {
@@ -140,7 +137,8 @@ def _leave_out(made: Translation) -> bool:
 
 def nested(values: Settings) -> Settings:
     """Sections in sections, in the order of the list of keys."""
-    keys = sorted(values, key=lambda key: ORDER.index(found.path) if (found := locate(KEYS, key)[0]) else 0)
+    order = [*KEYS]
+    keys = sorted(values, key=lambda key: order.index(found.path) if (found := locate(KEYS, key)[0]) else 0)
     nested: Settings = content({tuple(key.split(".")): Value(values[key], "", Path()) for key in keys})
     return nested
 
