@@ -227,12 +227,14 @@ def test_a_failed_run_prints_its_error_and_ends_with_1(meshrl: Meshrl, good: Pat
 )
 def test_an_error_ends_with_its_section_of_the_faq(kind, section, monkeypatch, capsys):
     def fails(_: argparse.Namespace) -> None:
-        raise kind("no\nluck")
+        error = kind("no\nluck")
+        error.add_note("a note")
+        raise error
 
     monkeypatch.setitem(COMMANDS, "config", (fails, "", []))
     assert main(["config"]) == (1 if section else 2)
     end = [f"See docs/faq.md, section {section}"] if section else []
-    assert capsys.readouterr().err.splitlines()[1:] == ["luck", *end]
+    assert capsys.readouterr().err.splitlines()[1:] == ["luck", "a note", *end]
     headings = (REPOSITORY / "docs" / "faq.md").read_text(encoding="utf-8").splitlines()
     assert section is None or any(line.startswith(f"## {section}") for line in headings)
 
