@@ -7,18 +7,14 @@
 Sampling is counted in decode steps: a row that joins after step j and has n tokens ends after step j + n, and if all
 max_running slots are in use, it joins when a slot becomes free. The steps from i to j take decode_step_s * (j - i) +
 decode_row_s * (sum of their rows). After a sync, running rows compute their contexts again. Groups are graded in turn.
-Several samplers count the same steps, with the mean number of rows of those that have a group.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,102 +108,120 @@ def predict(setup: Setup, first: int = FIRST_STEPS) -> Prediction:
 
 def steps_of(setup: Setup) -> list[Step]:
     """All loop.num_steps steps; of one_step_off those before the last one."""
-    kind, costs = setup.loop.kind, setup.costs
-    if kind == "fully_async":
-        return _simulated(setup, setup.max_running)
-    alone = {"kind": "fully_async", "max_staleness": 0, "oversampling": 0.0}
-    in_turn = _simulated(setup.with_loop(**alone), sys.maxsize)
+    costs, per_step = setup.costs, setup.loop.prompts_per_step
+    if setup.loop.kind == "fully_async":
+        return _fully_async(setup)
+    batches = [range(step * per_step, (step + 1) * per_step) for step in range(setup.loop.num_steps)]
+    sampled, trained = [_sample(setup, batch) for batch in batches], [_train_s(setup, batch) for batch in batches]
     if not setup.loop.staleness:
-        return in_turn
-    sync_s, steps = costs.sync_s + costs.probe_s, list[Step]()
-    for (_, synced_s, *_), (next_s, next_synced_s, busy_s, *_) in pairwise(in_turn):
-        sample_s, train_s = next_s - next_synced_s - costs.step_s, synced_s - costs.sync_s
-        steps.append((max(sample_s, train_s + costs.step_s) + sync_s, train_s + sync_s, busy_s, 1, 1))
-    return steps
+        sync_s, phases = costs.sync_s, zip(sampled, trained)
+        return [(sample_s + s + sync_s + costs.step_s, s + sync_s, busy_s, 0, 0) for (sample_s, busy_s), s in phases]
+    sync_s, phases = costs.sync_s + costs.probe_s, zip(sampled[1:], trained)  # the next batch is sampled meanwhile
+    return [(max(sample_s, s + costs.step_s) + sync_s, s + sync_s, busy_s, 1, 1) for (sample_s, busy_s), s in phases]
+
+
+def _train_s(setup: Setup, numbers: Sequence[int]) -> float:
+    tokens = sum(answer.trained for number in numbers for answer in setup.group(number))
+    return setup.costs.train_step_s + setup.costs.train_token_s * tokens / setup.train_ranks
+
+
+def _sample(setup: Setup, numbers: Sequence[int]) -> tuple[float, float]:
+    """Seconds until these groups are scored if they start together, and of work of a sampler (mean)."""
+    samplers, now, graded_at = _Samplers(setup), 0.0, 0.0
+    samplers.start(numbers)
+    while samplers.rows.size:
+        elapsed, ended = samplers.advance(math.inf)
+        now += elapsed
+        graded_at = max(graded_at, now) + len(ended) * setup.costs.reward_group_s
+    return graded_at, float(samplers.busy_s.mean())
 
 
 class _Samplers:
-    """All samplers, each with the mean number of rows of those that have one. rows: a column of each unfinished row:
-    group, context tokens, steps at its start, steps at its end. groups: steps at the end of each unfinished one. steps:
-    decode steps so far. delay_s: what the next one takes in addition. busy_s: the mean of a sampler."""
+    """rows: a column of each unfinished row: sampler, group, context tokens, steps at its start, steps at its end.
+    groups: sampler of each unfinished group, and steps at the group's end. By sampler: steps = decode steps so far;
+    delay_s = what the next one takes in addition; busy_s."""
 
     def __init__(self, setup: Setup):
         self._setup, self.count = setup, setup.rollout_ranks or setup.train_ranks
-        self.rows, self.groups = np.empty((4, 0)), dict[int, float]()
-        self.steps = self.delay_s = self.busy_s = 0.0
-
-    @property
-    def _num_busy(self) -> int:
-        return min(self.count, max(1, len(self.groups)))
+        self.rows, self.groups = np.empty((5, 0)), dict[int, tuple[int, float]]()
+        self.steps, self.delay_s, self.busy_s = np.zeros((3, self.count))
 
     @property
     def step_s(self) -> float:
-        """Seconds of a decode step."""
+        """Seconds of a decode step, with the mean number of rows."""
         costs = self._setup.costs
-        return max(LEAST_S, costs.decode_step_s + costs.decode_row_s * self.rows.shape[1] / self._num_busy)
+        return max(LEAST_S, costs.decode_step_s + costs.decode_row_s * self.rows.shape[1] / self.count)
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Start these groups; the controller sends their requests together."""
-        costs, most = self._setup.costs, self._setup.max_running * self.count
+        """Start these groups, each on the sampler with the fewest: the controller sends their requests together."""
+        costs, most = self._setup.costs, self._setup.max_running
+        slots = [np.sort(self.rows[4, self.rows[0] == sampler])[-most:].tolist() for sampler in range(self.count)]
+        num_groups = [sum(sampler == s for sampler, _ in self.groups.values()) for s in range(self.count)]
         wait_s = costs.request_s * len(numbers) * self._setup.loop.samples_per_prompt
-        earliest = self.steps + (wait_s / self.step_s if self.groups else 0.0)
-        self.delay_s += 0.0 if self.groups else wait_s
-        slots, rows = np.sort(self.rows[3])[-most:].tolist(), list[tuple[float, ...]]()
-        tokens, prefills = 0, Counter[float]()  # by the step in which they are computed
+        works = np.array(num_groups) > 0
+        self.delay_s += ~works * wait_s
+        earliest = (self.steps + works * wait_s / self.step_s).tolist()
+        prefills, rows = set[tuple[int, float]](), list[tuple[float, ...]]()
         for number in numbers:
+            sampler, last = num_groups.index(min(num_groups)), 0.0
             for turns, trained in self._setup.group(number):
-                start = end = max(earliest, heapq.heappop(slots) if len(slots) == most else 0.0)
+                free_at = heapq.heappop(slots[sampler]) if len(slots[sampler]) == most else 0.0
+                start = end = max(earliest[sampler], free_at)
                 for prefill, output in turns:
-                    tokens += prefill
-                    prefills[end] += prefill > 0
+                    self.delay_s[sampler] += costs.prefill_token_s * prefill
+                    prefills |= {(sampler, end)} if prefill else set()
                     end += max(1, output)
-                heapq.heappush(slots, end)
-                rows.append((number, trained - (end - start), start, end))
-                self.groups[number] = max(self.groups.get(number, 0.0), end)
-        shared = sum(min(num, self.count) for num in prefills.values())  # rows of a sampler and a step share it
-        self.delay_s += (costs.prefill_token_s * tokens + costs.prefill_step_s * shared) / self.count
+                heapq.heappush(slots[sampler], end)
+                rows.append((sampler, number, trained - (end - start), start, end))
+                last = max(last, end)
+            self.groups[number] = sampler, last
+            num_groups[sampler] += 1
+        for sampler, _ in prefills:  # rows that join after the same step share it
+            self.delay_s[sampler] += costs.prefill_step_s
         self.rows = np.hstack([self.rows, np.array(rows).T])
 
-    def advance(self, most_s: float, is_full: bool) -> tuple[float, list[int]]:
+    def advance(self, most_s: float, is_full: bool = False) -> tuple[float, list[int]]:
         """Decode until the next group ends, for most_s at most. Returns the seconds and the groups that have ended.
         is_full: also until other rows end, so that another group may start; every fourth one, to save time."""
-        costs, (*_, start, end) = self._setup.costs, self.rows
-        if not self.groups:
-            self.delay_s = max(0.0, self.delay_s - most_s)
-            return most_s, []
-        until = min(*self.groups.values(), *(end[::4] if is_full else ()), math.inf)
-        row_steps = float(np.maximum(0.0, np.minimum(end, until) - np.maximum(start, self.steps)).sum())
-        decode_s = costs.decode_step_s * (until - self.steps) + costs.decode_row_s * row_steps / self._num_busy
-        elapsed = min(most_s, self.delay_s + decode_s)
-        share = max(0.0, elapsed - self.delay_s) / max(LEAST_S, decode_s)
-        self.busy_s += elapsed * self._num_busy / self.count
-        self.steps = until if elapsed == self.delay_s + decode_s else self.steps + (until - self.steps) * share
-        self.delay_s = max(0.0, self.delay_s - elapsed)
-        ended = [number for number, last in self.groups.items() if last <= self.steps]
-        self.drop(ended, end <= self.steps)
+        costs, sampler, (*_, start, end) = self._setup.costs, self.rows[0].astype(int), self.rows
+        until = np.full(self.count, np.inf)
+        for at, last in self.groups.values():
+            until[at] = min(until[at], last)
+        if is_full:
+            np.minimum.at(until, sampler[::4], end[::4])
+        works = until < np.inf
+        ahead = np.where(works, until - self.steps, 0.0)
+        row_steps = np.maximum(0.0, np.minimum(end, until[sampler]) - np.maximum(start, self.steps[sampler]))
+        decode_s = costs.decode_step_s * ahead + costs.decode_row_s * np.bincount(sampler, row_steps, self.count)
+        left_s = np.where(works, self.delay_s + decode_s, np.inf)
+        elapsed = min(most_s, float(left_s.min()))
+        share = np.maximum(0.0, elapsed - self.delay_s) / np.maximum(LEAST_S, decode_s)
+        self.steps = np.where(left_s <= elapsed, until, self.steps + ahead * share)
+        self.delay_s = np.where(left_s <= elapsed, 0.0, np.maximum(0.0, self.delay_s - elapsed))
+        self.busy_s = self.busy_s + elapsed * works
+        ended = [number for number, (at, last) in self.groups.items() if last <= self.steps[at]]
+        self.drop(ended, end <= self.steps[sampler])
         return elapsed, ended
 
     def drop(self, numbers: Sequence[int], rows: NDArray[np.bool_]) -> None:
         self.rows = self.rows[:, ~rows]
-        for number in numbers:
-            self.groups.pop(number, None)
+        self.groups = {number: value for number, value in self.groups.items() if number not in numbers}
 
     def stop(self) -> None:
         """A sync: after it, the running rows compute their contexts again, or begin again (loop.in_flight)."""
-        costs, (group, context, start, end) = self._setup.costs, self.rows
-        produced = np.maximum(0.0, self.steps - start)
-        tokens = float(((produced > 0) * (context + produced)).sum())
+        sampler, (_, group, context, start, end) = self.rows[0].astype(int), self.rows
+        produced = np.maximum(0.0, self.steps[sampler] - start)
+        tokens = np.bincount(sampler, (produced > 0) * (context + produced), self.count)
         if self._setup.loop.in_flight == "restart":
-            self.rows[2:] += produced
-            self.groups = {number: float(end[group == number].max()) for number in self.groups}
-        again_s = costs.prefill_step_s + costs.prefill_token_s * tokens / self._num_busy
-        self.delay_s = (again_s if tokens else self.delay_s) + costs.sync_s
+            self.rows[3:] += produced
+            self.groups = {n: (at, float(end[group == n].max())) for n, (at, _) in self.groups.items()}
+        again_s = self._setup.costs.prefill_step_s + self._setup.costs.prefill_token_s * tokens
+        self.delay_s = np.where(tokens > 0, again_s, self.delay_s) + self._setup.costs.sync_s
 
 
-def _simulated(setup: Setup, max_running: int) -> list[Step]:
-    """The steps of fully_async, group by group. max_running: with which groups start."""
+def _fully_async(setup: Setup) -> list[Step]:
     loop, costs, samplers = setup.loop, setup.costs, _Samplers(setup)
-    limits = GroupLimits(loop, max_running, samplers.count)
+    limits = GroupLimits(loop, setup.max_running, samplers.count)
     now, graded_at, version, versions = 0.0, 0.0, 0, list[int]()  # versions: of the weights at the start of each group
     scored, steps = list[tuple[float, int]](), list[Step]()  # a heap of (time, group)
 
@@ -242,17 +256,16 @@ def _simulated(setup: Setup, max_running: int) -> list[Step]:
         while (numbers := limits.take(version)) is None:
             wait(math.inf)
         taken, late = numbers
-        samplers.drop(late, np.isin(samplers.rows[0], late))
+        samplers.drop(late, np.isin(samplers.rows[1], late))
         fill()
         stale, trains_at = [version - versions[number] for number in taken], now
-        tokens = sum(answer.trained for number in taken for answer in setup.group(number))
-        wait(costs.train_step_s + costs.train_token_s * tokens / setup.train_ranks)
+        wait(_train_s(setup, taken))
         wait(STEPS_PER_MESSAGE * samplers.step_s * bool(samplers.groups))
         samplers.stop()
         wait(costs.sync_s)
         version += 1
         wait(costs.probe_s * (loop.staleness > 0))
         wait(costs.step_s)
-        train_s, sample_s = now - costs.step_s - trains_at, samplers.busy_s - busy_s
+        train_s, sample_s = now - costs.step_s - trains_at, float((samplers.busy_s - busy_s).mean())
         steps.append((now - began, train_s, sample_s, sum(stale) / len(stale), max(stale)))
     return steps
