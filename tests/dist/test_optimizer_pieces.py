@@ -61,7 +61,7 @@ def backward(engine: TrainEngine, seed: int) -> None:
 def values(engine: TrainEngine) -> dict[str, torch.Tensor]:
     """This rank's shards of what a checkpoint holds."""
     state = state_tensors(engine.model.lm, engine.optimizer, (engine.num_optimizer_steps, 0), engine.device)
-    return {name: local_shard(t).clone() for name, t in state.items() if not name.startswith("rng.")}
+    return {name: local_shard(t).clone() for name, t in state.items() if not name.startswith(("rng.", "gradient."))}
 
 
 def trained(rank: int, world: int, piece: int, name: str, train: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from meshrl.api import __version__
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("agents", "dev", "gguf", "ray", "vision")
+EXTRAS = ("agents", "dev", "gguf", "ray", "trackers", "vision")
 EXAMPLES = ("guided_run.py", *(f"quickstart/{name}" for name in ("quickstart.py", "task.py", "grpo.yaml", "reward.py")))
 
 
