@@ -159,7 +159,7 @@ def metrics() -> str:
         for entry in entries:
             names = ", ".join(f"`{name}`" for name in entry.names)
             rules = [rule for rule in RULES if any(c.metric in entry.names for all_of in rule.when for c in all_of)]
-            links = ", ".join(f"[{rule.name}](health.md#{rule.name.replace(' ', '-')})" for rule in rules)
+            links = ", ".join(f"[{rule.name}](health.md#{rule.name.lower().replace(' ', '-')})" for rule in rules)
             text = entry.otherwise + f". Rules: {links}" * bool(rules)
             lines.append(f"| {names} | {', '.join(entry.units)} | {entry.healthy} | {text} |")
         lines.append("")
