@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from meshrl.config.case import Purpose
 from meshrl.config.check import missing_here
 from meshrl.config.load import Loaded
 from meshrl.config.rollout import split_replica
@@ -77,7 +78,7 @@ class _Lead:
 
 def batch_file(
     load: Load,
-    command: str,
+    command: Purpose,
     config: str,
     overrides: Sequence[str],
     nodes: int,
@@ -138,7 +139,7 @@ def batch_file(
     continues = loaded.config.run.name != "auto" and loaded.config.run.resume == "auto"
     lead_text = f"The run gets SIGTERM {lead.seconds} s before the time limit, to end with a checkpoint. {lead.source}"
     comments = [lead_text, _CONTINUES if continues else _STARTS_AGAIN]
-    lacks = [f"{each.keys[0]}: {each.text}" for each in missing_here(loaded.config)]
+    lacks = [f"{each.keys[0]}: {each.text}" for each in missing_here(loaded.config, command)]
     comments += [f"The nodes need what this machine lacks: {text}" for text in lacks]
     run = ["meshrl", command, str(Path(config).resolve()), *overrides]
     return _SCRIPT.format(

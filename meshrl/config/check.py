@@ -18,7 +18,7 @@ from meshrl.config.algo import (
     correction_of_auto,
 )
 from meshrl.config.base import NotInSft, Slice, Unless, value_of
-from meshrl.config.case import Case, Problem, name_problems
+from meshrl.config.case import Case, Problem, Purpose, name_problems
 from meshrl.config.cluster import machine_problems
 from meshrl.config.data import data_problems
 from meshrl.config.kinds import ADVANTAGES
@@ -209,7 +209,7 @@ def notices(case: Case) -> list[str]:
         texts.append(turns)
     texts += [
         f"{each.keys[0]}: {each.text} The machines of the run need it."
-        for each in ([] if case.starts else missing_here(config))
+        for each in ([] if case.starts else missing_here(config, purpose))
     ]
     if isinstance(config, RunConfig) and config.rollout.engine == "sglang":
         texts.append(
@@ -241,9 +241,9 @@ def notices(case: Case) -> list[str]:
     return texts
 
 
-def missing_here(config: RunConfig | SftRunConfig) -> Iterator[Problem]:
-    """What a run needs and this machine lacks."""
-    yield from missing_clients(config.monitor)
+def missing_here(config: RunConfig | SftRunConfig, purpose: Purpose) -> Iterator[Problem]:
+    """What a run needs and this machine lacks. An evaluation uses no trackers."""
+    yield from () if purpose == "eval" else missing_clients(config.monitor)
     if isinstance(config, RunConfig) and (missing := missing_server(config.rollout)) is not None:
         yield missing
 

@@ -109,21 +109,8 @@ def list_runs(folder: Path) -> str:
     if not rows:
         raise MeshrlError(f"{folder} has no runs; give a folder such as runs, in which `meshrl train` writes")
     rows.sort(key=lambda row: row.started)
-    head = (
-        "run",
-        "state",
-        "progress",
-        "started",
-        "took",
-        "model",
-        "score",
-        "held-out",
-        "best",
-        "last",
-        "training",
-        "health",
-    )
-    lines = list(table([head, *map(_cells, rows)]))
+    head = ("run", "state", "progress", "started", "took", "model", "score", "held-out", "best", "last")
+    lines = list(table([(*head, "training", "health"), *map(_cells, rows)]))
     lines += [f"{row.folder.name}: damaged: {problem}" for row in rows for problem in row.state.problems]
     if others := len(inside) - len(rows):
         lines.append(f"folders that are no runs: {others}")
