@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import io
-import itertools
-import math
 import os
 import re
 import secrets
-import socket
-import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
@@ -22,7 +18,6 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import write_text
 from meshrl.core.lookup import look_up
 from meshrl.monitor.failed_writes import FailedWrites
-from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import Sink
 
 
@@ -44,15 +39,11 @@ def open_trackers(
     """
     opened: list[Sink] = []
     for name in dict.fromkeys(cfg.sinks):
-        if name == "tensorboard":
-            sink: Sink = TensorBoardSink(folder / name, first_step)
-            opened.append(_Tracker(sink, name, writes))
-            note(f"TensorBoard: tensorboard --logdir {folder / name}")
-        elif name in TRACKERS:
+        if name in TRACKERS:
             opener, advice = _CLIENTS[name]
             try:
                 with redirect_stdout(io.StringIO()):  # its lines would break the live display
-                    client = opener(folder, cfg, resolved)
+                    client = opener(folder, cfg, resolved, first_step)
             except Exception as error:  # each client has its own
                 raise ConfigError(
                     f"monitor.sinks has {name}, which reports: {error}\n{advice}, or remove {name} from monitor.sinks."
@@ -82,75 +73,6 @@ class _Tracker:
             self._sink.close(failed)
 
 
-class TensorBoardSink:
-    """Event files in `folder`; the description of each curve is the glossary's text. Flushed after every step. Readers
-    stop at a truncated record, so a failed write ends the file, and the next write begins another one. When steps are
-    repeated, TensorBoard's reader in Python drops those that were written before."""
-
-    def __init__(self, folder: Path, first_step: int):
-        from tensorboard.summary import Writer
-
-        self._folder, self._make = folder, Writer
-        self._output: Any = None
-        self._writer: Any = None
-        self._last = math.inf  # the step written last; at first it may be any step of an earlier process
-        self._first_step = first_step  # 0 after the first write
-
-    def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        if self._writer is None:
-            self._output = _event_files(self._folder)
-            self._writer = self._make(self._output)
-        try:
-            if step < self._last:
-                self._output.start_at(max(step, self._first_step))
-            self._last, self._first_step = step, 0
-            for name, value in values.items():
-                texts = [f"Unit: {unit}."] if (unit := units.get(name)) else []
-                if (meaning := meaning_of(name)) is not None:
-                    texts.append(f"Healthy: {meaning.entry.healthy}.")
-                    texts += [f"Otherwise: {meaning.entry.otherwise}."] if meaning.entry.otherwise else []
-                self._writer.add_scalar(name, value, step, description="\n\n".join(texts))
-            self._writer.flush()
-        except OSError:
-            with suppress(OSError):
-                self.close()
-            raise
-
-    def close(self, failed: bool = False) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-
-_numbers = itertools.count()  # of event files, which readers sort by name
-
-
-def _event_files(folder: Path) -> Any:
-    """TensorBoard's output to a folder, written in the caller's thread: the thread of its own EventFileWriter ends at
-    the first error, and prints a traceback."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.summary import DirectoryOutput
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    class Events(RecordWriter):  # type: ignore[misc]  # the package has no types
-        def add_event(self, event: Any) -> None:
-            self.write(event.SerializeToString())
-
-    class Output(DirectoryOutput):  # type: ignore[misc]
-        def __init__(self) -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            parts = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):06d}"
-            self._ev_writer = Events((folder / f"events.out.tfevents.{parts}").open("xb"))
-            self._ev_writer.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
-
-        def start_at(self, step: int) -> None:
-            """Readers drop what earlier events have of this and later steps."""
-            log = SessionLog(status=SessionLog.START)
-            self._ev_writer.add_event(Event(wall_time=time.time(), step=step, session_log=log))
-
-    return Output()
-
-
 @dataclass(frozen=True, slots=True)
 class _Client:
     """The two calls of a tracker's client. log: of the values and the step. finish: of whether the run failed.
@@ -178,7 +100,40 @@ def _run_id(folder: Path, tracker: str) -> str:
     return place.read_text(encoding="utf-8").strip()
 
 
-def _wandb(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any]) -> _Client:
+def _tensorboard(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any], first_step: int) -> _Client:
+    """Event files in `folder`/tensorboard. TensorBoard does not show what earlier files have of repeated steps. A file
+    whose write failed ends there, and the next step begins another one."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    place = str(folder / "tensorboard")
+    writer: Any = SummaryWriter(place, purge_step=first_step)
+    last = 0
+
+    def log(values: dict[str, float], step: int) -> None:
+        nonlocal writer, last
+        if writer is None or step < last:  # less than the last one: the run went back to a checkpoint
+            finish(False)
+            writer = SummaryWriter(place, purge_step=step)
+        last = step
+        try:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+        except OSError:
+            with suppress(OSError):
+                finish(False)
+            raise
+
+    def finish(failed: bool) -> None:
+        nonlocal writer
+        closed, writer = writer, None
+        if closed is not None:
+            closed.close()
+
+    return _Client(log, finish, f"tensorboard --logdir {place}")
+
+
+def _wandb(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any], first_step: int) -> _Client:
     """Its files are in `folder`/wandb. WANDB_MODE=offline retains them on this machine until `wandb sync`."""
     import wandb
 
@@ -201,7 +156,7 @@ def _wandb(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any]) -> _Clien
     )
 
 
-def _mlflow(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any]) -> _Client:
+def _mlflow(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any], first_step: int) -> _Client:
     """MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME have their usual effect. Parameters of a run are constant there,
     so those of its first part stay."""
     import mlflow
@@ -228,7 +183,7 @@ def _name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
 
 
-def _swanlab(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any]) -> _Client:
+def _swanlab(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any], first_step: int) -> _Client:
     """Its files are in `folder`/swanlab. SWANLAB_MODE=offline retains them on this machine until `swanlab sync`."""
     import swanlab
 
@@ -248,7 +203,7 @@ def _swanlab(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any]) -> _Cli
     )
 
 
-def _trackio(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any]) -> _Client:
+def _trackio(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any], first_step: int) -> _Client:
     """TRACKIO_DIR and TRACKIO_SPACE_ID have their usual effect."""
     import trackio
 
@@ -263,7 +218,7 @@ def prometheus_name(metric: str) -> str:
     return re.sub(r"\W", "_", f"meshrl_{metric}", flags=re.ASCII)
 
 
-def _prometheus(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any]) -> _Client:
+def _prometheus(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any], first_step: int) -> _Client:
     """The newest values, for this machine, until the run ends."""
     from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
@@ -285,7 +240,8 @@ def _prometheus(folder: Path, cfg: MonitorConfig, resolved: dict[str, Any]) -> _
     return _Client(log, finish, f"http://127.0.0.1:{cfg.prometheus_port}/metrics")
 
 
-_CLIENTS: dict[str, tuple[Callable[[Path, MonitorConfig, dict[str, Any]], _Client], str]] = {
+_CLIENTS: dict[str, tuple[Callable[[Path, MonitorConfig, dict[str, Any], int], _Client], str]] = {
+    "tensorboard": (_tensorboard, "Remove what is in the place of RUN/tensorboard, or free space on its disk"),
     "wandb": (
         _wandb,
         "Run `wandb login` (or set WANDB_API_KEY), set WANDB_MODE=offline to keep the run on this machine, remove "

@@ -42,6 +42,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
         "rollout",
         "cluster",
         "loops",
+        "monitor/trackers.py",  # SummaryWriter
         *MODEL_CHECK,
     },
     "pydantic": {"config"},
@@ -63,7 +64,6 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "datasets": {"data"},
     "pyarrow": {"data", "monitor"},
     "pandas": {"api.py"},
-    "tensorboard": {"monitor"},
     **{name: {"monitor"} for name in ("wandb", "mlflow", "swanlab", "trackio", "prometheus_client")},
     "rich": {"tools", "monitor"},
     "psutil": {"monitor", "process"},

@@ -3,13 +3,11 @@ are not installed are skipped (pip install 'meshrl[trackers]')."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +19,6 @@ from file_limits import no_file_above
 
 from meshrl.config.monitor import MonitorConfig
 from meshrl.core.errors import ConfigError
-from meshrl.monitor import trackers
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.trackers import open_trackers, prometheus_name
@@ -40,24 +37,18 @@ def write_a_little(cfg: MonitorConfig, folder: Path) -> list[str]:
     return notes
 
 
-def test_tensorboard_counts_finished_steps_and_explains_its_curves(tmp_path: Path):
+def test_tensorboard_counts_finished_steps(tmp_path: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
 
     (note,) = write_a_little(MonitorConfig(sinks=["tensorboard", "tensorboard"]), tmp_path)
-    assert note == f"TensorBoard: tensorboard --logdir {tmp_path / 'tensorboard'}"
+    assert note == f"tensorboard: tensorboard --logdir {tmp_path / 'tensorboard'}"
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    found = {
-        name: [(e.step, float(make_ndarray(e.tensor_proto))) for e in events.Tensors(name)]
-        for name in events.Tags()["tensors"]
-    }
+    found = {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
     assert found["eval/mean_at_k"] == [(0, 0.25), (1, 0.75)]
     assert found["reward/mean"] == [(1, 0.5)]
     assert found["train/grad_norm"][0][0] == 1 and math.isnan(found["train/grad_norm"][0][1])
-    described = events.SummaryMetadata("train/grad_norm").summary_description
-    assert described.startswith("Unit: norm.\n\nHealthy: ") and "Otherwise: spikes" in described
 
 
 def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_steps(
@@ -69,51 +60,39 @@ def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_s
 
     writes, folder = FailedWrites(), tmp_path / "tensorboard"
     folder.touch()
-    (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, lambda text: None, writes)
-    sink.write(1, {"reward/mean": 0.0}, UNITS)
-    assert writes.counts == {"tensorboard": 1}  # there is a file in place of the folder
+    with pytest.raises(ConfigError, match="Remove what is in the place of RUN/tensorboard"):
+        open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, print, writes)
     folder.unlink()
-    num_threads = threading.active_count()
+    (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, lambda text: None, writes)
     sink.write(2, {"reward/mean": 0.0}, UNITS)
-    assert threading.active_count() == num_threads  # a thread would print a traceback when it can't write
     (events,) = folder.iterdir()
     with no_file_above(events.stat().st_size + 20):
         sink.write(3, {"reward/mean": 0.0}, UNITS)
     sink.write(4, {"reward/mean": 0.0}, UNITS)
     sink.close()
-    assert writes.counts == {"tensorboard": 2}
+    assert writes.counts == {"tensorboard": 1}
     read = EventAccumulator(str(folder))
     read.Reload()
-    assert [event.step for event in read.Tensors("reward/mean")] == [2, 4]
+    assert [event.step for event in read.Scalars("reward/mean")] == [2, 4]
 
 
-def test_repeated_steps_of_tensorboard_are_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_repeated_steps_of_tensorboard_are_there_once(tmp_path: Path):
     """Those that a run repeats after it went back to a checkpoint, and those of a later process that resumes it."""
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr(trackers, "_numbers", itertools.count(9))  # within a second, file 10 comes after file 9
-    for steps in ((0, 1, 1, 2, 3, 2), (2, 3)):
-        (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, lambda text: None, FailedWrites())
+    for first, steps in ((0, (0, 1, 1, 2, 3, 2)), (2, (2, 3))):
+        cfg, note = MonitorConfig(sinks=["tensorboard"]), list[str]().append
+        (sink,) = open_trackers(cfg, tmp_path, {}, note, FailedWrites(), first)
         for i, step in enumerate(steps):
             sink.write(step, {"eval/mean_at_k" if i in (0, 2) and step < 2 else "reward/mean": i}, UNITS)
         sink.close()
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     found = {
-        name: [(event.step, float(make_ndarray(event.tensor_proto))) for event in read.Tensors(name)]
-        for name in ("eval/mean_at_k", "reward/mean")
+        name: [(event.step, event.value) for event in read.Scalars(name)] for name in ("eval/mean_at_k", "reward/mean")
     }
     assert found == {"eval/mean_at_k": [(0, 0), (1, 2)], "reward/mean": [(1, 1), (2, 0), (3, 1)]}
-
-
-def test_other_errors_of_a_tracker_are_raised(tmp_path: Path):
-    pytest.importorskip("tensorboard")
-    (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, print, FailedWrites())
-    with pytest.raises(ValueError, match="could not convert"):
-        sink.write(0, {"reward/mean": "no number"}, UNITS)  # type: ignore[dict-item]
-    sink.close()
 
 
 @pytest.fixture

@@ -136,13 +136,11 @@ def test_what_a_killed_run_left_of_a_model_is_removed(tmp_path: Path):
 def curves_of(folder: Path) -> dict[str, dict[int, float]]:
     """The values that TensorBoard shows, by name and step."""
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(folder))
     read.Reload()
-    names = read.Tags()["tensors"]
-    return {name: {e.step: float(make_ndarray(e.tensor_proto)) for e in read.Tensors(name)} for name in names}
+    return {name: {e.step: e.value for e in read.Scalars(name)} for name in read.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize(
