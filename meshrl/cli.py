@@ -236,7 +236,7 @@ def _diagnose(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from meshrl.tools.doctor.command import doctor
 
-    text, code = doctor(args.config, args.overrides, args.json, args.self_test)
+    text, code = doctor(args.config, args.overrides, args.json, args.self_test, args.nodes)
     print_output(text, is_printable=True)
     return code
 

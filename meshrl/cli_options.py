@@ -186,6 +186,7 @@ DOCTOR = [
     arg("config", "CONFIG", f"{CONFIG} (default: check the machine alone)", nargs="?"),
     OVERRIDES,
     arg("--self-test", None, "also make a step of a tiny model with two ranks, in about a minute", action="store_true"),
+    arg("--nodes", None, "compare the machines of a cluster; started by torchrun or srun on each", action="store_true"),
     arg("--json", None, "print the lines and what was measured as JSON", action="store_true"),
 ]
 VIEW = [

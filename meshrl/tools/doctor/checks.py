@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
+from itertools import chain
 from typing import Any, NamedTuple
 
 from meshrl.core.terminal import counted
@@ -15,12 +16,14 @@ from meshrl.plan.memory import ERROR
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 Facts = Mapping[str, Any]
-"""Of facts.py: those of the machine, "config" and "self_test", which are None where they are not asked for."""
+"""Of facts.py: those of the machine, and "config", "self_test" and "nodes" (`compare_nodes`), which are None where they
+are not asked for."""
 Judged = tuple[str, str, bool, bool]
 """Name, text, whether it is a FAIL, and whether it is at least a WARN."""
 DATA = json.loads(resources.files("meshrl.tools.doctor").joinpath("remedies.json").read_text(encoding="utf-8"))
 MIN_MEMORY, MIN_SHARED, MIN_FREE = 2 << 30, 3 * (128 << 20), 5 << 30  # quickstart; buckets of a sync; some states
 MIN_FILES, MIN_PROCESSES, MIN_PORTS, MIN_WRITE, MIN_PEER = 4096, 4096, 5000, 50e6, 5e9  # the last two in bytes/s
+MIN_NETWORK = 100e6  # bytes/s, a little below 1 Gbit/s
 MAX_SKEW_S = 2.0
 
 
@@ -34,7 +37,7 @@ class DoctorLine(NamedTuple):
 def judge(f: Facts) -> list[DoctorLine]:
     """All lines, each WARN and FAIL with what to do."""
     first, last = (*_software(f), *_devices(f), *_interfaces(f)), (*_resources(f), *_surroundings(f), *_config(f))
-    return [*(_line(*each) for each in first), *_nccl(f), *(_line(*each) for each in last)]
+    return [*(_line(*each) for each in first), *_nccl(f), *(_line(*each) for each in last), *_nodes(f)]
 
 
 def _line(name: str, text: str, fails: bool, warns: bool) -> DoctorLine:
@@ -181,3 +184,39 @@ def _config(f: Facts) -> Iterator[Judged]:
     if f["self_test"] is not None:
         error, text = f["self_test"]
         yield "self-test", error or text, bool(error), False
+
+
+def _nodes(f: Facts) -> Iterator[DoctorLine]:
+    """What differs between the machines of a cluster, their network, and what is not OK on the others."""
+    if f["nodes"] is None:
+        return
+    if error := f["nodes"]["error"]:
+        yield _line("nodes", error, True, False)
+        return
+    machines: Sequence[Facts] = f["nodes"]["machines"]
+    names = [f"{machine['host']} ({number})" for number, machine in enumerate(machines)]
+    yield _line("nodes", f"{len(names)} machines reach each other: {', '.join(names)}", False, False)
+    versions = _differences(names, [machine["environment"]["versions"] for machine in machines])
+    yield _line("versions of nodes", versions or "equal on all", bool(versions), False)
+    devices = [{"devices": ", ".join(name for name, _ in machine["devices"]) or "none"} for machine in machines]
+    settings = [machine["variables"] | device for machine, device in zip(machines, devices)]
+    differences = _differences(names, settings)
+    yield _line("settings of nodes", differences or "equal devices and variables of NCCL", False, bool(differences))
+    skew = max(f["nodes"]["clocks_s"]) - min(f["nodes"]["clocks_s"])
+    yield _line("clocks of nodes", f"they differ by at most {skew:.1f} s", False, skew > MAX_SKEW_S)
+    speeds = f["nodes"]["speeds"]
+    source = speeds.index(min(speeds))
+    slowest = f"from {names[source]} to {names[(source + 1) % len(names)]}"
+    text = f"each machine sends to the next one; the slowest: {size_text(int(min(speeds)))}/s {slowest}"
+    yield _line("network", text, False, min(speeds) < MIN_NETWORK)
+    for number, (name, machine) in enumerate(zip(names, machines)):
+        if number != f["nodes"]["rank"]:
+            alone = {**machine, "config": None, "self_test": None, "nodes": None}
+            yield from (line._replace(name=f"{name}: {line.name}") for line in judge(alone) if line.status != OK)
+
+
+def _differences(names: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:
+    """What is not equal on all machines."""
+    keys = [key for key in sorted({*chain(*values)}) if len({each.get(key) for each in values}) > 1]
+    shown = (", ".join(f"{each.get(key, 'none')} on {name}" for name, each in zip(names, values)) for key in keys)
+    return "; ".join(f"{key}: {text}" for key, text in zip(keys, shown))

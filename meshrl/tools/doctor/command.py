@@ -23,14 +23,23 @@ SELF_TEST_S = 180
 STYLES = {OK: "green", WARN: "bold yellow", FAIL: "bold red"}
 
 
-def doctor(source: str | None, overrides: Sequence[str], as_json: bool, with_self_test: bool) -> tuple[str, int]:
-    """The text to print, and the exit code: 1 if a line is FAIL."""
+def doctor(
+    source: str | None, overrides: Sequence[str], as_json: bool, with_self_test: bool, with_nodes: bool
+) -> tuple[str, int]:
+    """The text to print, and the exit code: 1 if a line is FAIL. with_nodes: this is one of several machines, of which
+    the first prints what all have found. Raises: ConfigError (with_nodes)."""
     from meshrl.tools.doctor.facts import config_facts, machine_facts
 
     config = None if source is None else config_facts(source, overrides)
     facts = machine_facts(Path((config or {}).get("folder", "runs")))
     tested = self_test(facts["device"], len(facts["devices"])) if with_self_test else None
-    facts |= {"config": config, "self_test": tested}
+    facts |= {"config": config, "self_test": tested, "nodes": None}
+    if with_nodes:
+        from meshrl.cluster.nodes import compare_nodes
+
+        facts["nodes"] = compare_nodes(facts)
+        if facts["nodes"]["rank"] > 0 and not facts["nodes"]["error"]:
+            return "", 0
     lines = judge(facts)
     code = int(any(line.status == FAIL for line in lines))
     if as_json:

@@ -45,6 +45,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
     speeds = device.peer_speeds()  # (two devices, whether the access is direct, speed)
     links = link_names(_output(["nvidia-smi", "topo", "-m"]) or "") if speeds else {}
     return {
+        "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
         "environment": environment(),
         "pins": pinned(PACKAGE.parent),

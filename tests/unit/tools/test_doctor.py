@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import socket
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ from golden import check_golden
 from tiny_run import write_run
 
 from meshrl.cli import main
+from meshrl.cluster import nodes
 from meshrl.plan.decisions import HOST_BUCKET_BYTES
 from meshrl.tools.doctor import facts as collected
 from meshrl.tools.doctor.checks import DATA, FAIL, OK, WARN, judge
@@ -31,7 +34,9 @@ CONFIG = {
     "unplanned": "",
     "disk": "disk: 20 GB at most: states",
 }
+NODES = {"rank": 0, "error": "", "clocks_s": [1.0, 1.1], "speeds": [2e9, 3e9]}
 HEALTHY = {
+    "host": "a",
     "system": "Linux 6.1 x86_64, Python 3.11.7",
     "environment": {"versions": {**VERSIONS, "vllm": "0.32.0"}, "unmet": []},
     "pins": {"torch": "2.13.0", "transformers": "5.19.0"},
@@ -60,7 +65,9 @@ HEALTHY = {
     "tokens": {"HF_TOKEN": "set", "WANDB_API_KEY": "not set", "MESHRL_SERVE_KEY": "not set", "MESHRL_TOKEN": "not set"},
     "config": CONFIG,
     "self_test": ("", "sampled, graded, trained and synced a step on 2 ranks of type cuda in 20 s"),
+    "nodes": None,
 }
+HEALTHY["nodes"] = NODES | {"machines": [copy.deepcopy(HEALTHY) | {"host": host} for host in "ab"]}
 SEPARATE = ("cluster.num_train_ranks=1", "cluster.num_rollout_ranks=1", "loop.kind=one_step_off")
 ON_VLLM = ("rollout.engine=vllm", f"rollout.vllm.python={sys.executable}")
 VLLM_CONFLICT = {"versions": VERSIONS | {"vllm": "0.32.0"}, "unmet": [["vllm", "torch==2.13.0", "2.12.0"]]}
@@ -109,8 +116,29 @@ FAULTS = [
     ("config.unplanned", "no config.json", "memory plan", WARN, "not made: no config.json"),
     ("config.disk", "disk: 20 GB at most: states\nwarning: full", "disk use", WARN, "20 GB at most"),
     ("self_test", ("rank 1 failed", ""), "self-test", FAIL, "rank 1 failed"),
+    ("nodes.error", "connection refused", "nodes", FAIL, "connection refused"),
+    (
+        "nodes.machines.1.environment.versions.meshrl",
+        "2.12",
+        "versions of nodes",
+        FAIL,
+        "0.2.0 on a (0), 2.12 on b (1)",
+    ),
+    ("nodes.machines.1.devices", [("NVIDIA H200", GIB)], "settings of nodes", WARN, "NVIDIA H200 on b (1)"),
+    ("nodes.machines.1.variables", {"NCCL_NET": "IB"}, "settings of nodes", WARN, "NCCL_NET: none on a (0), IB"),
+    ("nodes.clocks_s", [5.0, 1.0], "clocks of nodes", WARN, "at most 4.0 s"),
+    ("nodes.speeds", [2e9, 1e7], "network", WARN, "10.0 MB/s from b (1) to a (0)"),
+    ("nodes.machines.1.cpu_quota", 2.0, "b (1): CPU", WARN, "grants 2"),
 ]
-ON_A_CPU = {"devices": [], "device_files": [], "peers": [], "build": "", "config": None, "self_test": None}
+ON_A_CPU = {
+    "devices": [],
+    "device_files": [],
+    "peers": [],
+    "build": "",
+    "config": None,
+    "self_test": None,
+    "nodes": None,
+}
 
 
 def changed(fact: str, value: object) -> dict:
@@ -118,7 +146,7 @@ def changed(fact: str, value: object) -> dict:
     *path, name = fact.split(".")
     place = facts
     for key in path:
-        place = place[key]
+        place = place[int(key) if key.isdigit() else key]
     place[name] = value
     return facts
 
@@ -138,6 +166,43 @@ def test_each_planted_fault_is_named_with_what_to_do(fact, value, name, status, 
 def test_slow_products_of_a_cpu_are_named():
     (fault,) = [line for line in judge(HEALTHY | ON_A_CPU | {"slow_16_bits": True}) if line.status != OK]
     assert (fault.name, fault.status) == ("16-bit products", WARN) and "float32" in fault.remedy
+
+
+def test_machines_are_compared_only_when_they_were_started_for_it(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["doctor", "--nodes"]) == 2
+    assert "torchrun --nnodes N" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_report_as_two_machines(tmp_path):
+    """The second one has another variable of NCCL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command, own = [sys.executable, "-m", "meshrl", "doctor", "--nodes", "--json"], [{}, {"NCCL_NET": "IB"}]
+    started = [
+        subprocess.Popen(command, env={**os.environ, **address, "RANK": str(i), **own[i]}, stdout=subprocess.PIPE)
+        for i in range(2)
+    ]
+    texts = [process.communicate(timeout=500)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0] and not texts[1].strip()
+    found = json.loads(texts[0])
+    texts = {line["name"]: line["text"] for line in found["lines"]}
+    assert (
+        texts["nodes"].startswith("2 machines reach each other") and "NCCL_NET: none on" in texts["settings of nodes"]
+    )
+    assert min(found["facts"]["nodes"]["speeds"]) > 0
+
+
+@pytest.mark.slow
+def test_a_machine_that_does_not_come_is_an_error(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(nodes, "CONNECT_S", 2)
+    found = nodes.compare_nodes({})
+    assert found["rank"] == 1 and "127.0.0.1" in found["error"]
 
 
 def test_every_remedy_has_a_planted_fault():
