@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         family = next((each for each in type(e).__mro__ if each.__base__ is MeshrlError), ConfigError)
         name, further = "", getattr(e, "__notes__", [])
         if family is not ConfigError:  # the text of which has all that its section has
-            name, further = f"{type(e).__name__}: ", [*further, f"See docs/faq.md, section {family.__name__}"]
+            name, further = (
+                f"{type(e).__name__}: ",
+                [*further, f"See {_installed('docs/faq.md')}, section {family.__name__}"],
+            )
         print_message("\n".join([f"meshrl: {name}{e}", *further]))
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
@@ -76,6 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     print_message("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+
+
+def _installed(name: str) -> str:
+    """The absolute path of a file that is installed with the package; `name`, if it is missing."""
+    import sysconfig
+
+    # A clone has it next to the package, an environment in its share/, and `pip install --target` likewise.
+    package = Path(__file__).resolve().parent
+    places = [package.parent, Path(sysconfig.get_path("data"), "share/meshrl"), package.parent / "share/meshrl"]
+    return next((str(place / name) for place in places if (place / name).is_file()), name)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -145,13 +158,9 @@ def _train(is_sft: bool, args: argparse.Namespace) -> None:
 
 def _quickstart(args: argparse.Namespace) -> None:
     import runpy
-    import sysconfig
 
-    name, package = Path("examples", "quickstart", "quickstart.py"), Path(__file__).resolve().parent
-    # A clone has the examples next to the package, an environment in its share/, and `pip install --target` likewise.
-    places = [package.parent, Path(sysconfig.get_path("data"), "share/meshrl"), package.parent / "share/meshrl"]
-    script = next((place / name for place in places if (place / name).is_file()), None)
-    if script is None:
+    script = Path(name := _installed("examples/quickstart/quickstart.py"))
+    if not script.is_absolute():
         raise MeshrlError(f"this installation has no {name}; install meshrl again, from its wheel")
     out = [] if args.out is None else ["--out", str(args.out)]
     sys.argv = [str(script), "--seed", str(args.seed), *out, *["--smoke"] * args.smoke]

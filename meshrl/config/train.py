@@ -65,6 +65,9 @@ class TrainConfig(Slice):
     model.dtype, which makes fewer collectives of small layers; embedding and head are gathered for themselves, and
     freed after use, if they have more and are not tied; 0 = each block for itself. Above 32 MiB, collectives gain
     little, and ranks need the memory of two larger groups"""
+    fsdp_prefetch: int = Field(1, ge=1, le=64)
+    """groups of blocks that FSDP2 gathers ahead of the one that computes, forwards and backwards. More than 1 hides
+    slow networks behind compute, for the memory of one group each"""
     activation_checkpointing: Literal[True, False, "block", "submodule", "selective"] = True
     """which activations of a block are recomputed in backward instead of stored: true or block = all but its input, for
     about a fourth to a third more compute; submodule = those of its MLP or experts, and of its norms; selective = all

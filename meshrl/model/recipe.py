@@ -54,7 +54,7 @@ class Recipe:
 
     dtype: of the parameters, except adapters, which have adapter_dtype. mesh: None = not sharded, and then no
     checkpointing; with one, the forward computes in compute_dtype. keep_unsharded: after the forward, for the backward
-    pass. group_bytes: as train.fsdp_group_bytes.
+    pass. group_bytes, prefetch: as train.fsdp_group_bytes, fsdp_prefetch.
     attention: one of attention.NAMES. freezes_vision: a tower and its projector are not trained.
     router_dtype: in which routers compute at least; None = as Transformers does.
     synced: the values come by a weight sync from train ranks, which verify them; until then they are random.
@@ -70,6 +70,7 @@ class Recipe:
     activation_checkpointing: bool | str = False
     keep_unsharded: bool = False
     group_bytes: int = 0
+    prefetch: int = 1
     torch_compile: bool = False
     synced: bool = False
     device: torch.device = CPU
@@ -148,6 +149,7 @@ def parallelize(model: CausalModel, recipe: Recipe) -> None:
             mesh,
             compute_dtype=recipe.compute_dtype,
             reshard_after_forward=not recipe.keep_unsharded,
+            prefetch=recipe.prefetch,
         )
 
 

@@ -28,12 +28,14 @@ def shard_model(
     *,
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
+    prefetch: int = 1,
 ) -> None:
     """Shard in place. Parameters keep the dtype of the master weights, compute runs in compute_dtype, gradients are
     reduced in fp32 (or the masters' dtype, if that is wider).
 
     An embedding is not gathered for the backward pass, which does not read it. A group that is a linear layer is the
     head (`run_within`), whose backward pass begins as soon as its forward has ended: it stays gathered meanwhile.
+    prefetch: as train.fsdp_prefetch.
     """
     masters = {p.dtype for p in root.parameters()}
     reduce_dtype = torch.promote_types(torch.float32, max(masters, key=lambda d: d.itemsize))
@@ -47,6 +49,17 @@ def shard_model(
         if isinstance(module, torch.nn.Embedding):
             module.set_unshard_in_backward(False)
         time_fsdp(module, dp_mesh.size(0) if dp_mesh.ndim > 1 else 1)
+    if prefetch > 1:  # FSDP2 gathers one group ahead by itself
+        _gather_ahead([group[0] for group in groups], prefetch)
+
+
+def _gather_ahead(modules: Sequence[torch.nn.Module], number: int) -> None:
+    """modules: the first of each group, in the order of forward. Embedding and head keep FSDP2's own order."""
+    ends = (torch.nn.Linear, torch.nn.Embedding)
+    blocks: list[Any] = [module for module in modules if not isinstance(module, ends)]
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + number])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - number) : i][::-1])
 
 
 def run_within(module: torch.nn.Module, function: Callable[..., T], *args: Any) -> T:

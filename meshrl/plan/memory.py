@@ -229,7 +229,7 @@ def _add_forward_and_backward(rank: RankMemory, job: PlannedRun) -> None:
         keeps_all = train.activation_checkpointing in (False, "submodule")  # else the copies are made again
     own_head, reduced, head = 0 if keeps_all else memory.own_head, 0, _head_bytes(job, width, tp)
     if is_copied:
-        one = memory.block * (2 if is_sharded else 1)
+        one = memory.block * (1 + train.fsdp_prefetch * is_sharded)
         rank.add("blocks in use", one, ["annotate"] if is_rl else [])
         rank.add("blocks in use", memory.blocks if keeps_all else one, ["train"])
         root = memory.root + (memory.own_embedding + memory.own_head) * keeps_all

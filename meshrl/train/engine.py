@@ -465,17 +465,17 @@ def _recipe(
     masters: torch.dtype,
     lora: LoraConfig | None,
 ) -> Recipe:
-    trains = role.trains
     return Recipe(
-        dtype=masters if trains and lora is None else compute,
+        dtype=masters if role.trains and lora is None else compute,
         lora=lora,
         adapter_dtype=masters,
-        trains=trains,
+        trains=role.trains,
         mesh=mesh,
         compute_dtype=compute,
-        activation_checkpointing=trains and cfg.activation_checkpointing,
+        activation_checkpointing=role.trains and cfg.activation_checkpointing,
         keep_unsharded=cfg.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
         group_bytes=cfg.fsdp_group_bytes,
+        prefetch=cfg.fsdp_prefetch,
         torch_compile=cfg.torch_compile,
         device=current_device(mesh.device_type),
     )

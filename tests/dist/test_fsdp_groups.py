@@ -32,9 +32,10 @@ def test_the_gradient_does_not_depend_on_the_groups(pool: Any, mesh: str, tie: b
     want = unsharded(tiny_qwen2(**model), samples, loss)
     partition = random_partition(np.random.default_rng(0), len(samples), 2 if mesh in ("tp", "ulysses") else 4, 2)
     partition = [[*own, []] for own in partition]
-    for size, checkpointing in ((EACH, True), (EACH, False), (ALL, "selective")):
+    for size, checkpointing, prefetch in ((EACH, True, 2), (EACH, False, 1), (ALL, "selective", 1)):
         strategy = {"sharding_strategy": mesh} if mesh in STRATEGIES else {}
-        train = {"fsdp_group_bytes": size, "activation_checkpointing": checkpointing} | strategy | MESHES[mesh]
+        groups = {"fsdp_group_bytes": size, "fsdp_prefetch": prefetch, "activation_checkpointing": checkpointing}
+        train = groups | strategy | MESHES[mesh]
         check(pool.run(partitioned, 4, tiny_qwen2, model, samples, partition, loss, train), want, float64)
 
 
@@ -52,6 +53,32 @@ def test_small_layers_share_their_collectives(pool: Any):
     each, few = (pool.run(_collectives, 2, size)[0] for size in (EACH, ALL))
     assert each == {"all_gather": 2 * 24 + 1, "reduce_scatter": 24 + 1}
     assert few == {"all_gather": 2 + 1, "reduce_scatter": 1 + 1} and few.total() <= each.total() / 4
+
+
+def _ahead(rank: int, world: int, prefetch: int) -> tuple[list[int], list[int]]:
+    """Blocks that are being gathered while each block computes, in the order of forward and of backward."""
+    train = {"fsdp_group_bytes": EACH, "fsdp_prefetch": prefetch, "activation_checkpointing": False}
+    engine = engine_over(tiny_qwen2(num_hidden_layers=5), world, train)
+    groups = [block._get_fsdp_state()._fsdp_param_group for block in engine.model.layers]
+    forward: list[int] = []
+    backward: list[int] = []
+
+    def count(into: list[int]) -> None:
+        into.append(sum(group._all_gather_result is not None for group in groups))
+
+    def ran(module: Any, args: Any, output: Any) -> None:
+        count(forward)
+        output.register_hook(lambda grad: count(backward))
+
+    for block in engine.model.layers:
+        block.mlp.register_forward_hook(ran)
+    engine.forward_backward([pack(weigh(random_samples(0, [9])), [0])], sft_loss)
+    return forward, backward
+
+
+def test_blocks_are_gathered_ahead(pool: Any):
+    assert pool.run(_ahead, 2, 1)[0] == ([0] * 5, [1, 1, 1, 1, 0])  # FSDP2's own: forwards, it is queued with the next
+    assert pool.run(_ahead, 2, 3)[0] == ([3, 3, 2, 1, 0], [3, 3, 2, 1, 0])
 
 
 def _gathered(rank: int, world: int, tie: bool) -> list[tuple[str, bool, bool]]:

@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the sdist of a copy of the tracked files, as on a machine that has neither."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in tracked():
-        if not name.startswith(("tests/", "docs/", "benchmarks/")):
+        if name == "docs/faq.md" or not name.startswith(("tests/", "docs/", "benchmarks/")):
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, folder / "tree" / name)
     with tarfile.open(built(folder / "tree", folder / "sdist", "sdist")) as sdist:
@@ -63,8 +63,8 @@ def test_the_wheel_has_every_file_of_the_package_and_of_the_quickstart(wheel: Pa
         names = file.namelist()
     own = [name for name in names if name.startswith("meshrl/")]
     assert sorted(own) == sorted(name for name in tracked() if name.startswith("meshrl/"))
-    data = f"meshrl-{__version__}.data/data/share/meshrl/examples/"
-    assert {data + name for name in EXAMPLES} <= {*names}
+    data = f"meshrl-{__version__}.data/data/share/meshrl/"
+    assert {f"{data}docs/faq.md", *(f"{data}examples/{name}" for name in EXAMPLES)} <= {*names}
     others = [name for name in names if not name.startswith(("meshrl/", data, f"meshrl-{__version__}.dist-info/"))]
     assert not others
 

@@ -73,7 +73,8 @@ def test_a_fault_in_a_rank_ends_the_run_and_is_named(case, config, planted, capf
         other = 0
         assert f"rank {other}, in phase" in printed
         assert 'File "' in (folder / "stacks.txt").read_text()
-        assert ours[-1] == f"the stacks of all ranks at the failure: {folder / 'stacks.txt'}"
+        assert ours[-2] == f"the stacks of all ranks at the failure: {folder / 'stacks.txt'}"
+    assert ours[-1].endswith("docs/faq.md, section RankFailure")
     if case.fault.how in ("raise", "memory") and case.place.phase != "start":
         assert "sitecustomize.py" in printed, "the traceback is printed"
 

@@ -233,7 +233,7 @@ def test_an_error_ends_with_its_section_of_the_faq(kind, section, monkeypatch, c
 
     monkeypatch.setitem(COMMANDS, "config", (fails, "", []))
     assert main(["config"]) == (1 if section else 2)
-    end = [f"See docs/faq.md, section {section}"] if section else []
+    end = [f"See {REPOSITORY / 'docs/faq.md'}, section {section}"] if section else []
     assert capsys.readouterr().err.splitlines()[1:] == ["luck", "a note", *end]
     headings = (REPOSITORY / "docs" / "faq.md").read_text(encoding="utf-8").splitlines()
     assert section is None or any(line.startswith(f"## {section}") for line in headings)
@@ -263,7 +263,7 @@ def test_full_and_closed_outputs_change_the_exit_code_only_if_a_result_is_lost()
     assert done.stdout.split() == ["1", "0", "2", "2"]
     error, section, code = done.stderr.splitlines()
     assert error.startswith("meshrl: OutputError: stdout can't be written: No space left") and code == "0"
-    assert section == "See docs/faq.md, section OutputError"
+    assert section == f"See {REPOSITORY / 'docs/faq.md'}, section OutputError"
 
 
 def test_control_characters_of_the_command_line_and_of_config_values_are_escaped(meshrl: Meshrl, good: Path):

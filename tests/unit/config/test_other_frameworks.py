@@ -136,7 +136,7 @@ def test_every_name_of_the_table_has_the_meaning_of_its_row_with_all_its_section
 def test_only_keys_that_differ_in_a_letter_or_two_are_similar():
     keys = every_key()
     assert nearest(keys, "loop.num_stepz") == ["loop.num_steps", "sft.num_steps"]
-    assert nearest(keys, "forward_prefetch") == nearest(keys, "num_train_epochs") == nearest(keys, "zz") == []
+    assert nearest(keys, "forward_gather") == nearest(keys, "num_train_epochs") == nearest(keys, "zz") == []
 
 
 def test_readme_and_the_config_page_link_to_the_names_of_other_frameworks():

@@ -124,6 +124,8 @@ def test_the_groups_that_are_gathered_are_planned(model: Path):
     assert (joint.memory.own_embedding, joint.memory.own_head, joint.memory.block) == (0, 0, 2 * block)
     assert larger.device["embedding, head"] == dict.fromkeys(("annotate", "train"), 2 * end + norm)
     assert larger.device["gradients in use"] == {"train": 6 * block + end}
+    ahead = planned(model, "train.fsdp_prefetch=3")[1]
+    assert ahead.device["blocks in use"] == dict.fromkeys(("annotate", "train"), 4 * block)
     kept = planned(model, "train.sharding_strategy=SHARD_GRAD_OP")[1]
     assert kept.device["embedding, head"] == dict.fromkeys(("annotate", "train"), 2 * end + norm)
     short = "train.max_tokens_per_microbatch=128", "data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=64"
