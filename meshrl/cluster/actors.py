@@ -122,7 +122,7 @@ class RankWorker:
         Returns this process and those that it has started, such as a server."""
         recorder.clear()
         recorder.measure = self._memory_now
-        set_threads(self.spec.num_local_ranks)
+        set_threads(self.spec.num_local_ranks, self.spec.num_threads)
         keep_few_primitives()
         self.device = local_device(self.spec.local_rank)
         spec = self.spec

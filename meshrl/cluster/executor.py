@@ -78,6 +78,7 @@ class WorkerSpec:
     logs: Path | None = None  # where servers that a rank starts write their logs, on the rank's machine
     nodes: int = 1  # machines, with equally many ranks each, in the order of the ranks
     memory: RankMemory | None = None  # planned; a rank whose accelerator has less refuses to start
+    num_threads: int | None = None  # on a CPU; None = the rank's share of the machine's cores
     # Set by the executor when it starts the rank:
     rendezvous: str | tuple[str, int] = ""  # the store of the process group: a file, or host and port of a TCPStore
     address: str = ""  # at which other machines reach this rank's machine; empty when there are none

@@ -137,11 +137,12 @@ async def launched(
     progress: Callable[[str], None] = ignored,
     memory: Sequence[RankMemory] = (),
     samples: bool = True,
+    num_threads: int | None = None,
 ) -> AsyncIterator[Groups]:
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. model: in place of
     the config's. logs: an absolute path, see WorkerSpec. note: gets a line for each rank that is replaced. progress:
-    of the train ranks, see TrainGroup. memory: as in RunPlan. samples: False = no train rank samples. Under torchrun
-    all processes of the run share run.folder (process/run_token.py)."""
+    of the train ranks, see TrainGroup. memory: as in RunPlan. samples: False = no train rank samples. num_threads:
+    of each rank on a CPU, see WorkerSpec. Under torchrun all processes share run.folder (process/run_token.py)."""
     cluster = cfg.cluster
     cfg = cfg if model is None else cfg.model_copy(update={"model": model})
     numbers, num_ranks = model_numbers(cfg.model.path), (num_train_ranks, num_rollout_ranks)
@@ -163,6 +164,7 @@ async def launched(
             nodes=run_plan.ranks[-1].machine + 1,
             memory=memory[0 if own.trains else -1] if memory else None,
             deadlines=planned.cluster.deadlines.model_dump(),
+            num_threads=num_threads,
         )
         for own in run_plan.ranks
     ]

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -112,6 +113,12 @@ def arithmetic(device: torch.device) -> str:
         return f"{device_name(device)}, {build_text()}"
     threads = torch.get_num_threads()
     return f"{torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''} a rank"
+
+
+def threads_of(text: str) -> int | None:
+    """The threads of a rank with this `arithmetic`; None on an accelerator."""
+    found = re.search(r"(\d+) threads? a rank$", text)
+    return None if found is None else int(found[1])
 
 
 def build_text() -> str:
@@ -422,12 +429,13 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
-def set_threads(num_ranks_on_machine: int) -> int:
+def set_threads(num_ranks_on_machine: int, threads: int | None = None) -> int:
     """Share the machine's cores evenly among its ranks and return the number of threads of this rank: at least 1, and
-    at most OMP_NUM_THREADS, with which a user may leave cores to other processes."""
+    at most OMP_NUM_THREADS, with which a user may leave cores to other processes. threads: use this number instead."""
     cores = num_cores()
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = max(1, min(cores // max(1, num_ranks_on_machine), int(asked) if asked.isdigit() else cores))
+    if threads is None:
+        threads = max(1, min(cores // max(1, num_ranks_on_machine), int(asked) if asked.isdigit() else cores))
     torch.set_num_threads(threads)
     return threads
 

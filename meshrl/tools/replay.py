@@ -21,7 +21,7 @@ from meshrl.cluster.train_group import TrainGroup
 from meshrl.cluster.worker import prepare_ranks
 from meshrl.config.load import is_sft
 from meshrl.config.run import RunConfig
-from meshrl.core.device import device_type, named_devices
+from meshrl.core.device import device_type, named_devices, threads_of
 from meshrl.core.errors import ConfigError, DataError, MeshrlError, SamplerMismatchError
 from meshrl.core.files import is_there
 from meshrl.core.terminal import counted
@@ -295,7 +295,9 @@ async def _replay(
     state = recorded.state[1]
     for part in recorded.parts:
         cfg = (_in_one_process if inline else _as_recorded)(part.config)
-        async with launched(cfg, cfg.cluster.num_train_ranks, 0, samples=False) as groups:
+        updates = recorded.records[part.steps[0]]["updates"]
+        threads = None if inline or not updates else threads_of(updates[0]["computes"][0])
+        async with launched(cfg, cfg.cluster.num_train_ranks, 0, samples=False, num_threads=threads) as groups:
             assert groups.trainer is not None
             trainer = groups.trainer
             await trainer.load(state, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from bdb import BdbQuit
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import train, write_run
 
 from meshrl import cli
@@ -58,6 +60,20 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(recorded: Path, tmp_path: Path) -> Path:
     """A copy that a test may change."""
     return Path(shutil.copytree(recorded, tmp_path / "run"))
+
+
+def test_a_rank_has_as_many_threads_as_in_the_run(run: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else an order of sums, and so the bits, may differ: where sampler ranks had their share of the cores, or on
+    another machine."""
+    lines, threads = (run / "digests.jsonl").read_text(), torch.get_num_threads()
+    (run / "digests.jsonl").write_text(re.sub(r"\d+ threads? a rank", "3 threads a rank", lines))
+    seen = list[int]()
+    monkeypatch.setattr(module, "first_difference", lambda *args, **_: seen.append(torch.get_num_threads()))
+    try:
+        replay(run, 4, lambda text: None)
+    finally:
+        torch.set_num_threads(threads)
+    assert {*seen} == {3}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
