@@ -223,11 +223,6 @@ def notices(case: Case) -> list[str]:
                 f"algo.correction.kind is off, although {reason}: the loss treats samples of another policy as its own "
                 "(docs/correction.md). auto corrects this."
             )
-    if config.train.master_dtype == "bfloat16":
-        texts.append(
-            f"train.master_dtype is bfloat16: steps of lr {config.peak_lr:g} are lost in rounding wherever "
-            "they are below 1/512 of a weight, and partly up to 1/256; float32 master weights keep them."
-        )
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
     ulysses = config.train.mesh.ulysses
     most = (MOST_TOKENS if budget is None else budget) * ulysses  # the ranks of ulysses share a micro-batch

@@ -30,8 +30,10 @@ class TrainMeshConfig(Slice):
 
 
 class OptimizerConfig(Slice):
-    kind: Literal["adamw"] = "adamw"
-    """Adam with decoupled weight decay, which applies to matrices only; the usual choice in RL of language models"""
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """Adam with decoupled weight decay, which applies to matrices only; the usual choice in RL of language models.
+    adamw_8bit stores its moments in 8 bits with a scale for each 256 elements of a row: 2.03 bytes a parameter in
+    place of 8. Vectors, tensors below 4,096 elements and rows below 64 keep theirs; not with tp"""
     lr: float | None = Field(None, gt=0)
     """peak learning rate; null = 1e-6 in RL and 1e-5 in SFT, which are usual for full fine-tuning, and ten times this
     with model.lora"""
@@ -96,7 +98,8 @@ class TrainConfig(Slice):
     """optimizer steps per rollout step; 1 = on-policy; with more, all but the first train on samples of older weights;
     must divide loop.prompts_per_step"""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the stored parameters and optimizer moments; bfloat16 loses the small steps of lr 1e-6 in rounding"""
+    """dtype of the stored parameters, gradients and moments. bfloat16 takes half the memory, and is rounded up or down
+    at random, so that the small steps of lr 1e-6 are kept on average; the weights are noisier"""
     optimizer_offload: bool = False
     """AdamW's moments are in host memory. The optimizer step copies them to the device and back in pieces of 256 MiB,
     two at a time, and takes longer by the time of these copies; for accelerators: on a CPU nothing is moved"""
@@ -145,6 +148,9 @@ def train_problems(case: Case) -> Iterator[Problem]:
             f"torch.compile can't compile blocks of which {mode} recomputes a part. Use true, which it can, or false."
         )
         yield Problem(("train.activation_checkpointing", "train.torch_compile"), text)
+    if config.train.optimizer.kind == "adamw_8bit" and config.train.mesh_shape(config.cluster.num_train_ranks)[3] > 1:
+        text = "tp cuts rows, whose elements share scales. Use adamw, or dp_shard in place of tp."
+        yield Problem(("train.optimizer.kind", config.train.tp_key), text)
     if not all(0 <= beta < 1 for beta in config.train.optimizer.betas):
         yield Problem(("train.optimizer.betas",), "both must be at least 0 and below 1.")
     if case.purpose != "eval" and config.train.scheduler.warmup_steps >= config.num_updates:

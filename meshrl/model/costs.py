@@ -42,7 +42,7 @@ from meshrl.model.state_layers import StateLayer
 from meshrl.model.tensor_parallel import cut_model
 from meshrl.parallel.exchange import Axis
 from meshrl.parallel.tp import TensorParallel
-from meshrl.plan.decisions import Machine
+from meshrl.plan.decisions import Machine, moment_bytes
 from meshrl.plan.disk_use import size_text
 from meshrl.plan.memory import ModelMemory, PlannedRun, RankMemory, rank_memory
 from meshrl.plan.run_plan import make_plan
@@ -242,6 +242,8 @@ def model_memory(
     flops = None if pack is None else model_flops(model.lm)
     if num_tp > 1:
         cut_model(model, TensorParallel(Axis(num_tp, 0, None)))
+    shards = [((ceil(p.shape[0] / num_shards), *p.shape[1:]), p.numel()) for p in model.parameters() if p.requires_grad]
+    is_8bit = train.optimizer.kind == "adamw_8bit"
     own = sum(ceil(p.shape[0] / num_shards) * p[0].numel() for p in model.parameters())
     is_sharded = num_replicas * num_shards > 1
     groups = model.fsdp_groups(train.fsdp_group_bytes, compute.itemsize) if is_sharded else [[b] for b in model.blocks]
@@ -262,6 +264,7 @@ def model_memory(
         trained=trained,
         masters=_num_bytes(model.parameters(), num_shards),
         gradients=_num_bytes((p for p in model.parameters() if p.requires_grad), num_shards),
+        moments=sum(moment_bytes(*shard, masters.itemsize, is_8bit) for shard in shards),
         reference=0 if cfg.lora.enabled else own * compute.itemsize,  # with LoRA, the policy without adapters
         blocks=blocks,
         block=max(sizes.values()),

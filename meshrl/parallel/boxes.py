@@ -55,6 +55,22 @@ def boxes(tensor: torch.Tensor, readable: Values = torch.Tensor.detach) -> list[
     return [LocalBox(offsets, local if index is None else local[index]) for offsets, index in held]
 
 
+def element_keys(local: LocalBox, salt: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64[rows], int64[columns]: odd pseudo-random numbers of the last dim and of all others, which depend on the
+    index in the full tensor, and so not on how ranks cut it."""
+    shape, device = local.tensor.shape or (1,), local.tensor.device
+    offsets = local.offsets or (0,)
+    rows = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, (at, size) in enumerate(zip(offsets[:-1], shape[:-1], strict=True)):
+        rows = rows[..., None] + _keys(at, size, (dim + 1 << 40) + salt, device)
+    return (rows.reshape(-1) | 1).expand(prod(shape[:-1])), _keys(offsets[-1], shape[-1], salt, device)
+
+
+def _keys(start: int, count: int, salt: int, device: torch.device) -> torch.Tensor:
+    mixed = (torch.arange(start, start + count, device=device) + salt) * 0x1E3779B97F4A7C15
+    return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9 | 1
+
+
 def _place(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The size of each axis, and this rank's index along it, which a DeviceMesh would compute again for each tensor."""
     by_rank, rank = _places.setdefault(mesh, {}), mesh.get_rank()

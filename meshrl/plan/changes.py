@@ -85,6 +85,8 @@ def _candidates(job: PlannedRun, ranks: Sequence[RankMemory]) -> Iterator[tuple[
         yield {"train.activation_checkpointing": True}, "the forward pass is computed twice"
     if not job.on_cpu and not train.optimizer_offload:
         yield {"train.optimizer_offload": True}, "moments are copied from and to the host in each optimizer step"
+    if train.optimizer.kind == "adamw" and train.mesh_shape(job.num_train_ranks)[3] == 1:
+        yield {"train.optimizer.kind": "adamw_8bit"}, "moments are rounded to 8 bits"
     colocated = isinstance(config, RunConfig) and not config.cluster.num_rollout_ranks
     if colocated and not job.on_cpu and not train.param_offload:
         yield {"train.param_offload": True}, "masters are copied from and to the host in each step"

@@ -6,9 +6,10 @@ known yet, or on its free memory, is a rule: the rank that has the device applie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from typing import Any
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
@@ -30,7 +31,24 @@ SLOPES = 1 << 27  # numbers of dL/dlogits in 16 bits that exist at one time: 256
 VLLM_CPU_CACHE_BYTES = 1 << 30
 PACK_BYTES = 1 << 30  # of blocks whose weights a CPU's sampler stores twice for speed; larger models do not
 PIECE_BYTES = 256 << 20  # of both moments that optimizer_offload copies to a device at a time; two pieces are there
+MOMENT_BLOCK = 256  # elements of a row that share the scale of a moment in 8 bits
+STEP_BYTES = 40 << 20  # that an optimizer step with moments of 8 bits or bfloat16 masters makes at a time
 SAVED_LOGITS_ON_CPU = 1 << 27  # that a forward may store for its backward pass: 512 MiB
+
+
+def has_8bit_moments(shape: Sequence[int], num_elements: int) -> bool:
+    """Whether adamw_8bit stores the moments of a parameter in 8 bits. shape: of it, or of a shard. Those of vectors,
+    small tensors and short rows stay as they are: they are few, or scales would be as large."""
+    return num_elements >= 4096 and len(shape) > 1 and shape[-1] >= 64
+
+
+def moment_bytes(shard: Sequence[int], num_elements: int, element_bytes: int, is_8bit: bool) -> int:
+    """Of both AdamW moments of a shard of this shape, of a parameter of num_elements of element_bytes."""
+    size = prod(shard)
+    if not (is_8bit and has_8bit_moments(shard, num_elements)):
+        return 2 * size * element_bytes
+    return 2 * (size + 4 * size // shard[-1] * -(-shard[-1] // MOMENT_BLOCK))
+
 
 RULES = {  # null or auto of these keys is a rule that needs neither the model nor other keys
     "run.name": "the config file's name and the time",

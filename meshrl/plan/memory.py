@@ -20,6 +20,7 @@ from meshrl.plan.decisions import (
     PIECE_BYTES,
     SAVED_LOGITS_ON_CPU,
     SLOPES,
+    STEP_BYTES,
     VLLM_CPU_CACHE_BYTES,
     ModelNumbers,
 )
@@ -52,17 +53,18 @@ class Activations:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelMemory:
     """Bytes of a model's tensors. weights: of the full model in its compute dtype. trained: of all trained parameters
-    in the dtype of the masters. masters, gradients, reference: of the train rank with the largest shards. blocks,
-    block, root: in the compute dtype, what a rank of tp has of all blocks, of the largest one or group of FSDP2, and of
-    what is in no other group; head: of the head alone. own_embedding, own_head: that are groups of their own. groups:
-    of FSDP2, as text. token: of the keys and values of a token; None if they are not those of softmax attention.
-    flops: to train a token of the longest row; None = unknown. activations: None = not traced, for the reason in
-    `untraced`. shape: None = with adapters, of which no traffic is planned."""
+    in the dtype of the masters. masters, gradients, moments, reference: of the train rank with the largest shards.
+    blocks, block, root: in the compute dtype, what a rank of tp has of all blocks, of the largest one or group of
+    FSDP2, and of what is in no other group; head: of the head alone. own_embedding, own_head: that are groups of
+    their own. groups: of FSDP2, as text. token: of the keys and values of a token; None if they are not those of
+    softmax attention. flops: to train a token of the longest row; None = unknown. activations: None = not traced, for
+    the reason in `untraced`. shape: None = with adapters, of which no traffic is planned."""
 
     weights: int
     trained: int
     masters: int
     gradients: int
+    moments: int
     reference: int
     blocks: int
     block: int
@@ -201,13 +203,15 @@ def _train_rank(job: PlannedRun) -> RankMemory:
     if shared:
         rank.notes["masters"] = "the sampler computes with the frozen ones, too, so they never leave"
     rank.notes["activations"] = f"{job.tokens:,} tokens"
-    moments, offloads = 2 * memory.gradients, train.optimizer_offload and not job.on_cpu
+    moments, offloads = memory.moments, train.optimizer_offload and not job.on_cpu
+    if train.optimizer.kind == "adamw_8bit" or train.master_dtype == "bfloat16":
+        rank.add("optimizer step", STEP_BYTES, ["optimizer"])
     rank.add("moments", min(moments, 2 * PIECE_BYTES) if offloads else 0, ["optimizer"])
     rank.add("moments", moments, phases if offloads else phases[1:], on_host=offloads)
     rank.add("gradients", memory.gradients, ["optimizer"] if job.is_single else ["train", "optimizer"])
     _add_forward_and_backward(rank, job)
     saved = memory.gradients if config.model.lora.enabled else memory.masters  # of adapters alone, as checkpoints are
-    rank.add("staged checkpoint", saved + 2 * memory.gradients, ["save"], on_host=True)
+    rank.add("staged checkpoint", saved + moments, ["save"], on_host=True)
     return rank
 
 

@@ -423,7 +423,7 @@ class TrainEngine:
         """Load a state that any number of ranks saved (a collective). The parameters must be on the device. If it
         fails, nothing is changed."""
         reshard(self.model)
-        parts = self.model.lm, self.optimizer, self.device, reference, self._moments_on_host
+        parts = self.model.lm, self.optimizer, self.device, reference
         self.num_optimizer_steps, self.num_skipped_in_a_row = load_state(Path(folder), self.role.name, *parts)
 
     def state_bytes(self) -> int:

@@ -4,19 +4,29 @@ that are always in host memory."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from meshrl.parallel.fsdp import local_shard
 
 
-def host_zeros(p: torch.Tensor) -> torch.Tensor:
-    """Zeros of the shape, dtype and sharding of a parameter, in host memory, page-locked if the parameter is not."""
+def zeros_of(
+    p: torch.Tensor, on_host: bool, dtype: torch.dtype | None = None, columns: int | None = None
+) -> torch.Tensor:
+    """Zeros of the shape, dtype and sharding of a parameter, on its device, or in host memory, page-locked if the
+    parameter is not. columns: another size of the last dim, along which it is not sharded."""
     local = local_shard(p.detach())
-    zeros = torch.zeros(local.shape, dtype=local.dtype, pin_memory=local.device.type != "cpu")
+    shape, full = (x.shape if columns is None else torch.Size([*x.shape[:-1], columns]) for x in (local, p))
+    kind: dict[str, Any] = {"dtype": dtype or p.dtype, "device": "cpu" if on_host else local.device}
+    zeros = torch.zeros(shape, pin_memory=on_host and local.device.type != "cpu", **kind)
+    if not isinstance(p, DTensor):
+        return zeros
+    meta = TensorMeta(full, torch.empty(full, device="meta").stride(), kind["dtype"])
     # DTensor.from_local would move the shard to the mesh's device.
-    return DTensor(zeros, p._spec, requires_grad=False) if isinstance(p, DTensor) else zeros
+    return DTensor(zeros, DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta), requires_grad=False)
 
 
 class HostMemory:

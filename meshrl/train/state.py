@@ -2,7 +2,7 @@
 
 model.NAME               parameters in their master dtype; with LoRA only the adapters, since the rest never changes
 buffer.NAME              buffers that belong to a model's files, such as a router's correction bias
-optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq
+optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq, and in 8 bits their scales
 gradient.NAME            only in a replay, which saves between a gradient and its optimizer step; not loaded
 lora.base                int64[2], with LoRA: a digest of all frozen parameters, and the bits of the adapters' scale
 reference.base.DTYPE     int64[], with a reference model: a digest of all its parameters, which has this compute dtype
@@ -24,11 +24,12 @@ from meshrl.core.device import generator_states, set_generator_state
 from meshrl.core.errors import CheckpointError
 from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_weights
-from meshrl.parallel.boxes import LocalBox, boxes, replica
+from meshrl.parallel.boxes import LocalBox, boxes, element_keys, replica
 from meshrl.parallel.fsdp import local_shard
+from meshrl.plan.decisions import moment_bytes
 from meshrl.sync.digest import bits_of
 from meshrl.train.checkpoint import SavedTensors, Tensors
-from meshrl.train.offload import host_zeros
+from meshrl.train.optim import AdamW
 
 Counters = tuple[int, int]
 NO_TENSORS: Tensors = {}
@@ -36,7 +37,6 @@ _BASE, GRADIENT = "lora.base", "gradient."
 _DIGEST_ELEMENTS = 1 << 18  # at a time: their bits as int64 stay in a core's cache
 # Frozen parameters never change, so their digest is computed once, before their memory is released.
 _base_digests: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
-_SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
 
 
 def state_tensors(
@@ -60,13 +60,12 @@ def load_state(
     folder: Path,
     role: str,
     lm: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: AdamW | None,
     device: torch.device,
     reference: Tensors = NO_TENSORS,
-    on_host: bool = False,
 ) -> Counters:
     """Fill the model of a role and its optimizer in place, and set the generators (a collective). Returns the counters.
-    on_host: whether the optimizer's state is in host memory. If it fails, nothing is changed."""
+    If it fails, nothing is changed."""
     saved = SavedTensors(folder, role)
     tensors, counters = _model_tensors(lm), torch.zeros(2, dtype=torch.int64)
     theirs, own = _adapters_in(saved.entries), _adapters_in(tensors)
@@ -83,25 +82,36 @@ def load_state(
                 f"{folder} holds {name}, which this model does not have; it is of another model{lora}"
             )
     _require_same_base(saved, folder, base_digest(lm) | dict(reference))
-    slots: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-    parameters = trained_weights(lm) if optimizer else {}
-    for key in [key for key in saved.entries if key.startswith("optimizer.")]:
-        _, slot, name = key.split(".", 2)
-        if name in parameters:
-            entry, p = saved.entries[key], parameters[name]
-            is_number = not entry.shape  # such as AdamW's step; else the slot has the parameter's shape
-            number = torch.zeros((), dtype=entry.dtype, device="cpu" if on_host else local_shard(p).device)
-            tensors[key] = number if is_number else host_zeros(p) if on_host else torch.zeros_like(p.detach())
-            slots.setdefault(p, {})[slot] = tensors[key]
+    states = _saved_states(saved, lm, optimizer)
+    tensors |= {f"optimizer.{slot}.{name}": t for name, state in states.items() for slot, t in state.items()}
     generators = {f"rng.{dist.get_rank()}.{kind}": rng for kind, rng in generator_states(device).items()}
     mine = {name: rng for name, rng in generators.items() if name in saved.entries}
     saved.load({**tensors, **mine, "counters": counters})
     for name, rng in mine.items():
         set_generator_state(name.rpartition(".")[2], rng)
-    for p, state in slots.items():
-        optimizer.state[p] = state  # type: ignore[union-attr]
+    if optimizer:
+        optimizer.state.update({p: states[name] for name, p in trained_weights(lm).items() if name in states})
     steps, skipped = counters.tolist()
     return steps, skipped
+
+
+def _saved_states(
+    saved: SavedTensors, lm: torch.nn.Module, optimizer: AdamW | None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Empty states of the parameters that have one in the checkpoint."""
+    slots: dict[str, set[str]] = {}
+    for _, slot, name in (key.split(".", 2) for key in saved.entries if key.startswith("optimizer.")):
+        slots.setdefault(name, set()).add(slot)
+    parameters = trained_weights(lm) if optimizer else {}
+    states = {name: optimizer.empty_state(p) for name, p in parameters.items() if name in slots}  # type: ignore[union-attr]
+    for name, state in states.items():
+        if state.keys() != slots[name]:
+            raise CheckpointError(
+                f"{saved.folder} holds {', '.join(sorted(slots[name]))} of {name}, but this optimizer has "
+                f"{', '.join(sorted(state))}: train.optimizer.kind has changed. Restore it, or start a new run from "
+                "the model of this one"
+            )
+    return states
 
 
 def load_model(folder: Path, role: str, lm: torch.nn.Module) -> None:
@@ -123,14 +133,12 @@ def unequal_tensor(folder: Path, role: str, lm: torch.nn.Module, dtype: torch.dt
     return None
 
 
-def state_bytes(lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+def state_bytes(lm: torch.nn.Module, optimizer: AdamW | None) -> int:
     """Bytes of this rank's share of a checkpoint after the first optimizer step, without headers."""
-    slots = _SLOTS_OF_ADAMW if optimizer else 0
-    return sum(
-        (1 + slots * p.requires_grad) * local_shard(p).numel() * p.element_size()
-        for p in trained_weights(lm).values()
-        if replica(p)[0] == 0
-    )
+    is_8bit = optimizer is not None and optimizer.is_8bit
+    own = [(p, local_shard(p)) for p in trained_weights(lm).values() if replica(p)[0] == 0]
+    moments = [moment_bytes(shard.shape, p.numel(), p.element_size(), is_8bit) for p, shard in own if p.requires_grad]
+    return sum(shard.nbytes for _, shard in own) + sum(moments) * (optimizer is not None)
 
 
 def _model_tensors(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -175,23 +183,12 @@ def box_digest(local: LocalBox) -> torch.Tensor:
     the boxes of a tensor add up to its digest for any sharding. It detects accidents, not attacks."""
     values = local.tensor
     rows = values.reshape(-1, values.shape[-1]) if values.dim() else values.view(1, 1)
-    row_keys = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim, (at, size) in enumerate(zip(local.offsets[:-1], values.shape[:-1], strict=True)):
-        row_keys = row_keys[..., None] + _keys(at, size, dim + 1, values.device)
-    row_keys = (row_keys.reshape(-1) | 1).expand(len(rows))
-    keys = _keys(local.offsets[-1] if values.dim() else 0, rows.shape[1], 0, values.device)
+    row_keys, keys = element_keys(local)
     step = max(1, _DIGEST_ELEMENTS // rows.shape[1])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part, part_keys in zip(rows.split(step), row_keys.split(step), strict=True):
         total += ((bits_of(part.contiguous()).long() * keys).sum(1) * part_keys).sum()
     return total.cpu()
-
-
-def _keys(start: int, count: int, dim: int, device: torch.device) -> torch.Tensor:
-    """int64[count]: odd pseudo-random numbers, a function of index and dim."""
-    index = torch.arange(start, start + count, device=device) + (dim << 40)
-    mixed = index * 0x1E3779B97F4A7C15
-    return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9 | 1
 
 
 def _adapters_in(entries: Iterable[str]) -> set[str]:

@@ -28,7 +28,7 @@ from meshrl.train import engine as engine_file
 from meshrl.train import optim
 from meshrl.train.checkpoint_files import state_folder
 from meshrl.train.engine import TrainEngine
-from meshrl.train.offload import host_zeros
+from meshrl.train.offload import zeros_of
 from meshrl.train.state import state_tensors
 
 UNDIVIDED = 0  # moments that stay on the device
@@ -39,7 +39,8 @@ UNEVEN = {"hidden_size": 40, "intermediate_size": 50, "vocab_size": 61}  # ranks
 def model_of(name: str) -> torch.nn.Module:
     if name == "mixture":
         return tiny_mixture(vocab_size=61)
-    lm = tiny_qwen2(tie=name != "untied", dtype=torch.bfloat16 if name == "bf16 masters" else torch.float32, **UNEVEN)
+    sizes = UNEVEN | {"hidden_size": 72} if name == "wide" else UNEVEN
+    lm = tiny_qwen2(tie=name != "untied", dtype=torch.bfloat16 if name == "bf16 masters" else torch.float32, **sizes)
     if name == "LoRA":
         add_adapters(lm, LORA, torch.float32, "tiny")
         randomize_adapters(lm)
@@ -98,6 +99,7 @@ def require_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
         ("mixture", 2, {}),
         ("tied", 2, {"sharding_strategy": "NO_SHARD"}),
         ("untied", 2, {"mesh": {"tp": 2}}),
+        ("wide", 2, {"optimizer": {"clip": 0.1, "kind": "adamw_8bit"}}),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -111,12 +113,12 @@ def test_a_step_in_pieces_equals_the_undivided_one_to_the_bit(pool: Any, name: s
 def bytes_of_steps(rank: int, world: int, piece: int, name: str) -> list[tuple[int, int]]:
     """(peak of what a step makes on the device, bytes of the moments) of the first and the second step."""
 
-    def on_host(p: torch.Tensor) -> torch.Tensor:
+    def on_host(*args: Any) -> torch.Tensor:
         with _disable_current_modes():
-            return host_zeros(p)
+            return zeros_of(*args)
 
     sizes = []
-    with engine_with(piece, name, world, {}) as engine, patch.object(optim, "host_zeros", on_host):
+    with engine_with(piece, name, world, {}) as engine, patch.object(optim, "zeros_of", on_host):
         for step in range(2):
             backward(engine, step)
             with LiveStorages() as live:

@@ -90,20 +90,6 @@ def test_masters_moments_and_gradients_are_fp32_and_the_wire_has_the_compute_dty
     assert reference == {"reference": compute, "buffers": fp32}
 
 
-def _twenty_steps(rank: int, world: int, folder: Path, master: str) -> float:
-    engine = _built(world, folder, "bfloat16", master_dtype=master)
-    before = [full_tensor(p).clone() for p in engine.model.parameters()]
-    for _ in range(20):
-        _step(engine, rank)
-    return max(float((full_tensor(p) - b).abs().max()) for p, b in zip(engine.model.parameters(), before, strict=True))
-
-
-def test_fp32_masters_move_at_lr_1e_6_and_bf16_masters_do_not(pool, folder):
-    """Twenty steps of AdamW; this is why train.master_dtype is float32 by default."""
-    assert pool.run(_twenty_steps, 1, folder, "float32")[0] == pytest.approx(2e-5, rel=0.2)
-    assert pool.run(_twenty_steps, 1, folder, "bfloat16")[0] == 0.0
-
-
 def _buffers_in_rank(rank: int, world: int, folder: Path, dtype: str, role: RoleSpec) -> dict[str, Any]:
     engine = _built(world, folder, dtype, role=role)
     if role == POLICY:

@@ -210,10 +210,9 @@ def test_transformers_name_of_flash_attention_is_another_name_of_flash(good: Pat
     assert loaded.notices == load_run_config(good, ["model.dtype=float32"]).notices == ()
 
 
-def test_a_row_above_the_token_budget_and_bf16_masters_give_notices(good: Path):
-    notices = load_run_config(good, ["train.max_tokens_per_microbatch=100", "train.master_dtype=bfloat16"]).notices
+def test_a_row_above_the_token_budget_gives_a_notice(good: Path):
+    notices = load_run_config(good, ["train.max_tokens_per_microbatch=100"]).notices
     assert any("128 tokens" in notice and "= 100" in notice for notice in notices)
-    assert any("float32 master weights" in notice for notice in notices)
 
 
 def test_the_default_learning_rate_follows_the_command_and_lora(good: Path, good_sft: Path):
