@@ -137,7 +137,8 @@ def _bytes(axis: str, args: Any, folder: Path, recompute: bool) -> dict[str, Any
         engine.forward_backward(batches, make_policy_loss(AlgoConfig()))
         engine.optim_step(LR)
     work = [Work(tokens=batch.num_tokens, scored=len(batch.scored)) for batch in batches]
-    formula = step_bytes(shape_of(engine), work, MESHES[axis], width=4, recompute=recompute)
+    shape = shape_of(engine)
+    formula = step_bytes(shape, work, MESHES[axis], width=4, recomputed=shape.num_layers * recompute)
     return {"counted": counter.bytes, "formula": formula, "calls": counter.calls}
 
 

@@ -83,7 +83,7 @@ def example(model: str, shards: int, ulysses: int, tp: int) -> list[float]:
     facts = dict(num_layers=layers, hidden=hidden, heads=heads, key_heads=key_heads, head_dim=size)
     shape = Shape(**facts, blocks=block * layers + norms[1:], root=[*root, norms[0]], replicated=norms)
     work = [Work(tokens=MICRO_BATCH * ulysses, scored=MICRO_BATCH)] * (TOKENS // (MICRO_BATCH * ulysses * shards))
-    by_axis = sent_bytes(shape, work, (1, shards, ulysses, tp), 2, True)
+    by_axis = sent_bytes(shape, work, (1, shards, ulysses, tp), 2, shape.num_layers)
     sent = [by_axis.get(axis, 0) / 1e9 for axis in ("FSDP2", "ulysses", "tp")]
     numbers = sum(map(prod, [*shape.blocks, *shape.root])) / (shards * ulysses)
     inputs = layers * MICRO_BATCH // tp * hidden * 2

@@ -1,7 +1,7 @@
 """The memory that `meshrl plan` computes, over the peaks that were measured: of runs on CPU ranks made here, and of the
 H200 cells of benchmarks/gpu_train.py in benchmarks/results.
 
-    python benchmarks/plan_accuracy.py             # twelve runs, about half an hour on two cores
+    python benchmarks/plan_accuracy.py             # thirteen runs, about half an hour on two cores
     python benchmarks/plan_accuracy.py --smoke
 
 A CPU rank's peak in a phase is the kernel's VmHWM, which begins again with each phase. A case's figure is the largest
@@ -51,6 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {  # what domina
     "logits": (WORDS, 1, LONG),
     "pages of the sampler": (DEEP, 1, (*LONG, "loop.samples_per_prompt=16")),
     "adapters": (WIDE, 1, ("model.lora.enabled=true",)),
+    "8 bits": (WIDE, 1, ("train.optimizer.kind=adamw_8bit", "train.master_dtype=bfloat16")),
     "delta sync": (WIDE, 1, ("rollout.sync_mode=delta",)),
 }
 

@@ -225,8 +225,8 @@ def _launch(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from meshrl.tools.memory_plan import plan_command
 
-    if args.schedule and (args.json or args.gpu_memory is not None):
-        raise ConfigError("--gpu-memory and --json are of the memory; --schedule compares speeds. Leave one out")
+    if args.schedule and (args.json or args.search):
+        raise ConfigError("--search and --json are of the memory alone; --schedule compares speeds. Leave one out")
     if args.search and args.gpu_memory is None:
         raise ConfigError("--search needs the memory of each GPU, into which a run has to fit: --gpu-memory SIZE")
     if args.schedule != (args.measured is not None):

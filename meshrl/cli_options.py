@@ -110,7 +110,12 @@ MEMORY_PLAN = [
     ),
     arg("--search", None, "with it: the five fastest meshes and modes that fit", action="store_true"),
     arg("--json", None, "print the memory as JSON", action="store_true"),
-    arg("--schedule", None, "compare the speed of the schedules instead", action="store_true"),
+    arg(
+        "--schedule",
+        None,
+        "compare the speed of the schedules, with --gpu-memory of those that fit",
+        action="store_true",
+    ),
     arg(
         "--from",
         "RUN",

@@ -70,11 +70,14 @@ class TrainConfig(Slice):
     fsdp_prefetch: int = Field(1, ge=1, le=64)
     """groups of blocks that FSDP2 gathers ahead of the one that computes, forwards and backwards. More than 1 hides
     slow networks behind compute, for the memory of one group each"""
-    activation_checkpointing: Literal[True, False, "block", "submodule", "selective"] = True
-    """which activations of a block are recomputed in backward instead of stored: true or block = all but its input, for
-    about a fourth to a third more compute; submodule = those of its MLP or experts, and of its norms; selective = all
-    but matrix products and the output of attention, for 1 % more compute at most; false = none. Results are equal to
-    the bit. docs/perf/README.md has the share of memory that each saves"""
+    activation_checkpointing: Literal[
+        True, False, "block", "every_2", "every_3", "every_4", "submodule", "selective"
+    ] = True
+    """which activations of a block are recomputed in backward instead of stored: true or block = all but its input,
+    for about a fourth to a third more compute; every_2 to every_4 = the same in one of so many blocks; submodule =
+    those of its MLP or experts, and of its norms; selective = all but matrix products and the output of attention,
+    for 1 % more compute at most; false = none. Results are equal to the bit. docs/perf/README.md has the share of
+    memory that each saves"""
     torch_compile: bool = False
     """compile the decoder blocks of trained and reference model by torch.compile, once for packs of any length; results
     are equal within rounding, and the first steps take minutes longer. Attention, head and embedded samplers are not

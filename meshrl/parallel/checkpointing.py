@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshrl.core.errors import ConfigError
 from meshrl.parallel.compute_dtype import Named, replaced
+from meshrl.plan.decisions import recomputed_every
 
 _MLP = re.compile("mlp|feed_forward|moe")  # in the name of a block's child with matrices
 # Operators whose results are stored: products, except those that begin with a bias, which are scores of attention and
@@ -31,7 +32,8 @@ def checkpoint_blocks(blocks: Iterable[torch.nn.Module], mode: bool | str) -> No
 
     Raises: ConfigError for a block without the parts that the mode recomputes.
     """
-    for block in blocks:
+    every = recomputed_every(mode)
+    for number, block in enumerate(blocks):
         if mode == "submodule":
             for module in _recomputed(block):
                 named = [(m, name) for m in module.modules() for name in m._parameters]
@@ -41,7 +43,7 @@ def checkpoint_blocks(blocks: Iterable[torch.nn.Module], mode: bool | str) -> No
             is_biased = any("bias" in name and p.ndim > 1 for name, p in block.named_parameters())
             contexts = partial(create_selective_checkpoint_contexts, partial(_policy, is_biased))
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-        elif mode:
+        elif every and number % every == 0:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 

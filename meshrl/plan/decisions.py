@@ -245,13 +245,20 @@ def micro_batch(model: ModelConfig, train: TrainConfig, numbers: ModelNumbers) -
     return Decision("train.max_tokens_per_microbatch", tokens, reason)
 
 
+def recomputed_every(mode: bool | str) -> int:
+    """Of how many blocks one stores its input alone, by train.activation_checkpointing; 0 = none."""
+    if isinstance(mode, str) and mode.startswith("every_"):
+        return int(mode.removeprefix("every_"))
+    return int(mode in (True, "block"))
+
+
 def stored_numbers(numbers: ModelNumbers, compiled: bool = False, mode: bool | str = False) -> int:
     """About how many numbers a decoder block stores of each token for its backward pass: what its norms, products and
     attention read again. torch.compile computes some of them again. mode: of train.activation_checkpointing
     (benchmarks/activation_memory.py)."""
     hidden, inner = numbers.hidden_size, numbers.intermediate_size or 4 * numbers.hidden_size
-    if mode in (True, "block"):
-        return hidden
-    if mode:
+    if mode in ("submodule", "selective"):
         return 7 * hidden if mode == "submodule" else 6 * hidden + 2 * inner
-    return 7 * hidden + 3 * inner if compiled else 10 * hidden + 4 * inner
+    complete = 7 * hidden + 3 * inner if compiled else 10 * hidden + 4 * inner
+    every = recomputed_every(mode)
+    return (hidden + (every - 1) * complete) // every if every else complete

@@ -23,6 +23,7 @@ from meshrl.plan.decisions import (
     STEP_BYTES,
     VLLM_CPU_CACHE_BYTES,
     ModelNumbers,
+    recomputed_every,
 )
 from meshrl.plan.disk_use import size_text
 from meshrl.plan.sizes import micro_batches, page_tokens, room_for
@@ -182,7 +183,13 @@ def traffic(job: PlannedRun) -> dict[str, float]:
     if job.memory.shape is None or tokens is None or number is None:
         return {}
     work = [Work(tokens=job.tokens * mesh[2], scored=job.tokens)] * number
-    return sent_bytes(job.memory.shape, work, mesh, width, train.activation_checkpointing in (True, "block"))
+    return sent_bytes(job.memory.shape, work, mesh, width, _recomputed(job))
+
+
+def _recomputed(job: PlannedRun) -> int:
+    """Blocks of which only the input is stored."""
+    every = recomputed_every(job.config.train.activation_checkpointing)
+    return ceil(job.model.num_layers / every) if every else 0
 
 
 def _train_rank(job: PlannedRun) -> RankMemory:
@@ -228,9 +235,10 @@ def _add_forward_and_backward(rank: RankMemory, job: PlannedRun) -> None:
     is_sharded = replicas * shards * ulysses > 1
     is_copied = is_sharded or not (lora or config.model.dtype == train.master_dtype)
     keeps_all = train.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD")
-    of_block = train.activation_checkpointing in (True, "block")
+    num_layers, recomputed = job.model.num_layers, _recomputed(job)
     if not is_sharded:
-        keeps_all = train.activation_checkpointing in (False, "submodule")  # else the copies are made again
+        # Else the copies are made again; some blocks count as all.
+        keeps_all = train.activation_checkpointing != "selective" and recomputed < num_layers
     own_head, reduced, head = 0 if keeps_all else memory.own_head, 0, _head_bytes(job, width, tp)
     if is_copied:
         one = memory.block * (1 + train.fsdp_prefetch * is_sharded)
@@ -251,14 +259,14 @@ def _add_forward_and_backward(rank: RankMemory, job: PlannedRun) -> None:
         return
     held = memory.activations
     parts = 2 * (tp - 1) * held.hidden // tp  # the input of attention and of the MLP, of all ranks' tokens
-    stored = held.stored // tp + parts * job.model.num_layers
-    if of_block:  # the inputs of blocks, of the last norm, also in fp32, and of the head
-        stored = (job.model.num_layers + 3) * held.hidden // tp
+    stored = (held.stored // tp + parts * num_layers) * (num_layers - recomputed) // num_layers
+    if recomputed:  # the inputs of blocks, of the last norm, also in fp32, and of the head
+        stored += (recomputed + 3) * held.hidden // tp
     if is_rl:
         logits = min(job.tokens * ceil(job.model.vocab_size / tp), CHUNK_LOGITS_ON_CPU) * 4 * job.on_cpu
         at_head = logits + own_head - 2 * memory.block * bool(own_head)  # the blocks are freed, and it is copied
         rank.add("within a block", max(at_head, held.forward // tp + parts + 2 * held.hidden // tp), ["annotate"])
-    own = 0 if of_block else held.stored // (tp * job.model.num_layers)  # of the block, counted in all activations
+    own = 0 if recomputed else held.stored // (tp * num_layers)  # of the block, counted in all activations
     within = max(head, held.backward // tp + parts - own)
     rank.add("within a block", within, ["train"])
     rank.add("activations", stored, ["train"])

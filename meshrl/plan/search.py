@@ -9,6 +9,7 @@ from itertools import product
 
 from meshrl.core.errors import ConfigError
 from meshrl.plan.changes import MOST, Change, Keys, fit
+from meshrl.plan.decisions import recomputed_every
 from meshrl.plan.memory import PlannedRun, RankMemory, traffic
 
 RECOMPUTED = {False: 1.0, "selective": 1.01, "submodule": 1.2, True: 4 / 3}  # mode -> FLOPs over those without it
@@ -43,11 +44,16 @@ def step_s(job: PlannedRun) -> float:
     config, ranks = job.config, job.num_train_ranks
     _, shards, ulysses, tp = config.train.mesh_shape(ranks)
     tokens = config.rows_per_update * (config.longest_row_tokens or job.tokens) / ranks
-    computes = tokens * (job.memory.flops or 0) / FLOPS * RECOMPUTED.get(config.train.activation_checkpointing, 4 / 3)
+    computes = tokens * (job.memory.flops or 0) / FLOPS * _flops_share(config.train.activation_checkpointing)
     sent, peers = traffic(job), {"tp": tp, "ulysses": ulysses * tp, "FSDP2": shards * ulysses * tp, "replicas": ranks}
     seconds = {axis: size / SENDS[peers[axis] > NODE] for axis, size in sent.items()}
     of_weights = seconds.pop("FSDP2", 0.0) + seconds.pop("replicas", 0.0)
     return max(computes, of_weights) + sum(seconds.values())
+
+
+def _flops_share(mode: bool | str) -> float:
+    """FLOPs over those without recomputation."""
+    return RECOMPUTED.get(mode, 1 + 1 / 3 / (recomputed_every(mode) or 1))
 
 
 def _meshes(job: PlannedRun) -> Iterator[Keys]:

@@ -49,24 +49,23 @@ def fsdp_bytes(shape: Shape, num_batches: int, shards: int, width: int) -> Count
     return Counter(all_gather=gathered, reduce_scatter=reduced)
 
 
-def tp_bytes(shape: Shape, work: Sequence[Work], ulysses: int, tp: int, width: int, recompute: bool) -> Counter[str]:
+def tp_bytes(shape: Shape, work: Sequence[Work], ulysses: int, tp: int, width: int, recomputed: int) -> Counter[str]:
     """x: the hidden states of a rank's chunk. Attention and MLP gather x and scatter a sum of x, the other way round in
     the backward pass. Recomputation ends before the scatter of a block's MLP, whose result nothing needs. The embedding
     scatters x, and the head gathers it. Its statistics are two numbers, and the entropy, of each scored token.
-    Gradients are summed in fp32."""
+    Gradients are summed in fp32. recomputed: layers."""
     total: Counter[str] = Counter()
     for batch in work:
         x = ceil(batch.tokens / (ulysses * tp)) * tp * shape.hidden * width
         gathers = scatters = 2 * shape.num_layers
-        again = (2 * shape.num_layers, shape.num_layers) if recompute else (0, 0)
-        total["all_gather"] += x * (gathers + again[0] + scatters + 1 + 1) + tp * 3 * batch.scored * 4
-        total["reduce_scatter"] += x * (scatters + again[1] + gathers + 1 + 1)
+        total["all_gather"] += x * (gathers + 2 * recomputed + scatters + 1 + 1) + tp * 3 * batch.scored * 4
+        total["reduce_scatter"] += x * (scatters + recomputed + gathers + 1 + 1)
         total["all_reduce"] += sum(map(prod, shape.replicated)) * max(width, 4)
     return total
 
 
 def ulysses_bytes(
-    shape: Shape, work: Sequence[Work], ulysses: int, tp: int, width: int, recompute: bool
+    shape: Shape, work: Sequence[Work], ulysses: int, tp: int, width: int, recomputed: int
 ) -> Counter[str]:
     """Attention swaps q, k, v and its output, which the backward pass swaps back. A key head is sent to each rank that
     needs it. Each rank gets the logprobs and entropies of all tokens."""
@@ -75,13 +74,13 @@ def ulysses_bytes(
     for batch in work:
         chunk = ceil(batch.tokens / (ulysses * tp)) * tp
         layer = chunk * (2 * heads + 2 * key_heads) * shape.head_dim * width
-        total["all_to_all"] += shape.num_layers * layer * (3 if recompute else 2)
+        total["all_to_all"] += layer * (2 * shape.num_layers + recomputed)
         total["all_reduce"] += 2 * batch.tokens * 4
     return total
 
 
 def step_bytes(
-    shape: Shape, work: Sequence[Work], mesh: tuple[int, int, int, int], width: int, recompute: bool
+    shape: Shape, work: Sequence[Work], mesh: tuple[int, int, int, int], width: int, recomputed: int
 ) -> Counter[str]:
     """Of a step on a mesh (dp_replicate 1, dp_shard, ulysses, tp); the gradient norm is one fp32 number."""
     _, shards, ulysses, tp = mesh
@@ -89,14 +88,14 @@ def step_bytes(
     if shards * ulysses > 1:
         total += fsdp_bytes(shape, len(work), shards * ulysses, width)
     if ulysses > 1:
-        total += ulysses_bytes(shape, work, ulysses, tp, width, recompute)
+        total += ulysses_bytes(shape, work, ulysses, tp, width, recomputed)
     if tp > 1:
-        total += tp_bytes(shape, work, ulysses, tp, width, recompute)
+        total += tp_bytes(shape, work, ulysses, tp, width, recomputed)
     return total
 
 
 def sent_bytes(
-    shape: Shape, work: Sequence[Work], mesh: tuple[int, int, int, int], width: int, recompute: bool
+    shape: Shape, work: Sequence[Work], mesh: tuple[int, int, int, int], width: int, recomputed: int
 ) -> dict[str, float]:
     """By axis, what a rank sends in an optimizer step. Replicas reduce the shards of the gradients in fp32. Without the
     axes of which the formulas do not hold for this model."""
@@ -105,8 +104,8 @@ def sent_bytes(
     by_axis = {
         "FSDP2": (fsdp, shards * ulysses),
         "replicas": (Counter(all_reduce=fsdp["reduce_scatter"] // (shards * ulysses)), replicas),
-        "ulysses": (ulysses_bytes(shape, work, ulysses, tp, width, recompute), ulysses),
-        "tp": (tp_bytes(shape, work, ulysses, tp, width, recompute), tp),
+        "ulysses": (ulysses_bytes(shape, work, ulysses, tp, width, recomputed), ulysses),
+        "tp": (tp_bytes(shape, work, ulysses, tp, width, recomputed), tp),
     }
     return {
         axis: (total.total() + total["all_reduce"]) * (n - 1) / n

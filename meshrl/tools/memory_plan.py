@@ -30,7 +30,7 @@ def plan_command(
     search: bool,
     schedule: Path | None,
 ) -> str:
-    """The text of `meshrl plan`. schedule: the run of --from; None = the memory is planned."""
+    """The text of `meshrl plan`. schedule: the run of --from; None = the memory alone is planned."""
     from meshrl.run.inputs import load_run, load_sft
 
     if schedule is not None and is_sft(source):
@@ -49,7 +49,13 @@ def plan_command(
     def check(keys: Sequence[str]) -> object:
         return load_run_config(source, [*overrides, *keys], starts=False)
 
-    return advise(load(()), check, schedule, gpus) + "\n"
+    def memory(keys: Sequence[str]) -> tuple[int, bool]:
+        from meshrl.model.costs import run_memory
+
+        _, ranks = run_memory(load(keys), None, device_bytes)
+        return max(rank.total(rank.peak) for rank in ranks), fit(ranks, device_bytes or 0)
+
+    return advise(load(()), check, schedule, gpus, memory if device_bytes is not None else None) + "\n"
 
 
 def plan_memory(load: Load, gpus: int | None, device_bytes: int | None, as_json: bool, search: bool = False) -> str:

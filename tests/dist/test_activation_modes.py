@@ -19,7 +19,7 @@ from meshrl.model.lora import add_adapters, randomize_adapters
 from meshrl.parallel.checkpointing import checkpoint_blocks
 from meshrl.parallel.fsdp import local_shard
 
-MODES = [True, "block", "submodule", "selective"]
+MODES = [True, "block", "every_2", "submodule", "selective"]
 MODELS: dict[str, Any] = {
     "tied": lambda: tiny_qwen2(),
     "norms of heads, LoRA": lambda: _with_adapters(tiny_lm("qwen3")),

@@ -27,7 +27,6 @@ from meshrl.plan.memory import rank_memory
 from meshrl.plan.sizes import PAGE_TOKENS, room_for
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.train.engine import TrainEngine
-from meshrl.train.packing import pack
 
 TOKENS = 2 * 53
 ALIGNED = 112  # its multiples are sizes of scores in bf16 on a CPU
@@ -39,10 +38,11 @@ SIZES: dict[str, Any] = dict(
 def _held(rank: int, world: int, model: ModelConfig, train: TrainConfig) -> dict[str, int]:
     mesh = build_mesh(train.mesh_shape(world), "cpu")
     policy, reference = (TrainEngine.build(model, train, mesh, role) for role in (POLICY, REFERENCE))
-    batches, stored = [pack(weigh(random_samples(0, [TOKENS])), [0])], dict[int, int]()
+    samples, stored = weigh(random_samples(0, [TOKENS] * policy.coordinates.num_ulysses)), dict[int, int]()
+    batches, tokens = [policy.pack(samples, range(len(samples)))], TOKENS // policy.coordinates.num_tp
 
     def keep(x: torch.Tensor) -> torch.Tensor:
-        if x.numel() and not (x.numel() % (TOKENS // world) and x.numel() % ALIGNED):  # not a parameter
+        if x.numel() and not (x.numel() % tokens and x.numel() % ALIGNED):  # not a parameter
             stored[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
@@ -100,15 +100,23 @@ def _planned(
 
 STORES = {"activation_checkpointing": False}
 TRAIN = {"sharded": {}, "replicated": {"sharding_strategy": "NO_SHARD"} | STORES, "tp": {"mesh": {"tp": 2}} | STORES}
+TRAIN["every_2"] = {"activation_checkpointing": "every_2"}
 TRAIN["submodule"] = {"activation_checkpointing": "submodule"}
 
 
-@pytest.mark.parametrize("train", TRAIN.values(), ids=TRAIN)
+TRAIN["four"] = {}
+TRAIN["hybrid"] = {"sharding_strategy": "HYBRID_SHARD", "mesh": {"dp_replicate": 2}}
+TRAIN["ulysses"] = {"mesh": {"ulysses": 2}} | STORES
+RANKS = {"four": 4, "hybrid": 4}
+
+
+@pytest.mark.parametrize("layout", TRAIN)
 @pytest.mark.parametrize("lora", [False, True])
-def test_the_bytes_of_train_engines_follow_from_config_json(pool, folder: Path, train: dict[str, Any], lora: bool):
+def test_the_bytes_of_train_engines_follow_from_config_json(pool, folder: Path, layout: str, lora: bool):
     """fp32 masters, bf16 compute. The first rank has the largest shards."""
-    config, computed = _planned(folder, {"dtype": "bfloat16", "lora": {"enabled": lora, "rank": 3}}, train, 2)
-    of_ranks = pool.run(_held, 2, config.model, config.train)
+    train, num_ranks = TRAIN[layout], RANKS.get(layout, 2)
+    config, computed = _planned(folder, {"dtype": "bfloat16", "lora": {"enabled": lora, "rank": 3}}, train, num_ranks)
+    of_ranks = pool.run(_held, num_ranks, config.model, config.train)
     held = of_ranks[0] | {"state": sum(rank["state"] for rank in of_ranks)}
     if lora:
         assert computed["reference"] == 0  # the policy without its adapters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import wrap
@@ -10,6 +10,7 @@ from textwrap import wrap
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.monitor.sinks import duration
+from meshrl.plan.disk_use import size_text
 from meshrl.tools.runs import table
 from meshrl.tools.schedule.inputs import Inputs, measured, resized
 from meshrl.tools.schedule.step_time import FIRST_STEPS, Prediction, Setup, predict
@@ -21,13 +22,15 @@ MAX_SPLITS = 17
 ANSWERS = 8192  # of a prediction, about
 STALENESS = {"colocated": 0, "one_step_off": 1, "fully_async": 2}  # with which the splits of each kind are compared
 
+Memory = Callable[[Sequence[str]], tuple[int, bool]]
+"""Bytes of the largest phase of a rank under these overrides, and whether they fit."""
 Check = Callable[[Sequence[str]], object]
 """Checks the config with these overrides, such as cluster.num_train_ranks=4. Raises: ConfigError."""
 
 
-def advise(config: RunConfig, check: Check, folder: Path, gpus: int | None) -> str:
+def advise(config: RunConfig, check: Check, folder: Path, gpus: int | None, memory: Memory | None = None) -> str:
     """The predictions and the recommendation as text. check: of the config; only what it accepts is predicted. folder:
-    of a colocated run."""
+    of a colocated run. memory: only what fits is recommended."""
     count = config.cluster.num_train_ranks + config.cluster.num_rollout_ranks if gpus is None else gpus
     if count < 1:
         raise ConfigError(f"--gpus is {count}; it must be 1 or more")
@@ -50,7 +53,9 @@ def advise(config: RunConfig, check: Check, folder: Path, gpus: int | None) -> s
     kinds = {prediction.setup.loop.kind for prediction in predictions}
     refused = [kind for kind in STALENESS if kind not in kinds] if count > 1 else []
     notes = tuple(f"{kind}: the config's check refuses it on {count} GPUs, with every split" for kind in refused)
-    return describe(predictions, recommended(predictions), replace(inputs, notes=inputs.notes + notes))
+    needs = {} if memory is None else {id(each): memory(overrides(each.setup)) for each in predictions}
+    fitting = [each for each in predictions if needs.get(id(each), (0, True))[1]]
+    return describe(predictions, fitting, needs, replace(inputs, notes=inputs.notes + notes))
 
 
 def setup_of(config: RunConfig, inputs: Inputs, num_steps: int | None = None) -> Setup:
@@ -131,23 +136,39 @@ def reason(predictions: Sequence[Prediction], chosen: Prediction) -> str:
     return f"it is {compared}; {longer} limits it; {versions}"
 
 
-def describe(predictions: Sequence[Prediction], chosen: Prediction, inputs: Inputs) -> str:
-    """The table, the recommendation and the assumptions, for the terminal."""
+def describe(
+    predictions: Sequence[Prediction],
+    fitting: Sequence[Prediction],
+    needs: Mapping[int, tuple[int, bool]],
+    inputs: Inputs,
+) -> str:
+    """The table, the recommendation among those that fit, and the assumptions, for the terminal. needs: by id of the
+    prediction, as of `Memory`; empty = memory is not planned."""
     rows = [[*COLUMNS], *([show(prediction) for show in COLUMNS.values()] for prediction in predictions)]
+    if needs:
+        texts = [f"{size_text(size)}{'' if fits else ', too large'}" for size, fits in needs.values()]
+        rows = [[*row, text] for row, text in zip(rows, ["memory of a GPU", *texts], strict=True)]
     costs = [f"{name}={value:.3g}" for name, value in asdict(inputs.costs).items()]
     return "\n".join(
         [
             *table(rows),
             "",
-            f"recommended: {' '.join(overrides(chosen.setup))}",
-            f"  {reason(predictions, chosen)}",
+            *_recommendation(fitting),
             "",
             f"times: {inputs.source}",
             *wrap("  ".join(costs), 110, initial_indent="  ", subsequent_indent="  "),
             *(f"note: {note}" for note in inputs.notes),
             *ASSUMPTIONS,
+            f"tools take no time. Evaluations and checkpoints are left out. {LEFT_OUT[bool(needs)]} not checked.",
         ]
     )
+
+
+def _recommendation(fitting: Sequence[Prediction]) -> list[str]:
+    if not fitting:
+        return ["no schedule fits into the memory; `meshrl plan` without --schedule lists changes that lower it"]
+    chosen = recommended(fitting)
+    return [f"recommended: {' '.join(overrides(chosen.setup))}", f"  {reason(fitting, chosen)}"]
 
 
 COLUMNS: dict[str, Callable[[Prediction], str]] = {  # of the table
@@ -165,5 +186,8 @@ COLUMNS: dict[str, Callable[[Prediction], str]] = {  # of the table
 ASSUMPTIONS = (
     "assumed: training and decoding of different ranks do not slow each other down; training is linear in tokens and",
     "scales with the train ranks; a decode step is linear in its rows; a sync takes as long on any number of ranks;",
-    "tools take no time. Evaluations and checkpoints are left out. Memory, and what staleness costs, are not checked.",
 )
+LEFT_OUT = {
+    False: "Memory, and what staleness costs, are",
+    True: "What staleness costs is",
+}  # whether memory is planned

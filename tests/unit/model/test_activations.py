@@ -100,6 +100,13 @@ def test_what_a_block_computes_again_is_not_stored(mode: str):
     assert traced.stored < 0.8 * traced_bytes("qwen2").stored
 
 
+def test_every_2_stores_the_inputs_of_each_second_block_alone():
+    model, complete = build("qwen2"), held(build("qwen2"))
+    checkpoint_blocks(model.layers, "every_2")
+    few = held(model)
+    assert few[1::2] == complete[1::2] and all(own < 0.1 * other for own, other in zip(few[::2], complete[::2]))
+
+
 def test_a_kernel_for_packed_rows_stores_operands_result_and_log_sums():
     """With ALiBi, for which there is none, all scores."""
     with torch.device("meta"):

@@ -406,7 +406,7 @@ def test_a_verdict_names_what_it_does_not_count():
         (["--gpus", "4", "cluster.num_train_ranks=4"], "two ways to write one number; give only one"),
         (["--gpus", "0"], "--gpus is 0; it must be 1 or more"),
         (["--json", "--schedule"], "Leave one out"),
-        (["--gpu-memory", "80GB", "--schedule"], "Leave one out"),
+        (["--search", "--gpu-memory", "80GB", "--schedule"], "Leave one out"),
         (["--search"], "--search needs the memory of each GPU"),
         (["--schedule"], "--schedule needs the times and lengths of a run"),
         (["--from", "runs/a"], "they are for it only: --from RUN"),

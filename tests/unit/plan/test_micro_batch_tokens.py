@@ -31,6 +31,7 @@ def test_large_models_get_fewer_tokens_and_small_ones_the_most(tmp_path):
     assert tokens_of(tmp_path, SMOL, False, "float32") == 2048 == tokens_of(tmp_path, SMOL, False) // 2
     assert tokens_of(tmp_path, SMOL, "selective", "float32") == 4096  # 6 H + 2 I
     assert tokens_of(tmp_path, SMOL, "submodule", "float32") == 8192  # 7 H
+    assert tokens_of(tmp_path, SMOL, "every_2", "float32") == 4096  # about half of all and half of none
     assert tokens_of(tmp_path, SMOL, "block", "float32") == MOST_TOKENS
     seven_b = SMOL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
     assert tokens_of(tmp_path, seven_b, True) == MOST_TOKENS
