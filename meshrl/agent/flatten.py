@@ -210,6 +210,7 @@ def _row(trajectory: Trajectory, path: list[int], trained_before: set[int]) -> S
         reward=trajectory.reward,
         truncated=trajectory.status == "truncated",
         engine_id=",".join(dict.fromkeys(t.engine_id for t in turns)),
+        env=trajectory.prompt.env,
         media_spans=[
             (media_id, end - r - c + start, size)
             for turn, end, c, r in zip(turns, ends, context, sampled)

@@ -84,10 +84,11 @@ class Group:
     """The scored trajectories of one prompt, as a user-defined advantage function gets them.
 
     rewards: float64[G], less the trajectory's KL if kl.place is reward. rows[g]: the rows of trajectory g, one in most
-    cases; do not change them. Groups and trajectories are in the order in which they were sampled.
+    cases; do not change them. env: of the prompt. Groups and trajectories are in the order in which they were sampled.
     """
 
     id: str
+    env: str = ""
     rewards: np.ndarray
     rows: list[list[Sample]]
 
@@ -131,23 +132,22 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
     groups = [
         Group(
             id=name,
+            env=of_group[0].rows[0].env,
             rewards=np.array([t.reward - t.kl_penalty for t in of_group], np.float64),
             rows=[t.rows for t in of_group],
         )
         for name, of_group in members.items()
     ]
     group_metrics = _group_metrics(groups, cfg.advantage_eps)  # before a user's function, which may write into rewards
-    if cfg.advantage in ADVANTAGES:
-        kind, eps = ADVANTAGES[cfg.advantage], cfg.advantage_eps
-        function = import_object(kind.function)
-        found = [function(g, eps) if kind.by_turn else _group_advantages(function, g, eps) for g in groups]
-        _assign(groups, found, cfg.advantage)
-        if kind.by_turn:  # equal sums may differ in turns
-            group_metrics[1] = _without_advantage(groups)
-    else:
-        function = look_up(cfg.advantage, ADVANTAGES, "algo.advantage")
-        _assign(groups, function(groups), cfg.advantage)
+    by_kind: dict[str, list[Group]] = {}
+    for group in groups:
+        by_kind.setdefault(cfg.advantage_by_env.get(group.env, cfg.advantage), []).append(group)
+    for name, of_kind in by_kind.items():
+        _assign_one(name, of_kind, cfg.advantage_eps)
+    if not all(name in ADVANTAGES for name in by_kind):
         group_metrics[1:] = [_without_advantage(groups)]
+    elif any(ADVANTAGES[name].by_turn for name in by_kind):  # equal sums may differ in turns
+        group_metrics[1] = _without_advantage(groups)
     metrics += group_metrics
     rewards = [t.reward for t in trajectories]
     metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
@@ -155,6 +155,16 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
         metrics.append(Metric(name="reward/max", sum=max(rewards), reduce="max"))
         metrics.append(Metric(name="reward/min", sum=min(rewards), reduce="min"))
     return metrics
+
+
+def _assign_one(name: str, groups: list[Group], eps: float) -> None:
+    """name: of algo.advantage, also a dotted path."""
+    if (kind := ADVANTAGES.get(name)) is None:
+        found = look_up(name, ADVANTAGES, "algo.advantage")(groups)
+    else:
+        function = import_object(kind.function)
+        found = [function(g, eps) if kind.by_turn else _group_advantages(function, g, eps) for g in groups]
+    _assign(groups, found, name)
 
 
 def _trajectories(samples: list[Sample]) -> list[_Trajectory]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,8 +23,10 @@ def try_user_functions(cfg: AlgoConfig) -> None:
 
     Raises: ConfigError when a function raises, or returns something that is not allowed.
     """
-    if ":" in cfg.advantage:
-        _tried("algo.advantage", cfg.advantage, lambda: _advantage(cfg))
+    for key, path in cfg.advantages.items():
+        if ":" in path:
+            one = cfg.model_copy(update={"advantage": path, "advantage_by_env": {}, "kl": KlConfig()})
+            _tried(key, path, partial(_advantage, one))
     if ":" in cfg.loss.kind:
         _tried("algo.loss.kind", cfg.loss.kind, lambda: _loss(cfg))
 
@@ -42,7 +45,7 @@ def _tried(key: str, path: str, trial: Callable[[], None]) -> None:
 def _advantage(cfg: AlgoConfig) -> None:
     groups = {"a": (1.0, 0.0, 0.5), "b": (1.0, 0.0, 0.5), "equal rewards": (1.0, 1.0, 1.0)}
     samples = [_sample(group, i, reward) for group, rewards in groups.items() for i, reward in enumerate(rewards)]
-    assign_advantages(samples, cfg.model_copy(update={"kl": KlConfig()}))
+    assign_advantages(samples, cfg)
 
 
 def _sample(group: str, index: int, reward: float) -> Sample:

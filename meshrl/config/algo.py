@@ -141,6 +141,8 @@ class AlgoConfig(Slice):
         description=f"advantage from a sample's reward r and its group: {described(ADVANTAGES)}; or a user-defined "
         "function as package.module:name (docs/add_an_algorithm.md)",
     )
+    advantage_by_env: dict[str, str] = Field({})
+    """other advantages, by the `env` of the rows: names of data.sources, or what data.map returns as env"""
     advantage_eps: float = Field(1e-6, gt=0)
     """added to the group's std; groups with a smaller std get advantage 0"""
     loss: SerializeAsAny[LossConfig] = LossConfig()
@@ -163,6 +165,12 @@ class AlgoConfig(Slice):
     entropy_coef: float = 0.0
     """weight of an entropy bonus in the loss; 0 = entropy is only reported"""
 
+    @property
+    def advantages(self) -> dict[str, str]:
+        """All advantages, by their keys."""
+        by_env = {f"algo.advantage_by_env.{env}": kind for env, kind in self.advantage_by_env.items()}
+        return {"algo.advantage": self.advantage} | by_env
+
     @field_validator("loss", mode="wrap")
     @classmethod
     def _user_loss(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
@@ -183,7 +191,8 @@ def algorithm_problems(case: Case) -> Iterator[Problem]:
         yield Problem(("algo.kl.estimator", "algo.kl.place"), text, void=("algo.kl.estimator",))
     yield from _correction_problems(algo.correction)
     if case.purpose == "train":
-        yield from _user_function("algo.advantage", algo.advantage, "groups", {})
+        for key, path in algo.advantages.items():
+            yield from _user_function(key, path, "groups", {})
         yield from _user_function(LOSS_KIND, algo.loss.kind, "inputs", algo.loss.args)
 
 

@@ -101,7 +101,7 @@ def _unused_by_several(config: RunConfig) -> Iterator[tuple[str, str, str, str]]
     if (kind := algo.loss.kind) in LOSS_ARGS:
         others = {name for args in LOSS_ARGS.values() for name in args if name not in LOSS_ARGS[kind]}
         yield "algo.loss", " ".join(sorted(others)), f"algo.loss.kind is {kind}", LOSS_KIND
-    if algo.advantage not in ADVANTAGES or not ADVANTAGES[algo.advantage].divides_by_std:
+    if not any(kind in ADVANTAGES and ADVANTAGES[kind].divides_by_std for kind in algo.advantages.values()):
         without = "which does not divide by the group's std"
         yield "algo", "advantage_eps", f"algo.advantage is {algo.advantage}, {without}", "algo.advantage"
     if correction == "off":
@@ -157,7 +157,8 @@ def _kinds(case: Case) -> Iterator[Problem]:
     named.append(("agent", "agent.kind", config.agent.kind))
     tables: dict[str, set[str]] = {**case.table_names, "advantage": {*ADVANTAGES}, "loss": {*LOSS_ARGS}}
     if case.purpose == "train":
-        named += [("advantage", "algo.advantage", config.algo.advantage), ("loss", LOSS_KIND, config.algo.loss.kind)]
+        named += [("advantage", key, kind) for key, kind in config.algo.advantages.items()]
+        named.append(("loss", LOSS_KIND, config.algo.loss.kind))
     for table, key, kind in named:
         yield from name_problems(key, kind, tables.get(table, set()))
 

@@ -168,10 +168,12 @@ def _answers(case: Case) -> Iterator[Problem]:
     named = data.named()
     if data.map is None and not any(source.map for source in named.values()):
         known = ["default", *(key.rpartition(".")[2] for key in named)]
-        for name, term in rewards.items():
-            for env in {*(term.envs or ())} - {*known}:
+        of_keys = [(f"reward.terms.{name}.envs", env) for name, term in rewards.items() for env in term.envs or ()]
+        of_keys += [(f"algo.advantage_by_env.{env}", env) for env in case.rl.algo.advantage_by_env]
+        for key, env in dict.fromkeys(of_keys):
+            if env not in known:
                 text = f"no row has env {env!r}; there are: {', '.join(known)}{did_you_mean(env, known)}."
-                yield Problem((f"reward.terms.{name}.envs",), text)
+                yield Problem((key,), text)
     needs = {name: term for name, term in rewards.items() if needs_answer(term.kind) and term.envs is None}
     terms = {f"reward.terms.{name}.kind": term.kind for name, term in needs.items()}
     if not terms or data.answer is not None:

@@ -133,9 +133,10 @@ class SftConfig(Slice):
 
 def loop_problems(case: Case) -> Iterator[Problem]:
     config, loop = case.rl, case.rl.loop
-    if loop.samples_per_prompt == 1 and compares_groups(config.algo.advantage):
-        text = f"{config.algo.advantage} compares the answers of a group; a group of one has nothing to compare with. "
-        yield Problem(("loop.samples_per_prompt", "algo.advantage"), f"{text}Use 2 or more (8 is usual).")
+    for key, kind in config.algo.advantages.items() if loop.samples_per_prompt == 1 else ():
+        if compares_groups(kind):
+            text = f"{kind} compares the answers of a group; a group of one has nothing to compare with. "
+            yield Problem(("loop.samples_per_prompt", key), f"{text}Use 2 or more (8 is usual).")
     if loop.samples_per_prompt == 1 and loop.max_replaced_groups:
         text = "a group of one answer has one reward, so every group would be replaced. Use 0, or 2 or more "
         yield Problem(("loop.max_replaced_groups", "loop.samples_per_prompt"), f"{text}samples_per_prompt.")

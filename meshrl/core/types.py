@@ -245,6 +245,7 @@ class Sample:
     reward: float = 0.0  # the trajectory's, for group statistics
     truncated: bool = False
     engine_id: str = ""
+    env: str = ""  # of the prompt
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     advantages: np.ndarray | None = None

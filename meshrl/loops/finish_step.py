@@ -164,4 +164,6 @@ def run_without_signal(job: Job) -> str | None:
 
 def _has_no_signal(job: Job, values: Mapping[str, float]) -> bool:
     """Whether every advantage of the step is 0. A user's own advantages may differ where the rewards do not."""
-    return values.get("reward/groups_without_signal") == 1.0 and compares_groups(job.cfg.algo.advantage)
+    return values.get("reward/groups_without_signal") == 1.0 and all(
+        map(compares_groups, job.cfg.algo.advantages.values())
+    )

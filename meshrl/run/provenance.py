@@ -110,7 +110,7 @@ def _commit() -> str | None:
 
 def _modules(config: RunConfig) -> dict[str, str]:
     """The sources of the modules of the user's advantage and loss, those without a package."""
-    paths = [path for path in (config.algo.advantage, config.algo.loss.kind) if ":" in path]
+    paths = [path for path in (*config.algo.advantages.values(), config.algo.loss.kind) if ":" in path]
     found = {}
     for name in {path.partition(":")[0] for path in paths}:
         file = getattr(sys.modules.get(name), "__file__", None)

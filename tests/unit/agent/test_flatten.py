@@ -25,7 +25,7 @@ def make_turn(context, output, parent=-1, **facts):
 
 
 def make_trajectory(*turns, group="g", index=0, reward=1.0, **facts):
-    prompt = Prompt(id="p", ordinal=0, media=facts.pop("media", {}))
+    prompt = Prompt(id="p", ordinal=0, media=facts.pop("media", {}), env="maths")
     return Trajectory(prompt=prompt, group_id=group, index=index, turns=list(turns), reward=reward, **facts)
 
 
@@ -45,7 +45,7 @@ def test_one_turn_becomes_the_row_of_the_worked_example():
     np.testing.assert_array_equal(s.rollout_logprobs, np.array([np.nan] * 3 + [-0.1, -0.2], np.float32))
     assert s.versions.tolist() == [-1, -1, -1, 0, 0]
     assert s.rewards.tolist() == [0, 0, 0, 0, 0.5]
-    assert (s.trajectory_id, s.group_id, s.row, s.prefix_len, s.reward) == ("g/0", "g", 0, 3, 0.5)
+    assert (s.trajectory_id, s.group_id, s.row, s.prefix_len, s.reward, s.env) == ("g/0", "g", 0, 3, 0.5, "maths")
     dtypes = [a.dtype.name for a in (s.tokens, s.mask, s.turn, s.rollout_logprobs, s.versions, s.rewards)]
     assert dtypes == ["int32", "bool", "int16", "float32", "int32", "float32"]
 

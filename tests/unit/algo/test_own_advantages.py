@@ -84,3 +84,19 @@ def test_an_invalid_result_is_refused(name: str, message: str):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match=r"algo.advantage is 'gpro'; allowed: grpo, dr_grpo, rloo, .*mean 'grpo'"):
         assign_advantages(two_groups(), AlgoConfig(advantage="gpro"))
+
+
+def test_each_environment_has_its_own_advantage():
+    """A function of the user gets the groups of its environments alone."""
+
+    def samples(*envs: str):
+        return [make_sample(r, group=f"{env} {r > 1}", env=env) for env in envs for r in (1.0, 0.0, 4.0, 2.0)]
+
+    mixed, by_env = samples("maths", "code", "own"), {"code": "rloo", "own": "own_algorithms:batch_scaled"}
+    found = assign_advantages(mixed, AlgoConfig(advantage="grpo", advantage_by_env=by_env))
+    for env, at in (("maths", 0), ("code", 4), ("own", 8)):
+        alone = samples(env)
+        assign_advantages(alone, AlgoConfig(advantage=by_env.get(env, "grpo")))
+        assert [s.advantages[1] for s in mixed[at : at + 4]] == [s.advantages[1] for s in alone] != [0, 0, 0, 0]
+    assert metric(found, "reward/groups_without_signal").weight == 6
+    assert len({s.advantages[1] for s in mixed[::4]}) == 3
