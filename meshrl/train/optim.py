@@ -60,6 +60,16 @@ class AdamW(torch.optim.AdamW):
                 state[name] = zeros_of(p, self.on_host)
         return state
 
+    def _counted(self, group: dict[str, Any]) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+        """The parameters that have a gradient, with their states, in which this step is counted."""
+        for p in group["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state |= self.empty_state(p)
+                state["step"] += 1
+                yield p, state
+
 
 class _AdamW(AdamW):
     """Its step computes with this rank's shards, because each element is updated by itself. For lists of DTensors,
@@ -109,15 +119,8 @@ class _AdamWInPieces(AdamW):
         synchronize(device)  # the host reads its moments when it saves
 
     def _pieces(self, group: dict[str, Any]) -> Iterator[list[_Slice]]:
-        """Make the states of parameters that have none, count the step, and cut."""
         piece, free = list[_Slice](), PIECE_BYTES
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            if not state:
-                state |= self.empty_state(p)
-            state["step"] += 1
+        for p, state in self._counted(group):
             tensors = [local_shard(t).view(-1) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
             block = 2 * _ALIGNED * tensors[0].element_size()
             while len(tensors[0]):
@@ -164,21 +167,16 @@ class _CompactAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        params = [(group, p) for group in self.param_groups for p in group["params"]]
-        for number, (group, p) in enumerate(params):
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            if not state:
-                state |= self.empty_state(p)
-            state["step"] += 1
-            names = [name for name in state if name != "step"]
-            for parts in zip(*(boxes(t) for t in (p, p.grad, *(state[name] for name in names))), strict=True):
-                for place, (_, grad), *moments in _chunks(parts):
-                    held = {name: moment.tensor for name, moment in zip(names, moments, strict=True)}
-                    _update_chunk(group, place, grad, held, state["step"], 3 * number)
-        if params:
-            synchronize(local_shard(params[0][1]).device)  # the host reads its moments when it saves
+        numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        for group in self.param_groups:
+            for p, state in self._counted(group):
+                names = [name for name in state if name != "step"]
+                for parts in zip(*(boxes(t) for t in (p, p.grad, *(state[name] for name in names))), strict=True):
+                    for place, (_, grad), *moments in _chunks(parts):
+                        held = {name: moment.tensor for name, moment in zip(names, moments, strict=True)}
+                        _update_chunk(group, place, grad, held, state["step"], 3 * numbers[p])
+        for p in [*numbers][:1]:
+            synchronize(local_shard(p).device)  # the host reads its moments when it saves
 
 
 def _chunks(parts: Sequence[LocalBox]) -> Iterator[Sequence[LocalBox]]:
