@@ -11,6 +11,7 @@ from tiny_run import write_run
 from tiny_tokenizers import tiny_tokenizer
 
 from meshrl.cli import main
+from meshrl.config.algo import AlgoConfig
 from meshrl.config.load import load_run_config
 from meshrl.data.datasets import PromptMaker
 from meshrl.data.order import open_feed
@@ -164,7 +165,7 @@ def test_a_run_that_changes_no_weight_by_its_rewards_has_a_reason(tmp_path: Path
         values = {"reward/groups_without_signal": share, "train/grad_norm": norm, "train/num_tokens": tokens}
         sink.write(step, {**values, "train/lr": 1e-6}, {})
     sink.close()
-    cfg = SimpleNamespace(algo=SimpleNamespace(advantage="grpo"))
+    cfg = SimpleNamespace(algo=AlgoConfig())
     found = run_without_signal(SimpleNamespace(cfg=cfg, run=SimpleNamespace(folder=tmp_path)))
     assert found is None if reason is None else found.startswith(reason)
 
@@ -176,6 +177,6 @@ def test_a_run_without_any_reward_is_advised_to_warm_up(tmp_path: Path, last_mea
         values = {"reward/groups_without_signal": 1.0, "train/num_tokens": 9.0, "reward/mean": mean}
         sink.write(step, values, {})
     sink.close()
-    cfg = SimpleNamespace(algo=SimpleNamespace(advantage="grpo"))
+    cfg = SimpleNamespace(algo=AlgoConfig())
     found = run_without_signal(SimpleNamespace(cfg=cfg, run=SimpleNamespace(folder=tmp_path)))
     assert ("`meshrl sft`" in found) == advised
