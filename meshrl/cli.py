@@ -64,10 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         family = next((each for each in type(e).__mro__ if each.__base__ is MeshrlError), ConfigError)
         name, further = "", getattr(e, "__notes__", [])
         if family is not ConfigError:  # the text of which has all that its section has
-            name, further = (
-                f"{type(e).__name__}: ",
-                [*further, f"See {_installed('docs/faq.md')}, section {family.__name__}"],
-            )
+            section = f"See {_installed('docs/faq.md')}, section {family.__name__}"
+            name, further = f"{type(e).__name__}: ", [*further, section]
         print_message("\n".join([f"meshrl: {name}{e}", *further]))
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:

@@ -113,7 +113,7 @@ MEMORY_PLAN = [
     arg(
         "--schedule",
         None,
-        "compare the speed of the schedules, with --gpu-memory of those that fit",
+        "compare the speed of schedules; with --gpu-memory, recommend what fits",
         action="store_true",
     ),
     arg(

@@ -22,11 +22,8 @@ from meshrl.train.checkpoint_files import state_folder
 from meshrl.train.engine import TrainEngine
 from meshrl.train.optim import AdamW, build_optimizer
 
-WIDE = {
-    "hidden_size": 72,
-    "intermediate_size": 300,
-    "vocab_size": 301,
-}  # rows of a part of a block, and of more than one
+# Rows of a part of a block of 256, and of more than one.
+WIDE = {"hidden_size": 72, "intermediate_size": 300, "vocab_size": 301}
 EIGHT_BITS = {"optimizer": {"kind": "adamw_8bit"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two shards": (2, {}),

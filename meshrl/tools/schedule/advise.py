@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import wrap
@@ -53,8 +53,8 @@ def advise(config: RunConfig, check: Check, folder: Path, gpus: int | None, memo
     kinds = {prediction.setup.loop.kind for prediction in predictions}
     refused = [kind for kind in STALENESS if kind not in kinds] if count > 1 else []
     notes = tuple(f"{kind}: the config's check refuses it on {count} GPUs, with every split" for kind in refused)
-    needs = {} if memory is None else {id(each): memory(overrides(each.setup)) for each in predictions}
-    fitting = [each for each in predictions if needs.get(id(each), (0, True))[1]]
+    needs = [] if memory is None else [memory(overrides(each.setup)) for each in predictions]
+    fitting = [each for each, (_, fits) in zip(predictions, needs, strict=True) if fits] if needs else predictions
     return describe(predictions, fitting, needs, replace(inputs, notes=inputs.notes + notes))
 
 
@@ -139,14 +139,14 @@ def reason(predictions: Sequence[Prediction], chosen: Prediction) -> str:
 def describe(
     predictions: Sequence[Prediction],
     fitting: Sequence[Prediction],
-    needs: Mapping[int, tuple[int, bool]],
+    needs: Sequence[tuple[int, bool]],
     inputs: Inputs,
 ) -> str:
-    """The table, the recommendation among those that fit, and the assumptions, for the terminal. needs: by id of the
+    """The table, the recommendation among those that fit, and the assumptions, for the terminal. needs: of each
     prediction, as of `Memory`; empty = memory is not planned."""
     rows = [[*COLUMNS], *([show(prediction) for show in COLUMNS.values()] for prediction in predictions)]
     if needs:
-        texts = [f"{size_text(size)}{'' if fits else ', too large'}" for size, fits in needs.values()]
+        texts = [f"{size_text(size)}{'' if fits else ', too large'}" for size, fits in needs]
         rows = [[*row, text] for row, text in zip(rows, ["memory of a GPU", *texts], strict=True)]
     costs = [f"{name}={value:.3g}" for name, value in asdict(inputs.costs).items()]
     return "\n".join(
@@ -187,7 +187,5 @@ ASSUMPTIONS = (
     "assumed: training and decoding of different ranks do not slow each other down; training is linear in tokens and",
     "scales with the train ranks; a decode step is linear in its rows; a sync takes as long on any number of ranks;",
 )
-LEFT_OUT = {
-    False: "Memory, and what staleness costs, are",
-    True: "What staleness costs is",
-}  # whether memory is planned
+# Whether memory is planned -> what is not checked.
+LEFT_OUT = {False: "Memory, and what staleness costs, are", True: "What staleness costs is"}
