@@ -63,11 +63,13 @@ class FirstDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """Steps in succession that one start of the run, or several with an equal layout, have made."""
+    """Steps in succession that one start of the run, or several with an equal layout, have made. num_threads: of each
+    rank; None = on an accelerator, or without an optimizer step."""
 
     config: RunConfig
     start: Record
     steps: list[int]
+    num_threads: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,15 +178,18 @@ def _read(run: Path, step: int) -> _Recorded:
     if no_metrics := [each for each in steps if each not in metrics]:
         raise ConfigError(f"{run / 'metrics.jsonl'} has no line of step {no_metrics[0]}")
     return _Recorded(
-        run=run, parts=_parts(starts, steps), state=state, records=records, answers=answers, metrics=metrics
+        run=run, parts=_parts(starts, records, steps), state=state, records=records, answers=answers, metrics=metrics
     )
 
 
-def _parts(starts: dict[int, Record], steps: Sequence[int]) -> list[_Part]:
+def _parts(starts: dict[int, Record], records: dict[int, Record], steps: Sequence[int]) -> list[_Part]:
     parts = list[_Part]()
     for step in steps:
         start = starts[max(first for first in starts if first <= step)]
-        if parts and all(parts[-1].start.get(key) == start.get(key) for key in ("config", "modules", "model")):
+        updates = records[step]["updates"]
+        threads = threads_of(updates[0]["computes"][0]) if updates else None
+        is_equal = bool(parts) and threads in (None, parts[-1].num_threads)
+        if is_equal and all(parts[-1].start.get(key) == start.get(key) for key in ("config", "modules", "model")):
             parts[-1].steps.append(step)
             continue
         try:
@@ -198,7 +203,7 @@ def _parts(starts: dict[int, Record], steps: Sequence[int]) -> list[_Part]:
         is_known = is_there(model) or not model.is_absolute()  # a hub id is not
         if is_known and start.get("model") not in (None, model_digest(model)):
             raise ConfigError(f"{model} has another model than when it was used for step {step}; restore that one")
-        parts.append(_Part(config=config, start=start, steps=[step]))
+        parts.append(_Part(config=config, start=start, steps=[step], num_threads=threads))
     return parts
 
 
@@ -295,8 +300,7 @@ async def _replay(
     state = recorded.state[1]
     for part in recorded.parts:
         cfg = (_in_one_process if inline else _as_recorded)(part.config)
-        updates = recorded.records[part.steps[0]]["updates"]
-        threads = None if inline or not updates else threads_of(updates[0]["computes"][0])
+        threads = None if inline else part.num_threads
         async with launched(cfg, cfg.cluster.num_train_ranks, 0, samples=False, num_threads=threads) as groups:
             assert groups.trainer is not None
             trainer = groups.trainer
